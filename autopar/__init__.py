@@ -1,0 +1,66 @@
+"""autopar: an automatic parallelizer for PyTorch.
+
+    model = autopar.parallelize(model, mesh)
+
+takes an unmodified `nn.Module` and a device mesh and returns a module that trains on all of its
+devices with the numbers of one. `autopar.plan` decides without devices; `autopar.verify` proves a
+plan in one process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autopar.errors import (
+    AutoparError,
+    ConstraintError,
+    InfeasiblePlanError,
+    PlanMismatchError,
+    ShardingError,
+    TraceError,
+    UnsupportedOpWarning,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AutoparError",
+    "Cluster",
+    "ConstraintError",
+    "Constraints",
+    "InfeasiblePlanError",
+    "ParallelModule",
+    "Plan",
+    "PlanMismatchError",
+    "ShardingError",
+    "TraceError",
+    "UnsupportedOpWarning",
+    "Verification",
+    "load_plan",
+    "parallelize",
+    "plan",
+    "verify",
+]
+
+_WHERE = {
+    "Cluster": "autopar.cost_model",
+    "Constraints": "autopar.core.constraints",
+    "ParallelModule": "autopar.runtime.module",
+    "Plan": "autopar.core.plan",
+    "Verification": "autopar.verification",
+    "load_plan": "autopar.api",
+    "parallelize": "autopar.api",
+    "plan": "autopar.api",
+    "verify": "autopar.verification",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load public names on first use, so that `import autopar` stays quick."""
+    if name not in _WHERE:
+        raise AttributeError(f"module 'autopar' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(_WHERE[name]), name)
+    globals()[name] = value
+    return value

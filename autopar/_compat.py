@@ -1,0 +1,28 @@
+"""The one place that touches private names of torch, for torch 2.11 to 2.13."""
+
+from __future__ import annotations
+
+from torch.distributed.tensor import Partial as TorchPartial
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from autopar.core.placement import Layout
+
+__all__ = ["dtensor_placements"]
+
+
+def dtensor_placements(layout: Layout) -> list[TorchPlacement]:
+    """DTensor's placements of a layout."""
+    out: list[TorchPlacement] = []
+    for placement in layout:
+        if placement.is_replicate:
+            out.append(TorchReplicate())
+        elif placement.is_partial:
+            out.append(TorchPartial())
+        elif placement.split > 1:
+            out.append(_StridedShard(placement.dim, split_factor=placement.split))
+        else:
+            out.append(TorchShard(placement.dim))
+    return out

@@ -1,0 +1,286 @@
+"""`emit`: a traced step and its plan to one rank's forward and backward programs.
+
+Ops are emitted in the traced order, forward before backward. Before each op its operands are
+redistributed from the layout that they were produced in to the one that its strategy wants; then
+the op's local form is appended. What the backward reads of the forward is saved.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_aggregate
+
+from autopar.codegen import lowerings as _lowerings  # noqa: F401  (registers the lowerings)
+from autopar.codegen.builder import Builder
+from autopar.codegen.lowering import LocalCall, lower
+from autopar.codegen.partition import split_phases
+from autopar.codegen.redistribute import emit_redistribution
+from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info
+from autopar.core.placement import Layout, Replicate, local_shape
+from autopar.core.plan import CommBytes, Plan
+from autopar.core.strategy import op_call
+from autopar.errors import AutoparError, PlanMismatchError
+
+__all__ = ["Program", "emit"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What one rank runs.
+
+    Attributes:
+        joint: forward and backward as one graph, for inspection and for `run_lockstep`.
+        forward: `(*inputs) -> (*results, *saved)`; inputs are all but the tangents.
+        backward: `(*saved, *tangents) -> gradients`; None for inference.
+        inputs: descriptor and local layout of every placeholder of `joint`.
+        outputs: descriptor and layout of every output of `joint`.
+        num_results: user outputs and buffers, which come first.
+    """
+
+    joint: fx.GraphModule
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    inputs: tuple[tuple[InputSpec, Layout], ...]
+    outputs: tuple[tuple[OutputSpec, Layout], ...]
+    num_results: int
+
+    def comm_bytes(self) -> tuple[CommBytes, ...]:
+        """Bytes of the collectives in the program, per axis and kind."""
+        return count_collectives(self.joint.graph)
+
+
+def count_collectives(graph: fx.Graph) -> tuple[CommBytes, ...]:
+    """Sum of the buffers of a graph's collectives, per mesh axis and kind."""
+    size: Counter[tuple[int, str]] = Counter()
+    count: Counter[tuple[int, str]] = Counter()
+    for node in graph.nodes:
+        if "collective" in node.meta:
+            kind, axis, num_bytes = node.meta["collective"]
+            size[axis, kind] += num_bytes
+            count[axis, kind] += 1
+    return tuple(
+        CommBytes(axis=axis, kind=kind, num_bytes=size[axis, kind], count=n)
+        for (axis, kind), n in sorted(count.items())
+    )
+
+
+def emit(
+    traced: TracedModel,
+    plan: Plan,
+    coords: Sequence[int],
+    *,
+    group_names: Sequence[str] | None = None,
+    device: torch.device | str = "cpu",
+) -> Program:
+    """Write the program of the rank at `coords`.
+
+    Args:
+        traced: the step that the plan is for.
+        plan: layouts and variants of every op.
+        coords: the rank's coordinate on each axis of the plan's mesh.
+        group_names: process group of each axis; symbolic names where the program is not run
+            by a process of its own.
+        device: of factory results.
+
+    Raises:
+        PlanMismatchError: the plan is of another graph.
+        AutoparError: the emitted collectives differ from the plan's.
+    """
+    if plan.fingerprint != traced.fingerprint():
+        raise PlanMismatchError(
+            f"the plan is for graph {plan.fingerprint}, this model and input traces to "
+            f"{traced.fingerprint()}: another model, input shape, dtype or version of the code"
+        )
+    program = _Emitter(traced, plan, coords, group_names, torch.device(device)).run()
+    found = program.comm_bytes()
+    if found != plan.predicted.comm_bytes:
+        raise AutoparError(
+            f"the emitted program moves {found}, the plan says {plan.predicted.comm_bytes}: this "
+            "is a defect of autopar"
+        )
+    return program
+
+
+class _Emitter:
+    def __init__(
+        self,
+        traced: TracedModel,
+        plan: Plan,
+        coords: Sequence[int],
+        group_names: Sequence[str] | None,
+        device: torch.device,
+    ) -> None:
+        self.traced = traced
+        self.plan = plan
+        self.mesh = plan.mesh_shape
+        self.whole: Layout = tuple(Replicate() for _ in self.mesh)
+        self.graph = fx.Graph()
+        self.builder = Builder(
+            self.graph,
+            mesh_shape=self.mesh,
+            coords=coords,
+            group_names=group_names or [f"axis{i}" for i in range(len(self.mesh))],
+            fake_mode=FakeTensorMode(allow_non_fake_inputs=True),
+            device=device,
+        )
+        self.values: dict[tuple[str, int], fx.Node] = {}
+        self.layouts: dict[tuple[str, int], Layout] = {}
+        self.nodes = {n.name: n for n in traced.graph.nodes}
+        self.reduced: dict[str, fx.Node] = {}
+        self.completed: dict[str, list[OutputSpec]] = {}
+        for spec in traced.outputs:
+            if spec.kind == "gradient" and node_info(traced, self.nodes[str(spec.node)]).phase == (
+                "backward"
+            ):
+                owner = self._output_value(spec)[0]
+                self.completed.setdefault(owner, []).append(spec)
+
+    def run(self) -> Program:
+        inputs = self._inputs()
+        nodes = [n for n in self.traced.graph.nodes if n.op == "call_function"]
+        nodes = [n for n in nodes if n.target is not operator.getitem]
+        for phase in ("forward", "backward"):
+            self.builder.phase = phase
+            for node in nodes:
+                if node_info(self.traced, node).phase == phase:
+                    self._op(node)
+            if phase == "forward":
+                self._results()
+        outputs = [*self.results, *self._gradients()]
+        self.graph.output(tuple(node for node, _, _ in outputs))
+        joint = fx.GraphModule(torch.nn.Module(), self.graph)
+        tangents = {spec.node for spec, _ in inputs if spec.kind == "tangent"}
+        forward, backward = split_phases(self.graph, len(self.results), tangents)
+        return Program(
+            joint=joint,
+            forward=forward,
+            backward=backward if self.traced.training else None,
+            inputs=tuple(inputs),
+            outputs=tuple((spec, layout) for _, spec, layout in outputs),
+            num_results=len(self.results),
+        )
+
+    def _inputs(self) -> list[tuple[InputSpec, Layout]]:
+        by_node = {spec.node: spec for spec in self.traced.inputs}
+        found: list[tuple[InputSpec, Layout]] = []
+        for node in self.traced.graph.nodes:
+            if node.op != "placeholder":
+                continue
+            spec = by_node[node.name]
+            layout = (
+                self.plan.parameters[spec.target]
+                if spec.kind == "parameter"
+                else self.plan.inputs.get(spec.node, self.whole)
+            )
+            placeholder = self.graph.placeholder(node.name)
+            with self.builder.fake_mode:
+                placeholder.meta["val"] = torch.empty(
+                    local_shape(spec.shape, layout, self.mesh),
+                    dtype=spec.dtype,
+                    device=self.builder.device,
+                )
+            self.values[node.name, 0] = placeholder
+            self.layouts[node.name, 0] = layout
+            found.append((spec, layout))
+        return found
+
+    def _value(self, node: fx.Node) -> tuple[str, int]:
+        if node.op == "call_function" and node.target is operator.getitem:
+            source, index = node.args
+            assert isinstance(source, fx.Node) and isinstance(index, int)
+            return source.name, index
+        return node.name, 0
+
+    def _op(self, node: fx.Node) -> None:
+        chosen = self.plan.nodes[node.name]
+        call = op_call(node, 1)
+        b = self.builder
+        b.origin = node.name
+        operands = []
+        for source, layout in zip(call.nodes, chosen.inputs, strict=True):
+            value = self._value(source)
+            operands.append(emit_redistribution(b, self.values[value], self.layouts[value], layout))
+        feed = iter(operands)
+
+        def swap(arg: Any) -> Any:
+            return next(feed) if isinstance(arg, fx.Node) else arg
+
+        args, kwargs = map_aggregate((tuple(node.args), dict(node.kwargs)), swap)
+        local = LocalCall(
+            call, args, kwargs, chosen.inputs, chosen.outputs, chosen.variants, self.mesh
+        )
+        result = lower(b, local)
+        self._record(node, result, local)
+        # at once, so that the whole gradient does not outlive its reduction
+        for spec in self.completed.get(node.name, ()):
+            self._reduce(spec)
+
+    def _record(self, node: fx.Node, result: fx.Node, local: LocalCall) -> None:
+        value = result.meta["val"]
+        for index, layout in enumerate(local.outputs):
+            self.layouts[node.name, index] = layout
+        if isinstance(value, (list, tuple)):
+            for index, part in enumerate(value):
+                if isinstance(part, torch.Tensor):
+                    self.values[node.name, index] = self.builder.item(result, index)
+            shapes = [tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in value]
+        else:
+            self.values[node.name, 0] = result
+            shapes = [tuple(value.shape)]
+        for index, shape in enumerate(shapes):
+            expected = tuple(local.output_shape(index))
+            if shape is not None and shape != expected:
+                raise AutoparError(
+                    f"{node.target} ({node.name}) yields {shape} locally, its plan says "
+                    f"{expected}: this is a defect of autopar"
+                )
+
+    def _results(self) -> None:
+        """User outputs and buffers: whole where required, in their own layout beside a loss."""
+        self.results: list[tuple[fx.Node | None, OutputSpec, Layout]] = []
+        for spec in self.traced.outputs:
+            if spec.kind == "gradient":
+                continue
+            if spec.node is None:
+                self.results.append((None, spec, self.whole))
+                continue
+            value = self._output_value(spec)
+            beside = self.traced.loss_index is not None and spec.kind == "output"
+            keep = beside and spec.target != str(self.traced.loss_index)
+            target = self.layouts[value] if keep else self.whole
+            node = emit_redistribution(
+                self.builder, self.values[value], self.layouts[value], target
+            )
+            self.results.append((node, spec, target))
+
+    def _output_value(self, spec: OutputSpec) -> tuple[str, int]:
+        return self._value(self.nodes[str(spec.node)])
+
+    def _gradients(self) -> list[tuple[fx.Node | None, OutputSpec, Layout]]:
+        """Gradients in their storage layout, in the order of the outputs."""
+        found: list[tuple[fx.Node | None, OutputSpec, Layout]] = []
+        for spec in self.traced.outputs:
+            if spec.kind == "gradient":
+                if spec.target not in self.reduced:
+                    self._reduce(spec)
+                target = self.plan.parameters[spec.target]
+                found.append((self.reduced[spec.target], spec, target))
+        return found
+
+    def _reduce(self, spec: OutputSpec) -> None:
+        value = self._output_value(spec)
+        self.builder.origin = f"gradient of {spec.target}"
+        self.reduced[spec.target] = emit_redistribution(
+            self.builder,
+            self.values[value],
+            self.layouts[value],
+            self.plan.parameters[spec.target],
+        )

@@ -1,0 +1,93 @@
+"""Registry of lowerings: how an op runs on local tensors under a chosen strategy.
+
+`@lowering(op, …)` on a function `(Builder, LocalCall) -> fx.Node`. An op without one is called
+with its local tensors and its other arguments as they are, which is right for every op whose
+arguments hold no size of a sharded dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from autopar.codegen.builder import Builder
+from autopar.core.placement import Layout, local_shape
+from autopar.core.strategy import OpCall
+
+__all__ = ["LocalCall", "find_lowering", "lower", "lowering"]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCall:
+    """One op to run locally.
+
+    Attributes:
+        call: the global op (global shapes, original arguments).
+        args, kwargs: the arguments with tensors replaced by local nodes.
+        inputs: layout of each tensor operand, over all mesh axes.
+        outputs: layout of each output.
+        variants: the strategy's variant on each mesh axis.
+        mesh_shape: sizes of the mesh axes.
+    """
+
+    call: OpCall
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    variants: tuple[str, ...]
+    mesh_shape: tuple[int, ...]
+
+    def output_shape(self, index: int = 0) -> list[int]:
+        """Local shape of an output."""
+        spec = self.call.outputs[index]
+        return list(local_shape(spec.shape, self.outputs[index], self.mesh_shape))
+
+    def axes_of(self, variant: str) -> list[int]:
+        """Mesh axes on which this variant was chosen."""
+        return [axis for axis, name in enumerate(self.variants) if name == variant]
+
+    def offset(self, b: Builder, layout: Layout, shape: tuple[int, ...]) -> list[int]:
+        """Global index at which this rank's block of a tensor begins, per dim."""
+        starts, sizes = [0] * len(shape), list(shape)
+        for axis, placement in enumerate(layout):
+            if placement.is_shard:
+                sizes[placement.dim] //= self.mesh_shape[axis]
+                starts[placement.dim] += b.coords[axis] * sizes[placement.dim]
+        return starts
+
+
+Lowering = Callable[[Builder, LocalCall], fx.Node]
+_LOWERINGS: dict[Any, Lowering] = {}
+
+
+def lowering(*targets: Any) -> Callable[[Lowering], Lowering]:
+    """Register a lowering for op overloads, or names; a second one for an op is a ValueError."""
+
+    def register(function: Lowering) -> Lowering:
+        for target in targets:
+            if target in _LOWERINGS:
+                raise ValueError(f"{target} already has a lowering")
+            _LOWERINGS[target] = function
+        return function
+
+    return register
+
+
+def find_lowering(target: Any) -> Lowering | None:
+    """The lowering of an op, or None where the plain call is right."""
+    return _LOWERINGS.get(target) or _LOWERINGS.get(str(target))
+
+
+def lower(b: Builder, local: LocalCall) -> fx.Node:
+    """Append the local form of an op; multi-output ops yield a node with a tuple value."""
+    function = find_lowering(local.call.target)
+    if function is not None:
+        return function(b, local)
+    kwargs = dict(local.kwargs)
+    if kwargs.get("device") is not None:
+        kwargs["device"] = b.device
+    return b.call(local.call.target, *local.args, **kwargs)

@@ -1,0 +1,179 @@
+"""Attention on blocks of the sequence: the ring, and causal masks that start at a row.
+
+Forward (Liu et al. 2023, arXiv 2310.01889): each rank keeps its queries while blocks of keys and
+values travel; block results o_j with log-sum-exp l_j merge as l = log Σ exp l_j and
+o = Σ exp(l_j − l) o_j. Backward: with the whole l saved, each block's gradients are exact by
+themselves; dk and dv travel with their block and take the last hop home.
+
+Masks are by global position and made for each block: the ranks of a ring must run the same
+sequence of nodes, so that none is skipped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.codegen.builder import Builder
+from autopar.codegen.lowering import LocalCall, lowering
+
+aten = torch.ops.aten
+autopar = torch.ops.autopar
+
+Nodes = tuple[fx.Node, ...]
+Work = Callable[[Nodes, int], Nodes]
+"""(blocks, global column that they begin at) -> what to send home with them."""
+
+
+class _Blocks:
+    """Positions and masks of the blocks that a rank sees.
+
+    Args:
+        local: the call.
+        first: index of q among the operands; k and v follow.
+        mask: the local mask: whole columns, this rank's rows.
+    """
+
+    def __init__(
+        self, b: Builder, local: LocalCall, first: int, mask: fx.Node | None, is_causal: bool
+    ) -> None:
+        self.b, self.local, self.mask, self.is_causal = b, local, mask, is_causal
+        self.ring = local.axes_of("ring")
+        specs = local.call.operands
+        self.row = local.offset(b, local.inputs[first], specs[first].shape)[2]
+        self.length = specs[first + 1].shape[2]
+
+    def column(self, steps: dict[int, int]) -> int:
+        """Where the block begins that has come `steps` hops along each axis of the ring."""
+        start, length = 0, self.length
+        for axis in self.ring:
+            size = self.local.mesh_shape[axis]
+            length //= size
+            start += (self.b.coords[axis] - steps.get(axis, 0)) % size * length
+        return start
+
+    def block_mask(self, num_rows: int, num_columns: int, column: int) -> fx.Node | None:
+        """Mask of the block of scores whose first column is `column`."""
+        b, mask = self.b, self.mask
+        if mask is not None and b.shape(mask)[-1] > 1:
+            mask = b.call(aten.slice.Tensor, mask, -1, column, column + num_columns)
+        if not self.is_causal:
+            return mask
+        rows = self._positions(self.row, num_rows)
+        columns = self._positions(column, num_columns)
+        allowed = b.call(aten.ge.Tensor, b.call(aten.unsqueeze.default, rows, -1), columns)
+        if mask is None:
+            return allowed
+        if b.value(mask).dtype == torch.bool:
+            return b.call(aten.logical_and.default, mask, allowed)
+        return b.call(aten.where.ScalarOther, allowed, mask, -math.inf)
+
+    def _positions(self, start: int, count: int) -> fx.Node:
+        return self.b.call(
+            aten.arange.start, start, start + count, dtype=torch.int64, device=self.b.device
+        )
+
+
+def _travel(
+    blocks: _Blocks, axes: Sequence[int], held: Nodes, steps: dict[int, int], work: Work
+) -> Nodes:
+    """Run `work` on every block of the ring, one hop apart; returns this rank's own share.
+
+    On each axis the blocks make n − 1 hops, and so do the shares: the first one is made at home,
+    and the last hop of the others is to there.
+    """
+    if not axes:
+        return work(held, blocks.column(steps))
+    b, axis, rest = blocks.b, axes[0], axes[1:]
+    own = _travel(blocks, rest, held, steps, work)
+    away: Nodes = ()
+    for step in range(1, b.mesh_shape[axis]):
+        held = tuple(b.rotate(x, axis) for x in held)
+        new = _travel(blocks, rest, held, {**steps, axis: step}, work)
+        if step > 1:
+            away = tuple(b.rotate(x, axis) for x in away)
+            new = tuple(b.call(aten.add.Tensor, x, y) for x, y in zip(away, new, strict=True))
+        away = new
+    if b.mesh_shape[axis] == 1:
+        return own
+    home = (b.rotate(x, axis) for x in away)
+    return tuple(b.call(aten.add.Tensor, x, y) for x, y in zip(own, home, strict=True))
+
+
+class _Merged:
+    """Running result over the blocks seen so far."""
+
+    def __init__(self, b: Builder) -> None:
+        self.b = b
+        self.out: fx.Node | None = None
+        self.lse: fx.Node | None = None
+
+    def add(self, out: fx.Node, lse: fx.Node) -> None:
+        b = self.b
+        out, lse = b.widen(out), b.widen(lse)
+        if self.out is None or self.lse is None:
+            self.out, self.lse = out, lse
+            return
+        total = b.call(aten.logaddexp.default, self.lse, lse)
+        # a row with nothing to attend to so far has lse −inf, and keeps the weights 0
+        infinite = b.call(aten.isinf.default, total)
+        safe = b.call(aten.masked_fill.Scalar, total, infinite, 0.0)
+        self.out = b.call(
+            aten.add.Tensor,
+            self._weighted(self.out, self.lse, safe),
+            self._weighted(out, lse, safe),
+        )
+        self.lse = total
+
+    def _weighted(self, out: fx.Node, lse: fx.Node, total: fx.Node) -> fx.Node:
+        b = self.b
+        weight = b.call(aten.exp.default, b.call(aten.sub.Tensor, lse, total))
+        return b.call(aten.mul.Tensor, out, b.call(aten.unsqueeze.default, weight, -1))
+
+
+def _is_plain(local: LocalCall) -> bool:
+    return not (local.axes_of("ring") or local.axes_of("causal_rows"))
+
+
+@lowering(autopar.attention.default)
+def lower_attention(b: Builder, local: LocalCall) -> fx.Node:
+    q, k, v, mask, is_causal, scale = local.args
+    if _is_plain(local):
+        return b.call(autopar.attention.default, q, k, v, mask, is_causal, scale)
+    blocks = _Blocks(b, local, 0, mask, is_causal)
+    merged = _Merged(b)
+
+    def attend(held: Nodes, column: int) -> Nodes:
+        block_mask = blocks.block_mask(b.shape(q)[2], b.shape(held[0])[2], column)
+        both = b.call(autopar.attention.default, q, *held, block_mask, False, scale)
+        merged.add(b.item(both, 0), b.item(both, 1))
+        return ()
+
+    _travel(blocks, blocks.ring, (k, v), {}, attend)
+    assert merged.out is not None and merged.lse is not None
+    out_spec, lse_spec = local.call.outputs
+    return b.pack(b.cast(merged.out, out_spec.dtype), b.cast(merged.lse, lse_spec.dtype))
+
+
+@lowering(autopar.attention_backward.default)
+def lower_attention_backward(b: Builder, local: LocalCall) -> fx.Node:
+    grad, q, k, v, mask, out, lse, is_causal, scale = local.args
+    if _is_plain(local):
+        return b.call(local.call.target, *local.args)
+    blocks = _Blocks(b, local, 1, mask, is_causal)
+    grads_q: list[fx.Node] = []
+
+    def attend(held: Nodes, column: int) -> Nodes:
+        block_mask = blocks.block_mask(b.shape(q)[2], b.shape(held[0])[2], column)
+        rest: tuple[Any, ...] = (block_mask, out, lse, False, scale)
+        grads = b.call(autopar.attention_backward.default, grad, q, *held, *rest)
+        grad_q = b.widen(b.item(grads, 0))
+        grads_q[:] = [b.call(aten.add.Tensor, x, grad_q) for x in grads_q] or [grad_q]
+        return b.item(grads, 1), b.item(grads, 2)
+
+    grad_k, grad_v = _travel(blocks, blocks.ring, (k, v), {}, attend)
+    return b.pack(b.cast(grads_q[0], b.value(q).dtype), grad_k, grad_v)

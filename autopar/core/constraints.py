@@ -1,0 +1,232 @@
+"""`Constraints`: what the user pins. What is absent is chosen."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.errors import ConstraintError
+
+__all__ = ["AxisRole", "Constraints", "assign_mesh"]
+
+TENSOR_MODES = ("1d", "2d", "2.5d", "3d")
+SEQUENCE_MODES = ("megatron", "ulysses", "ring")
+_KEYS = ("tensor", "sequence", "data", "zero", "params")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisRole:
+    """What a mesh axis is pinned to: `data`, `free`, `tensor-0`…, `sequence`."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """Pins on a plan.
+
+    Attributes:
+        tensor_mode: "1d", "2d", "2.5d" or "3d", or None.
+        tensor_size: devices of the tensor mode; None takes all that `data` leaves.
+        depth: depth of the 2.5D mode.
+        sequence: "megatron", "ulysses" or "ring", or None.
+        sequence_size: devices of the sequence axis; None takes all that is left.
+        data: devices that split the batch; None is free.
+        zero: 0 keeps every parameter whole on the data axes, 3 shards every one.
+        params: storage placements by FQN glob, one per mesh axis.
+    """
+
+    tensor_mode: str | None = None
+    tensor_size: int | None = None
+    depth: int | None = None
+    sequence: str | None = None
+    sequence_size: int | None = None
+    data: int | None = None
+    zero: int | None = None
+    params: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, value: Constraints | Mapping[str, Any] | None) -> Constraints:
+        """From the dict form.
+
+        Raises:
+            ConstraintError: an unknown key or mode, or a size that is not a positive integer.
+        """
+        if value is None:
+            return cls()
+        if isinstance(value, Constraints):
+            return value
+        for key in value:
+            if key not in _KEYS:
+                near = difflib.get_close_matches(str(key), _KEYS, n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise ConstraintError(
+                    f"unknown constraint {key!r}; known are {', '.join(_KEYS)}.{hint}"
+                )
+        fields: dict[str, Any] = {}
+        if (tensor := value.get("tensor")) is not None:
+            fields.update(_tensor(tensor))
+        if (sequence := value.get("sequence")) is not None:
+            fields.update(_sequence(sequence))
+        if value.get("data") is not None:
+            fields["data"] = _positive(value["data"], "data")
+        if (zero := value.get("zero")) is not None:
+            if zero not in (0, 3):
+                raise ConstraintError(
+                    f"zero={zero!r}: 0 (whole parameters) and 3 (sharded parameters) can be pinned"
+                )
+            fields["zero"] = zero
+        params = value.get("params") or {}
+        fields["params"] = {
+            glob: tuple([p] if isinstance(p, str) else p) for glob, p in params.items()
+        }
+        return cls(**fields)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Only what is pinned, as plain JSON types that `parse` reads."""
+        found: dict[str, Any] = {}
+        tensor = {"mode": self.tensor_mode, "size": self.tensor_size, "depth": self.depth}
+        sequence = {"mode": self.sequence, "size": self.sequence_size}
+        for key, value in (("tensor", tensor), ("sequence", sequence)):
+            if value["mode"] is not None:
+                found[key] = {k: v for k, v in value.items() if v is not None}
+        for key, number in (("data", self.data), ("zero", self.zero)):
+            if number is not None:
+                found[key] = number
+        if self.params:
+            found["params"] = {glob: list(wanted) for glob, wanted in self.params.items()}
+        return found
+
+
+def _positive(value: Any, name: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConstraintError(f"{name}={value!r} must be a positive whole number of devices")
+    return value
+
+
+def _tensor(value: Any) -> dict[str, Any]:
+    spec = {"mode": value} if isinstance(value, str) else dict(value)
+    mode = spec.pop("mode", "1d")
+    if mode not in TENSOR_MODES:
+        raise ConstraintError(f"unknown tensor mode {mode!r}; known are {', '.join(TENSOR_MODES)}")
+    fields: dict[str, Any] = {"tensor_mode": mode}
+    if (size := spec.pop("size", None)) is not None:
+        fields["tensor_size"] = _positive(size, "tensor size")
+    if (depth := spec.pop("depth", None)) is not None:
+        if mode != "2.5d":
+            raise ConstraintError(f"depth={depth} belongs to mode 2.5d, not {mode}")
+        fields["depth"] = _positive(depth, "depth")
+    if spec:
+        raise ConstraintError(f"unknown tensor settings {sorted(spec)}; known: mode, size, depth")
+    return fields
+
+
+def _sequence(value: Any) -> dict[str, Any]:
+    spec = {"mode": value} if isinstance(value, str) else dict(value)
+    mode = spec.pop("mode", None)
+    if mode not in SEQUENCE_MODES:
+        raise ConstraintError(
+            f"unknown sequence mode {mode!r}; known are {', '.join(SEQUENCE_MODES)}"
+        )
+    fields: dict[str, Any] = {"sequence": mode}
+    if (size := spec.pop("size", None)) is not None:
+        fields["sequence_size"] = _positive(size, "sequence size")
+    if spec:
+        raise ConstraintError(f"unknown sequence settings {sorted(spec)}; known: mode, size")
+    return fields
+
+
+def _root(size: int, power: int, mode: str) -> int:
+    q = round(size ** (1 / power))
+    if q**power != size or q < 2:
+        raise ConstraintError(
+            f"tensor mode {mode} needs a number of devices that is a {power}th power "
+            f"of at least 2, got {size}"
+        )
+    return q
+
+
+def _tensor_sizes(c: Constraints, size: int) -> list[int]:
+    if c.tensor_mode == "1d":
+        return [size]
+    if c.tensor_mode == "2d":
+        return [_root(size, 2, "2d")] * 2
+    if c.tensor_mode == "3d":
+        return [_root(size, 3, "3d")] * 3
+    depth = c.depth
+    if depth is None:
+        depth = next((d for d in range(2, size) if _is_square(size, d)), 0)
+    if not depth or size % depth:
+        raise ConstraintError(f"tensor mode 2.5d: depth {depth} does not divide size {size}")
+    if not _is_square(size, depth):
+        raise ConstraintError(
+            f"tensor mode 2.5d: size {size} over depth {depth} is no square of at least 2 × 2"
+        )
+    return [depth, *[math.isqrt(size // depth)] * 2]
+
+
+def _is_square(size: int, depth: int) -> bool:
+    q = math.isqrt(size // depth)
+    return size % depth == 0 and q >= 2 and q * q * depth == size
+
+
+def assign_mesh(c: Constraints, mesh_shape: tuple[int, ...]) -> tuple[AxisRole, ...]:
+    """Mesh axes that the constraints call for, outermost first, with their roles.
+
+    The user's own axes are kept where the pinned sizes match them one to one (then the pinned
+    axes are the last ones); otherwise the same devices form a mesh of the needed shape.
+
+    Raises:
+        ConstraintError: the pinned sizes do not divide the number of devices.
+    """
+    total = math.prod(mesh_shape)
+    pinned: list[AxisRole] = []
+    left = total
+    if c.data is not None:
+        left = _take(left, c.data, "data", total)
+    if c.tensor_mode is not None:
+        size = c.tensor_size or left
+        left = _take(left, size, f"tensor {c.tensor_mode}", total)
+        sizes = _tensor_sizes(c, size)
+        pinned += [AxisRole(name=f"tensor-{i}", size=n) for i, n in enumerate(sizes)]
+    if c.sequence is not None and not (c.sequence == "megatron" and c.tensor_mode == "1d"):
+        if c.sequence == "megatron" and c.tensor_mode is not None:
+            raise ConstraintError(
+                f"sequence 'megatron' splits the sequence over the 1D tensor axis; it does not "
+                f"go with tensor mode {c.tensor_mode}"
+            )
+        size = c.sequence_size or left
+        left = _take(left, size, f"sequence {c.sequence}", total)
+        pinned.append(AxisRole(name="sequence", size=size))
+    data = c.data
+    if data is None and c.zero is not None and left > 1:
+        data, left = left, 1
+    roles = [AxisRole(name="data", size=data)] if data else []
+    if not pinned and not roles:
+        return tuple(AxisRole(name="free", size=n) for n in mesh_shape)
+    free = _free_axes(left, mesh_shape, [r.size for r in (*roles, *pinned)])
+    return (*roles, *(AxisRole(name="free", size=n) for n in free), *pinned)
+
+
+def _take(left: int, size: int, name: str, total: int) -> int:
+    if left % size:
+        raise ConstraintError(
+            f"{name} takes {size} devices, but {left} of {total} are left, which {size} does not "
+            "divide"
+        )
+    return left // size
+
+
+def _free_axes(left: int, mesh_shape: tuple[int, ...], used: list[int]) -> list[int]:
+    """Axes for the devices that no role takes: the mesh's own ones where they fit."""
+    if left == 1:
+        return []
+    remaining = list(mesh_shape)
+    for size in used:
+        if size in remaining:
+            remaining.remove(size)
+    return remaining if math.prod(remaining) == left else [left]

@@ -1,0 +1,102 @@
+"""Two-operand contractions in einsum notation: parsing, gradients, and lowering to mm/bmm.
+
+An equation such as ``bsk,nk->bsn`` names every dim by one letter. Letters fall in four roles:
+batch (both operands and output), contracted (both operands only), free of `a`, free of `b`.
+No letter repeats inside a term and none is summed in one operand alone, so the gradient of an
+operand is again such a contraction: d/da of ``a,b->o`` is ``o,b->a``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from torch import Tensor
+
+__all__ = ["Equation", "contract", "flops", "gradient_equations", "output_shape", "parse_equation"]
+
+
+class Equation(NamedTuple):
+    """The letters of each term, and the letters of each role in the order of the terms."""
+
+    a: str
+    b: str
+    out: str
+    batch: str
+    contracted: str
+    free_a: str
+    free_b: str
+
+
+@lru_cache(maxsize=4096)
+def parse_equation(equation: str) -> Equation:
+    """Split an equation into terms and roles; a letter outside the four roles is a ValueError."""
+    operands, out = equation.split("->")
+    a, b = operands.split(",")
+    batch = "".join(c for c in a if c in b and c in out)
+    contracted = "".join(c for c in a if c in b and c not in out)
+    free_a = "".join(c for c in a if c not in b)
+    free_b = "".join(c for c in b if c not in a)
+    if any(len(set(term)) != len(term) for term in (a, b, out)) or set(out) != set(
+        batch + free_a + free_b
+    ):
+        raise ValueError(f"{equation!r} is not a plain two-operand contraction")
+    return Equation(a, b, out, batch, contracted, free_a, free_b)
+
+
+def gradient_equations(equation: str) -> tuple[str, str]:
+    """Equations `(grad, b) -> grad_a` and `(grad, a) -> grad_b`."""
+    eq = parse_equation(equation)
+    return f"{eq.out},{eq.b}->{eq.a}", f"{eq.out},{eq.a}->{eq.b}"
+
+
+def _sizes(eq: Equation, a_shape: Sequence[int], b_shape: Sequence[int]) -> dict[str, int]:
+    sizes = dict(zip(eq.a, a_shape, strict=True))
+    for letter, size in zip(eq.b, b_shape, strict=True):
+        if sizes.setdefault(letter, size) != size:
+            raise ValueError(f"size of {letter!r} differs: {sizes[letter]} and {size}")
+    return sizes
+
+
+def output_shape(equation: str, a_shape: Sequence[int], b_shape: Sequence[int]) -> list[int]:
+    """Shape of the result."""
+    eq = parse_equation(equation)
+    sizes = _sizes(eq, a_shape, b_shape)
+    return [sizes[letter] for letter in eq.out]
+
+
+def flops(equation: str, a_shape: Sequence[int], b_shape: Sequence[int]) -> int:
+    """2 · product of all sizes: one multiply and one add per term."""
+    return 2 * math.prod(_sizes(parse_equation(equation), a_shape, b_shape).values())
+
+
+def _arrange(x: Tensor, letters: str, order: tuple[str, ...], sizes: dict[str, int]) -> Tensor:
+    """Permute `x` to the letters of `order`, then flatten each group to one dim."""
+    flat = "".join(order)
+    if letters != flat:
+        x = x.permute([letters.index(c) for c in flat])
+    return x.reshape([math.prod(sizes[c] for c in group) for group in order])
+
+
+def contract(equation: str, a: Tensor, b: Tensor) -> Tensor:
+    """Run a contraction as one `mm` or `bmm`, copying only where a layout demands it."""
+    eq = parse_equation(equation)
+    sizes = _sizes(eq, a.shape, b.shape)
+    # The free letters go in the output's order so that the result needs no permute.
+    free_a = "".join(c for c in eq.out if c in eq.free_a)
+    free_b = "".join(c for c in eq.out if c in eq.free_b)
+    batch = "".join(c for c in eq.out if c in eq.batch)
+    swap = bool(free_a and free_b) and eq.out.index(free_b[0]) < eq.out.index(free_a[0])
+    if batch:
+        lhs = _arrange(a, eq.a, (batch, free_a, eq.contracted), sizes)
+        rhs = _arrange(b, eq.b, (batch, eq.contracted, free_b), sizes)
+        out = rhs.transpose(1, 2).bmm(lhs.transpose(1, 2)) if swap else lhs.bmm(rhs)
+    else:
+        lhs = _arrange(a, eq.a, (free_a, eq.contracted), sizes)
+        rhs = _arrange(b, eq.b, (eq.contracted, free_b), sizes)
+        out = rhs.t().mm(lhs.t()) if swap else lhs.mm(rhs)
+    order = batch + (free_b + free_a if swap else free_a + free_b)
+    out = out.reshape([sizes[c] for c in order])
+    return out if order == eq.out else out.permute([order.index(c) for c in eq.out])

@@ -1,0 +1,158 @@
+"""The traced program that the rooms hand to each other: one joint forward and backward graph."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+__all__ = [
+    "InputSpec",
+    "NodeInfo",
+    "OutputSpec",
+    "TracedModel",
+    "node_info",
+    "tensor_meta",
+    "tensor_operands",
+]
+
+InputKind = Literal["parameter", "buffer", "constant", "input", "seed", "tangent"]
+OutputKind = Literal["output", "buffer", "gradient"]
+Phase = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputSpec:
+    """What one placeholder of the graph stands for.
+
+    Attributes:
+        node: name of the placeholder.
+        kind: parameter, buffer, lifted constant, user input, random seed or output gradient.
+        target: FQN of a parameter, buffer or constant; name of a user input.
+        shape, dtype: of the global tensor; empty and int64 for a non-tensor input.
+        trainable: the parameter requires a gradient.
+    """
+
+    node: str
+    kind: InputKind
+    target: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputSpec:
+    """What one output of the graph is: a user output, a buffer's new value or a gradient.
+
+    Attributes:
+        node: name of the node that computes it; None where the model returns a constant.
+        kind: user output, updated buffer, or gradient.
+        target: FQN of the buffer or parameter; index of a user output.
+        constant: the value where `node` is None.
+    """
+
+    node: str | None
+    kind: OutputKind
+    target: str
+    constant: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """Where a node comes from.
+
+    Attributes:
+        phase: forward, or backward where the node depends on an output gradient.
+        module: FQN of the innermost module that the op runs in.
+        source: the user's line, `file:line`, or "" where unknown.
+    """
+
+    phase: Phase
+    module: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedModel:
+    """A model's training (or inference) step as one flat graph of ATen and autopar ops.
+
+    Attributes:
+        graph_module: placeholders in the order of `inputs`, outputs in the order of `outputs`.
+        inputs, outputs: descriptors.
+        info: origin of every node, by name.
+        in_spec, out_spec: pytree structure of `(args, kwargs)` and of the user's output.
+        training: traced in training mode, with gradients.
+        loss_index: position of the scalar loss among the user outputs, if there is one.
+        tied: FQNs that share storage with a parameter, `(alias, owner)`.
+        state_values: tensors lifted from the code, by FQN.
+    """
+
+    graph_module: fx.GraphModule
+    inputs: tuple[InputSpec, ...]
+    outputs: tuple[OutputSpec, ...]
+    info: Mapping[str, NodeInfo]
+    in_spec: Any
+    out_spec: Any
+    training: bool
+    loss_index: int | None
+    tied: tuple[tuple[str, str], ...] = ()
+    state_values: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.graph_module.graph
+
+    def parameters(self) -> Iterator[InputSpec]:
+        """Descriptors of the parameters, in graph order."""
+        return (spec for spec in self.inputs if spec.kind == "parameter")
+
+    def fingerprint(self) -> str:
+        """Hash of the ops, shapes, dtypes and parameter names: what a plan is valid for."""
+        digest = hashlib.sha256()
+        for spec in self.inputs:
+            digest.update(repr((spec.kind, spec.target, spec.shape, str(spec.dtype))).encode())
+        for node in self.graph.nodes:
+            if node.op == "call_function":
+                value = tensor_meta(node)
+                shape = tuple(value.shape) if value is not None else ()
+                digest.update(repr((node.name, str(node.target), shape)).encode())
+        return digest.hexdigest()[:16]
+
+
+def node_info(traced: TracedModel, node: fx.Node) -> NodeInfo:
+    """Origin of a node; an unknown one counts as forward, without a module."""
+    return traced.info.get(node.name, NodeInfo("forward", "", ""))
+
+
+def tensor_meta(node: fx.Node) -> torch.Tensor | None:
+    """The fake tensor that a node yields, or None where it yields several or none."""
+    value = node.meta.get("val")
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def tensor_operands(node: fx.Node) -> list[fx.Node]:
+    """Tensor arguments of a call in the order of its flattened args, one entry per use.
+
+    The same tensor in two places makes two entries: each may need another placement.
+    """
+    found: list[fx.Node] = []
+
+    def visit(value: Any) -> None:
+        if isinstance(value, fx.Node):
+            if tensor_meta(value) is not None or isinstance(value.meta.get("val"), (list, tuple)):
+                found.append(value)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                visit(item)
+        elif isinstance(value, dict):
+            for item in value.values():
+                visit(item)
+
+    visit(node.args)
+    visit(node.kwargs)
+    return found

@@ -1,0 +1,208 @@
+"""`Plan`: what was decided for a model on a mesh, as frozen, versioned data (JSON)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autopar.core.constraints import Constraints
+from autopar.core.placement import Layout, parse_placement
+from autopar.errors import PlanMismatchError
+
+__all__ = ["PLAN_VERSION", "CommBytes", "NodePlan", "Plan", "Prediction", "SolverReport"]
+
+PLAN_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePlan:
+    """How one op runs: layouts of its operands and outputs, lowering variant per mesh axis."""
+
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    variants: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommBytes:
+    """Bytes of one collective kind on one mesh axis in one step, on one device.
+
+    `num_bytes` adds up full buffers: the gathered output, the unreduced input, or the local input
+    of an all-to-all or a ring step.
+    """
+
+    axis: int
+    kind: str
+    num_bytes: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the cost model expects of one training step on one device.
+
+    Attributes:
+        step_time_s: compute plus communication, without the optimizer's update.
+        compute_time_s, comm_time_s: its parts.
+        peak_memory_bytes: highest point of the step, states included.
+        memory: bytes by kind at the peak.
+        comm_bytes: per mesh axis and collective.
+    """
+
+    step_time_s: float
+    compute_time_s: float
+    comm_time_s: float
+    peak_memory_bytes: int
+    memory: Mapping[str, int]
+    comm_bytes: tuple[CommBytes, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolverReport:
+    """How good the plan is, proved: status, objective and bound in seconds, gap as a fraction."""
+
+    status: str
+    objective: float
+    bound: float
+    gap: float
+    seconds: float
+    variables: int
+    constraints: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A parallel program in terms of the traced graph.
+
+    Attributes:
+        fingerprint: of the traced model that it is for.
+        mesh_shape, axis_names: the mesh that layouts refer to.
+        training: plan of a training step, or of inference.
+        nodes: per graph node.
+        parameters: storage layout by FQN (parameter, gradient, optimizer state).
+        shapes, dtypes: global shape and dtype name of each parameter.
+        inputs: layout of each user input.
+        modes: name of the parallel form of each weight, by FQN.
+        cluster: what it was priced for (`Cluster.to_dict`).
+        predicted, solver: expectations and proof.
+        constraints: what the user pinned.
+        memory_limit_bytes: what it had to fit.
+        optimizer: name of the optimizer that memory was priced for.
+    """
+
+    fingerprint: str
+    mesh_shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    training: bool
+    nodes: Mapping[str, NodePlan]
+    parameters: Mapping[str, Layout]
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, str]
+    inputs: Mapping[str, Layout]
+    modes: Mapping[str, str]
+    cluster: Mapping[str, Any]
+    predicted: Prediction
+    solver: SolverReport
+    constraints: Mapping[str, Any] = field(default_factory=dict)
+    memory_limit_bytes: int = 0
+    optimizer: str = "adamw"
+    version: int = PLAN_VERSION
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; layouts as lists of short forms such as `"S0"`."""
+        plain = asdict(self)
+        plain["nodes"] = {
+            name: [
+                [_layout(x) for x in node.inputs],
+                [_layout(x) for x in node.outputs],
+                list(node.variants),
+            ]
+            for name, node in self.nodes.items()
+        }
+        for key in ("parameters", "inputs"):
+            plain[key] = {name: _layout(x) for name, x in getattr(self, key).items()}
+        return plain
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """Inverse of `to_dict`.
+
+        Raises:
+            PlanMismatchError: another version, or fields are missing.
+        """
+        version = data.get("version")
+        if version != PLAN_VERSION:
+            raise PlanMismatchError(
+                f"the plan has version {version!r}, this autopar reads version {PLAN_VERSION}; "
+                "plan again"
+            )
+        try:
+            return cls(**_fields(data))
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+            raise PlanMismatchError(
+                f"the plan is damaged ({type(error).__name__}: {error}); plan again"
+            ) from error
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON, whole or not at all."""
+        target = Path(path)
+        scratch = target.with_name(target.name + ".part")
+        scratch.write_text(json.dumps(self.to_dict(), indent=1))
+        scratch.replace(target)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a saved plan.
+
+        Raises:
+            PlanMismatchError: not a plan, truncated, or of another version.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise PlanMismatchError(
+                f"{path} is not a plan, or is cut short ({error}); plan again"
+            ) from error
+        if not isinstance(data, dict):
+            raise PlanMismatchError(f"{path} holds no plan but a {type(data).__name__}")
+        return cls.from_dict(data)
+
+    def summary(self) -> str:
+        """Terminal tables: totals, time and bytes, placements by block and parameter."""
+        from autopar.report import render_summary
+
+        return render_summary(self)
+
+
+def _layout(layout: Layout) -> list[str]:
+    return [p.short for p in layout]
+
+
+def _parse(layout: Any) -> Layout:
+    return tuple(parse_placement(text) for text in layout)
+
+
+def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
+    fields = dict(data)
+    fields["mesh_shape"] = tuple(int(x) for x in data["mesh_shape"])
+    fields["axis_names"] = tuple(data["axis_names"])
+    fields["shapes"] = {k: tuple(v) for k, v in data["shapes"].items()}
+    fields["nodes"] = {
+        name: NodePlan(
+            inputs=tuple(_parse(x) for x in row[0]),
+            outputs=tuple(_parse(x) for x in row[1]),
+            variants=tuple(row[2]),
+        )
+        for name, row in data["nodes"].items()
+    }
+    for key in ("parameters", "inputs"):
+        fields[key] = {name: _parse(x) for name, x in data[key].items()}
+    predicted = dict(data["predicted"])
+    predicted["comm_bytes"] = tuple(CommBytes(**row) for row in predicted["comm_bytes"])
+    fields["predicted"] = Prediction(**predicted)
+    fields["solver"] = SolverReport(**data["solver"])
+    fields["constraints"] = Constraints.parse(data.get("constraints")).to_dict()
+    return fields

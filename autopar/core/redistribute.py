@@ -1,0 +1,179 @@
+"""How a tensor gets from one layout to another: the cheapest chain of one-axis moves.
+
+Each move changes the placement on one mesh axis: slice (R→S), all-gather (S→R), all-reduce (P→R),
+reduce-scatter (P→S) or all-to-all (S→S). The chain is the shortest path by bytes received per
+device, so it depends on the layouts and the mesh shape only: the solver prices the very chain
+that codegen emits, on any machine.
+"""
+
+from __future__ import annotations
+
+import heapq
+from functools import lru_cache
+from typing import NamedTuple
+
+from autopar.core.placement import Layout, Placement, Replicate
+
+__all__ = ["Move", "canonical", "canonical_path", "move_kind", "path"]
+
+_STEP_COST = 1e-3  # of the whole tensor's bytes, so that fewer collectives win a tie
+_SLICE_COST = 1e-6
+
+
+class Move(NamedTuple):
+    """One step: on `axis`, from placement `src` to `dst`.
+
+    `fraction` is the size of the full buffer of the collective (gathered, or unreduced, or the
+    local input of an all-to-all) as a fraction of the whole tensor.
+    """
+
+    axis: int
+    src: Placement
+    dst: Placement
+    fraction: float
+
+    @property
+    def kind(self) -> str:
+        return move_kind(self.src, self.dst)
+
+
+def move_kind(src: Placement, dst: Placement) -> str:
+    """Name of the collective of a move, `"slice"` where nothing is sent."""
+    if src.is_replicate:
+        return "slice"
+    if src.is_partial:
+        return "all_reduce" if dst.is_replicate else "reduce_scatter"
+    return "all_gather" if dst.is_replicate else "all_to_all"
+
+
+def _is_minor(layout: Layout, axis: int, placement: Placement, mesh_shape: tuple[int, ...]) -> bool:
+    """True if `placement` on `axis` is the innermost split of its dim in `layout`."""
+    later = 1
+    for other in range(len(layout)):
+        held = layout[other]
+        if other == axis or held.kind != "S" or held.dim != placement.dim:
+            continue
+        if held.split > 1:
+            return False  # the other one is a strided, hence inner, split
+        if other > axis:
+            later *= mesh_shape[other]
+    if placement.split == 1:
+        return later == 1
+    alone = not any(
+        o != axis and p.kind == "S" and p.dim == placement.dim for o, p in enumerate(layout)
+    )
+    return alone or placement.split == later
+
+
+def _volume(move: str, local: float, size: int) -> float:
+    """Bytes received per device, for a rank that holds `local` before the move."""
+    if move == "all_gather":
+        return (size - 1) * local
+    if move == "all_reduce":
+        return 2 * (size - 1) / size * local
+    return (size - 1) / size * local
+
+
+def _local(layout: Layout, mesh_shape: tuple[int, ...]) -> float:
+    out = 1.0
+    for placement, size in zip(layout, mesh_shape, strict=True):
+        if placement.kind == "S":
+            out /= size
+    return out
+
+
+def _dims(layout: Layout) -> dict[int, frozenset[int]]:
+    held: dict[int, set[int]] = {}
+    for axis, placement in enumerate(layout):
+        if placement.kind == "S":
+            held.setdefault(placement.dim, set()).add(axis)
+    return {dim: frozenset(axes) for dim, axes in held.items()}
+
+
+def canonical(src: Layout, dst: Layout) -> tuple[Layout, Layout, tuple[int, ...]]:
+    """The pair with its dims renumbered by first appearance, and the old number of each.
+
+    A chain of moves depends on which dims are equal, not on their numbers, so that pairs such as
+    (S0, R) → (S1, R) and (S2, R) → (S0, R) share one search.
+    """
+    numbers: dict[int, int] = {}
+
+    def renumber(layout: Layout) -> Layout:
+        return tuple(
+            p if p.kind != "S" else Placement("S", numbers.setdefault(p.dim, len(numbers)), p.split)
+            for p in layout
+        )
+
+    return renumber(src), renumber(dst), tuple(numbers)
+
+
+@lru_cache(maxsize=1 << 18)
+def path(src: Layout, dst: Layout, mesh_shape: tuple[int, ...]) -> tuple[Move, ...] | None:
+    """Cheapest moves from `src` to `dst`; None if there is no way (nothing becomes Partial)."""
+    plain_src, plain_dst, old = canonical(src, dst)
+    moves = canonical_path(plain_src, plain_dst, mesh_shape)
+    if moves is None:
+        return None
+
+    def restore(p: Placement) -> Placement:
+        return p if p.kind != "S" else Placement("S", old[p.dim], p.split)
+
+    return tuple(Move(m.axis, restore(m.src), restore(m.dst), m.fraction) for m in moves)
+
+
+@lru_cache(maxsize=1 << 18)
+def canonical_path(
+    src: Layout, dst: Layout, mesh_shape: tuple[int, ...]
+) -> tuple[Move, ...] | None:
+    """`path` of a pair whose dims are numbered by first appearance: shortest path (Dijkstra)."""
+    if src == dst:
+        return ()
+    if any(d.is_partial and not s.is_partial for s, d in zip(src, dst, strict=True)):
+        return None
+    whole_src, whole_dst = _dims(src), _dims(dst)
+
+    def splits_ok(layout: Layout) -> bool:
+        """A passing layout may split a dim no further than one of the ends does."""
+        return all(
+            axes <= whole_src.get(dim, frozenset()) or axes <= whole_dst.get(dim, frozenset())
+            for dim, axes in _dims(layout).items()
+        )
+
+    best: dict[Layout, float] = {src: 0.0}
+    queue: list[tuple[float, int, Layout, tuple[Move, ...]]] = [(0.0, 0, src, ())]
+    count = 0
+    while queue:
+        cost, _, layout, moves = heapq.heappop(queue)
+        if layout == dst:
+            return moves
+        if cost > best[layout]:
+            continue
+        local = _local(layout, mesh_shape)
+        for axis, held in enumerate(layout):
+            for wanted in {dst[axis], Replicate()}:
+                if wanted == held or wanted.is_partial:
+                    continue
+                if held.kind == wanted.kind == "S" and held.dim == wanted.dim:
+                    continue  # other runs of the same dim: no all-to-all of blocks says that
+                after = (*layout[:axis], wanted, *layout[axis + 1 :])
+                if not splits_ok(after):
+                    continue
+                if held.kind == "S" and not _is_minor(layout, axis, held, mesh_shape):
+                    continue
+                if wanted.kind == "S" and not _is_minor(after, axis, wanted, mesh_shape):
+                    continue
+                kind = move_kind(held, wanted)
+                size = mesh_shape[axis]
+                step = (
+                    _SLICE_COST
+                    if kind == "slice" or size == 1
+                    else _STEP_COST + _volume(kind, local, size)
+                )
+                total = cost + step
+                if total < best.get(after, float("inf")) - 1e-15:
+                    best[after] = total
+                    count += 1
+                    fraction = local * size if kind == "all_gather" else local
+                    move = Move(axis, held, wanted, fraction)
+                    heapq.heappush(queue, (total, count, after, (*moves, move)))
+    return None

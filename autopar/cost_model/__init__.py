@@ -1,0 +1,51 @@
+"""How long, and how many bytes: the costs that the solver minimises, on a described cluster.
+
+* `Cluster`: devices, links and mesh; `Cluster.collective_seconds`, `Cluster.alpha_beta`.
+* `compute_seconds`: one op on one device (roofline).
+* `peak_bytes`, `optimizer_state_bytes`: memory.
+* `profiles/*.toml`: the figures, each with its source; `measure.py` measures them.
+
+Seconds, bytes, bytes/s and FLOP/s throughout.
+"""
+
+from __future__ import annotations
+
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.collectives import CollectiveKind
+from autopar.cost_model.compute import OpCost, compute_seconds, compute_seconds_array
+from autopar.cost_model.memory import (
+    PeakMemory,
+    ScheduledOp,
+    dtype_bytes,
+    optimizer_state_bytes,
+    peak_bytes,
+)
+from autopar.cost_model.profile import (
+    ClusterError,
+    DeviceProfile,
+    Efficiency,
+    LinkProfile,
+    Profile,
+    load_profile,
+    profile_names,
+)
+
+__all__ = [
+    "Cluster",
+    "ClusterError",
+    "CollectiveKind",
+    "DeviceProfile",
+    "Efficiency",
+    "LinkProfile",
+    "OpCost",
+    "PeakMemory",
+    "Profile",
+    "ScheduledOp",
+    "compute_seconds",
+    "compute_seconds_array",
+    "dtype_bytes",
+    "load_profile",
+    "optimizer_state_bytes",
+    "peak_bytes",
+    "profile_names",
+]

@@ -1,0 +1,296 @@
+"""`Cluster`: the devices, links and mesh that a plan is made for, and what collectives cost on it.
+
+Mesh and nodes: ranks are the row-major index of their mesh coordinates (last axis fastest), and
+rank ``q`` is on node ``q // devices_per_node``. The cost laws are in `collectives.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autopar.cost_model.collectives import CollectiveKind, alpha_beta, axis_geometry
+from autopar.cost_model.profile import (
+    ClusterError,
+    DeviceProfile,
+    LinkProfile,
+    Profile,
+    load_profile,
+    profile_names,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Cluster"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """A mesh of equal devices on equal nodes.
+
+    Attributes:
+        profile: name of the profile that the figures come from.
+        device: each device.
+        intra: the link between devices of a node.
+        inter: the link between nodes, per device.
+        devices_per_node: devices in a node.
+        mesh_shape: the mesh, row-major over ranks.
+        axis_names: one name per mesh axis.
+    """
+
+    profile: str
+    device: DeviceProfile
+    intra: LinkProfile
+    inter: LinkProfile
+    devices_per_node: int
+    mesh_shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.mesh_shape or min(self.mesh_shape) < 1:
+            raise ClusterError(f"mesh_shape needs sizes of at least 1, got {self.mesh_shape}")
+        if len(self.axis_names) != len(self.mesh_shape):
+            raise ClusterError(
+                f"mesh_shape {self.mesh_shape} has {len(self.mesh_shape)} axes but axis_names "
+                f"{self.axis_names} has {len(self.axis_names)}: give one name per axis"
+            )
+        if len(set(self.axis_names)) != len(self.axis_names):
+            raise ClusterError(f"axis_names {self.axis_names} repeats a name: make them distinct")
+        if self.devices_per_node < 1:
+            raise ClusterError(f"devices_per_node must be at least 1, got {self.devices_per_node}")
+
+    @classmethod
+    def from_profile(
+        cls,
+        name: str | Path,
+        *,
+        nodes: int = 1,
+        devices_per_node: int | None = None,
+        mesh_shape: Sequence[int] | None = None,
+        axis_names: Sequence[str] | None = None,
+    ) -> Cluster:
+        """A cluster of `nodes` nodes of a profile's devices; none of them need be at hand.
+
+        Args:
+            name: a profile's name, or the path of a TOML file.
+            nodes: number of nodes.
+            devices_per_node: devices in each; the profile's default if None.
+            mesh_shape: its product must be ``nodes * devices_per_node``; by default
+                ``(nodes, devices_per_node)``, or ``(devices_per_node,)`` for one node.
+            axis_names: by default ``("node", "device")``, ``("device",)`` or ``axis0, axis1, …``.
+
+        Returns:
+            The cluster.
+
+        Raises:
+            ClusterError: unknown profile, or a mesh that does not have that many devices.
+        """
+        profile = load_profile(name)
+        per_node = profile.devices_per_node if devices_per_node is None else devices_per_node
+        if nodes < 1 or per_node < 1:
+            raise ClusterError(
+                f"nodes and devices_per_node must be at least 1, got {nodes} and {per_node}"
+            )
+        default = (nodes, per_node) if nodes > 1 else (per_node,)
+        default_names = ("node", "device")[-len(default) :]
+        cluster = _of(profile, profile.device, per_node, default, default_names)
+        if mesh_shape is not None:
+            return cluster.with_mesh_shape(mesh_shape, axis_names or _names_for(mesh_shape, ()))
+        return replace(cluster, axis_names=tuple(axis_names or default_names))
+
+    @classmethod
+    def from_mesh(cls, device_mesh: DeviceMesh, profile: str | Path | None = None) -> Cluster:
+        """The cluster of a live `DeviceMesh`.
+
+        The node size is ``LOCAL_WORLD_SIZE`` if set (torchrun does), else all devices share one
+        node. Memory is what the device at hand has: on CPU, if ``LOCAL_WORLD_SIZE`` is set, the
+        machine's memory over its ranks, else the profile's figure.
+
+        Args:
+            device_mesh: a mesh over consecutive ranks in row-major order.
+            profile: name or path; by default found by the mesh's device type and, for CUDA, by
+                the name of the device.
+
+        Returns:
+            The cluster.
+
+        Raises:
+            ClusterError: no profile fits the device (lists the names).
+        """
+        shape = tuple(int(size) for size in device_mesh.shape)
+        given = device_mesh.mesh_dim_names
+        names = tuple(given) if given else _names_for(shape, ())
+        ranks = [int(rank) for rank in device_mesh.mesh.flatten().tolist()]
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+        per_node = min(local or len(ranks), len(ranks))
+        if ranks != list(range(ranks[0], ranks[0] + len(ranks))) or ranks[0] % per_node:
+            warnings.warn(
+                f"device mesh {shape} over ranks {ranks[:8]}… is not row-major over consecutive "
+                "ranks from the start of a node: link costs are estimated as if it were",
+                stacklevel=2,
+            )
+        loaded = _profile_for(device_mesh.device_type) if profile is None else load_profile(profile)
+        device = _with_live_memory(loaded.device, device_mesh.device_type, local)
+        return _of(loaded, device, per_node, shape, names)
+
+    def with_mesh_shape(
+        self, shape: Sequence[int], axis_names: Sequence[str] | None = None
+    ) -> Cluster:
+        """The same devices as a mesh of another shape.
+
+        Args:
+            shape: its product must be `num_devices`.
+            axis_names: by default the present names if the number of axes is the same, else
+                ``axis0, axis1, …``.
+
+        Returns:
+            The new cluster.
+
+        Raises:
+            ClusterError: the shape has another number of devices.
+        """
+        new_shape = tuple(int(size) for size in shape)
+        if not new_shape or min(new_shape) < 1 or math.prod(new_shape) != self.num_devices:
+            raise ClusterError(
+                f"mesh_shape {new_shape} has {math.prod(new_shape)} devices but the cluster has "
+                f"{self.num_devices} ({self.num_devices / self.devices_per_node:g} node(s) of "
+                f"{self.devices_per_node}): choose sizes whose product is {self.num_devices}"
+            )
+        names = _names_for(new_shape, self.axis_names) if axis_names is None else axis_names
+        return replace(self, mesh_shape=new_shape, axis_names=tuple(names))
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in the mesh."""
+        return math.prod(self.mesh_shape)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of each device."""
+        return self.device.memory_bytes
+
+    def alpha_beta(self, kind: CollectiveKind, axis: int) -> tuple[float, float]:
+        """``(a, b)`` with ``collective_seconds(kind, num_bytes, axis) == a + b * num_bytes``.
+
+        Args:
+            kind: the collective.
+            axis: index of the mesh axis.
+
+        Returns:
+            Seconds and seconds per byte, for any ``num_bytes > 0``; zeros for an axis of one.
+
+        Raises:
+            ClusterError: the mesh has no such axis.
+        """
+        if not 0 <= axis < len(self.mesh_shape):
+            raise ClusterError(
+                f"mesh {self.mesh_shape} has no axis {axis}: use 0 to {len(self.mesh_shape) - 1}"
+            )
+        geometry = axis_geometry(self.mesh_shape, axis, self.devices_per_node)
+        return alpha_beta(CollectiveKind(kind), geometry, self.intra, self.inter)
+
+    def collective_seconds(self, kind: CollectiveKind, num_bytes: float, axis: int) -> float:
+        """Seconds of one collective in all groups of a mesh axis at once.
+
+        Args:
+            kind: the collective.
+            num_bytes: the FULL buffer of a group: all-gather's output, reduce-scatter's input,
+                all-reduce's buffer; for all-to-all, what one rank holds; else the message.
+            axis: index of the mesh axis.
+
+        Returns:
+            Seconds; 0 for no bytes and on an axis of one rank.
+
+        Raises:
+            ClusterError: negative bytes, or no such axis.
+        """
+        a, b = self.alpha_beta(kind, axis)
+        if num_bytes < 0:
+            raise ClusterError(f"{kind} of {num_bytes} bytes: num_bytes must not be negative")
+        return a + b * num_bytes if num_bytes > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The cluster as JSON types, every figure included: a saved plan needs no profile file."""
+        return {
+            **asdict(self),
+            "mesh_shape": list(self.mesh_shape),
+            "axis_names": list(self.axis_names),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Cluster:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ClusterError: a key is missing or unknown, or a figure is out of range.
+        """
+        values = dict(data)
+        shape, names = values.pop("mesh_shape", None), values.pop("axis_names", None)
+        if not isinstance(shape, list | tuple) or not isinstance(names, list | tuple):
+            raise ClusterError("saved cluster: mesh_shape and axis_names must be lists")
+        values["name"] = values.pop("profile", None)
+        loaded = Profile.from_dict({**values, "device_type": ""})
+        return _of(loaded, loaded.device, loaded.devices_per_node, tuple(shape), tuple(names))
+
+
+def _of(
+    profile: Profile,
+    device: DeviceProfile,
+    devices_per_node: int,
+    shape: tuple[int, ...],
+    names: tuple[str, ...],
+) -> Cluster:
+    return Cluster(
+        profile=profile.name,
+        device=device,
+        intra=profile.intra,
+        inter=profile.inter,
+        devices_per_node=devices_per_node,
+        mesh_shape=shape,
+        axis_names=names,
+    )
+
+
+def _names_for(shape: Sequence[int], present: tuple[str, ...]) -> tuple[str, ...]:
+    if len(present) == len(shape):
+        return present
+    return tuple(f"axis{index}" for index in range(len(shape)))
+
+
+def _profile_for(device_type: str) -> Profile:
+    """The profile of the device at hand."""
+    found = device_type
+    if device_type == "cuda":
+        import torch
+
+        found = torch.cuda.get_device_name() if torch.cuda.is_available() else "none visible"
+    for name in profile_names():
+        profile = load_profile(name)
+        if profile.device_type == device_type and re.search(profile.device_name_pattern, found):
+            return profile
+    raise ClusterError(
+        f"no profile matches device {found!r} of type {device_type!r}: pass profile= with one of "
+        f"{', '.join(profile_names())}, or the path of your own .toml file"
+    )
+
+
+def _with_live_memory(device: DeviceProfile, device_type: str, local_ranks: int) -> DeviceProfile:
+    """`device` with the memory that this process can have; as it is where that is not known."""
+    if device_type == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            return device
+        total = int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    elif device_type == "cpu" and local_ranks:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local_ranks
+    else:
+        return device
+    return replace(device, memory_bytes=total, sources={**device.sources, "memory_bytes": "live"})

@@ -1,0 +1,127 @@
+"""The seconds of one op on one device: a roofline with saturating efficiency.
+
+For an op with F flops and B bytes read and written, on a device with peak P (FLOP/s for the dtype),
+memory bandwidth W, launch overhead c, and efficiency (f, ρ) per op class::
+
+    seconds = c + max((F / P + ρ_class) / f_class, (B / W + ρ_memory) / f_memory)
+
+where a term without flops (or bytes) is 0 and a view costs 0. It is monotone in F and in B.
+Class "memory" is every op that is bound by its bytes: pointwise, reductions, embedding, copies.
+Its flops run on the vector units, at float32's rate at most.
+(Roofline: Williams, Waterman and Patterson 2009, doi:10.1145/1498765.1498785.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.profile import ClusterError, DeviceProfile
+
+__all__ = ["OP_CLASSES", "OpCost", "compute_seconds", "compute_seconds_array"]
+
+OP_CLASSES = ("matmul", "attention", "conv", "memory", "view")
+
+FloatArray: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+NumberArray: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.float64] | np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpCost:
+    """What an op does on one device.
+
+    Attributes:
+        op_class: one of `OP_CLASSES`.
+        flops: floating-point operations, a multiply-add counting 2.
+        bytes: bytes read plus bytes written.
+        dtype: name of the dtype that the op computes in.
+    """
+
+    op_class: str
+    flops: float
+    bytes: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        _check_class(self.op_class)
+        if self.flops < 0 or self.bytes < 0:
+            raise ClusterError(
+                f"{self.op_class} of {self.flops} flops and {self.bytes} bytes: neither may be "
+                "negative"
+            )
+
+
+def compute_seconds(cluster_or_device: Cluster | DeviceProfile, cost: OpCost) -> float:
+    """Seconds of one op on one device, launch included.
+
+    Args:
+        cluster_or_device: the device, or a cluster of such devices.
+        cost: the local op: flops and bytes of the shard that the device has.
+
+    Returns:
+        Seconds; 0 for a view.
+    """
+    device = cluster_or_device
+    if isinstance(device, Cluster):
+        device = device.device
+    if cost.op_class == "view":
+        return 0.0
+    arithmetic_s = cost.flops / _peak_flops(device, cost.op_class, cost.dtype)
+    if arithmetic_s > 0:
+        efficiency = device.efficiency[cost.op_class]
+        arithmetic_s = (arithmetic_s + efficiency.ramp_s) / efficiency.peak_fraction
+    memory_s = cost.bytes / device.memory_bandwidth
+    if memory_s > 0:
+        efficiency = device.efficiency["memory"]
+        memory_s = (memory_s + efficiency.ramp_s) / efficiency.peak_fraction
+    return device.kernel_overhead_s + max(arithmetic_s, memory_s)
+
+
+def compute_seconds_array(
+    device: DeviceProfile, op_class: str, dtype: str, flops: NumberArray, bytes: NumberArray
+) -> FloatArray:
+    """`compute_seconds` of many ops of one class and dtype: the same numbers to the last bit.
+
+    Args:
+        device: the device.
+        op_class: one of `OP_CLASSES`.
+        dtype: name of the dtype that the ops compute in.
+        flops: any shape.
+        bytes: read plus written, a shape that broadcasts with `flops`.
+
+    Returns:
+        Seconds, of the broadcast shape.
+
+    Raises:
+        ClusterError: unknown class, or a negative count.
+    """
+    _check_class(op_class)
+    num_flops, num_bytes = np.broadcast_arrays(
+        np.asarray(flops, dtype=np.float64), np.asarray(bytes, dtype=np.float64)
+    )
+    if (num_flops < 0).any() or (num_bytes < 0).any():
+        raise ClusterError(f"{op_class}: flops and bytes must not be negative")
+    if op_class == "view":
+        return np.zeros(num_flops.shape)
+    arithmetic_s = _ramped(device, op_class, num_flops / _peak_flops(device, op_class, dtype))
+    memory_s = _ramped(device, "memory", num_bytes / device.memory_bandwidth)
+    return device.kernel_overhead_s + np.maximum(arithmetic_s, memory_s)
+
+
+def _peak_flops(device: DeviceProfile, op_class: str, dtype: str) -> float:
+    peak = device.peak(dtype)
+    return min(peak, device.peak("float32")) if op_class == "memory" else peak
+
+
+def _ramped(device: DeviceProfile, op_class: str, ideal_s: FloatArray) -> FloatArray:
+    """Seconds at the class's efficiency of work that takes `ideal_s` at peak."""
+    efficiency = device.efficiency[op_class]
+    return np.where(ideal_s > 0, (ideal_s + efficiency.ramp_s) / efficiency.peak_fraction, 0.0)
+
+
+def _check_class(op_class: str) -> None:
+    if op_class not in OP_CLASSES:
+        raise ClusterError(f"unknown op class {op_class!r}: use one of {', '.join(OP_CLASSES)}")

@@ -1,0 +1,219 @@
+"""Peak memory of a schedule of ops on one device, and the bytes of optimizer states.
+
+Liveness: with L(i) the buffers live before op i, each rounded up to the allocator's granularity::
+
+    peak = resident + max over i of ( sum of L(i) + alloc(i) + transient(i) )
+    L(i+1) = L(i) + alloc(i) - free(i)
+
+so an op's inputs, outputs and scratch are live together, and what it frees is free after it.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.cost_model.profile import ClusterError
+
+__all__ = ["PeakMemory", "ScheduledOp", "dtype_bytes", "optimizer_state_bytes", "peak_bytes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledOp:
+    """One op in the order in which the device runs it.
+
+    Attributes:
+        name: for the report.
+        alloc: (buffer id, bytes) of the buffers that it creates.
+        free: ids of the buffers that nobody needs after it.
+        transient_bytes: scratch that lives only inside the op.
+    """
+
+    name: str
+    alloc: tuple[tuple[str, int], ...] = ()
+    free: tuple[str, ...] = ()
+    transient_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakMemory:
+    """The moment of a schedule at which most bytes are live.
+
+    Attributes:
+        peak_bytes: bytes live then, resident ones included.
+        index: position of that op in the schedule (the first such), -1 for an empty schedule.
+        name: its name, "" for an empty schedule.
+        breakdown: (kind, bytes) of what is live then, largest first; it sums to `peak_bytes`.
+    """
+
+    peak_bytes: int
+    index: int
+    name: str
+    breakdown: tuple[tuple[str, int], ...]
+
+
+def peak_bytes(
+    schedule: Iterable[ScheduledOp],
+    *,
+    resident: Mapping[str, int] | None = None,
+    granularity_bytes: int = 1,
+    kinds: Mapping[str, str] | None = None,
+) -> PeakMemory:
+    """The peak of a schedule.
+
+    Args:
+        schedule: ops in order.
+        resident: bytes that live throughout, per kind, such as ``{"parameters": 10}``; not rounded.
+        granularity_bytes: `DeviceProfile.allocation_granularity_bytes`.
+        kinds: kind of a buffer id, for the breakdown; "buffer" where missing. Scratch is
+            "transient".
+
+    Returns:
+        The peak and what it is made of.
+
+    Raises:
+        ClusterError: a buffer is created twice or freed when not live, or a size is negative.
+    """
+    if granularity_bytes < 1:
+        raise ClusterError(f"granularity_bytes must be at least 1, got {granularity_bytes}")
+    kind_of = kinds or {}
+    totals = dict(resident or {})
+    for kind, size in totals.items():
+        _rounded(size, 1, f"resident {kind!r}")
+    live: dict[str, int] = {}
+    live_bytes = sum(totals.values())
+    best = _peak(live_bytes, -1, "", totals)
+    for index, op in enumerate(schedule):
+        for buffer, size in op.alloc:
+            if buffer in live:
+                raise ClusterError(f"op {index} ({op.name}) creates {buffer!r}, which is live")
+            live[buffer] = _rounded(size, granularity_bytes, f"buffer {buffer!r}")
+            live_bytes += live[buffer]
+            _add(totals, kind_of.get(buffer, "buffer"), live[buffer])
+        transient = _rounded(op.transient_bytes, granularity_bytes, f"transient of op {index}")
+        if best.index < 0 or live_bytes + transient > best.peak_bytes:
+            at_peak = dict(totals)
+            _add(at_peak, "transient", transient)
+            best = _peak(live_bytes + transient, index, op.name, at_peak)
+        for buffer in op.free:
+            if buffer not in live:
+                raise ClusterError(f"op {index} ({op.name}) frees {buffer!r}, which is not live")
+            size = live.pop(buffer)
+            live_bytes -= size
+            _add(totals, kind_of.get(buffer, "buffer"), -size)
+    return best
+
+
+def _peak(total: int, index: int, name: str, totals: Mapping[str, int]) -> PeakMemory:
+    parts = [(kind, size) for kind, size in totals.items() if size]
+    parts.sort(key=lambda part: (-part[1], part[0]))
+    return PeakMemory(peak_bytes=total, index=index, name=name, breakdown=tuple(parts))
+
+
+def _add(totals: dict[str, int], kind: str, size: int) -> None:
+    totals[kind] = totals.get(kind, 0) + size
+
+
+def _rounded(size: int, granularity: int, what: str) -> int:
+    if size < 0:
+        raise ClusterError(f"{what} has {size} bytes: sizes must not be negative")
+    return -(-size // granularity) * granularity
+
+
+def dtype_bytes(dtype: object) -> int:
+    """Bytes of one element of a dtype: a `torch.dtype`, or its name.
+
+    Raises:
+        ClusterError: unknown name.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name == "bool" or name.startswith("float8"):
+        return 1
+    bits = name.removeprefix("bfloat").removeprefix("float").removeprefix("uint")
+    bits = bits.removeprefix("int").removeprefix("complex")
+    if not bits.isdigit() or int(bits) % 8:
+        raise ClusterError(f"unknown dtype {name!r}: give torch's name, such as 'bfloat16'")
+    return int(bits) // 8
+
+
+def optimizer_state_bytes(
+    optimizer: object,
+    numel: int,
+    dtype: object = "float32",
+    *,
+    shape: Sequence[int] | None = None,
+    **options: object,
+) -> int:
+    """Bytes of the states that an optimizer keeps for one parameter (step counters left out).
+
+    Args:
+        optimizer: a torch optimizer (instance, class, or `functools.partial` of a class), a name
+            such as ``"adamw"``, or None for none.
+        numel: elements of the (local shard of the) parameter.
+        dtype: dtype of the states, which is the parameter's in torch.
+        shape: shape of the parameter, for Adafactor's row and column sums; square if None.
+        **options: constructor arguments that add states: momentum, amsgrad, centered.
+
+    Returns:
+        Bytes; an unknown optimizer counts as two states, with a warning.
+    """
+    if optimizer is None:
+        return 0
+    name, settings = _optimizer_name(optimizer)
+    settings = {**settings, **options}
+    if name == "adafactor":
+        return _adafactor_states(numel, shape) * dtype_bytes(dtype)
+    count = _state_count(name, settings)
+    if count is None:
+        warnings.warn(
+            f"optimizer {name!r} is unknown: counting two states per parameter, as Adam has",
+            stacklevel=2,
+        )
+        count = 2
+    return count * numel * dtype_bytes(dtype)
+
+
+def _optimizer_name(optimizer: object) -> tuple[str, dict[str, object]]:
+    """Lower-case name of an optimizer and the options that it was given."""
+    if isinstance(optimizer, str):
+        return optimizer.lower(), {}
+    partial_of = getattr(optimizer, "func", None)
+    if partial_of is not None:
+        return _optimizer_name(partial_of)[0], dict(getattr(optimizer, "keywords", {}))
+    if isinstance(optimizer, type):
+        return optimizer.__name__.lower(), {}
+    return type(optimizer).__name__.lower(), dict(getattr(optimizer, "defaults", {}))
+
+
+def _state_count(name: str, settings: Mapping[str, object]) -> int | None:
+    """States of the size of the parameter, from torch.optim's sources; None if unknown."""
+    momentum, centered = bool(settings.get("momentum")), bool(settings.get("centered"))
+    counts = {
+        "sgd": momentum,
+        "rmsprop": 1 + momentum + centered,
+        "adagrad": 1,
+        "adadelta": 2,
+        "adamax": 2,
+        "asgd": 1,
+        "rprop": 2,
+        "lion": 1,
+        "muon": 1,
+        "nadam": 2,
+        "radam": 2,
+        "sparseadam": 2,
+    }
+    if name in ("adam", "adamw"):
+        return 2 + bool(settings.get("amsgrad"))
+    return None if name not in counts else int(counts[name])
+
+
+def _adafactor_states(numel: int, shape: Sequence[int] | None) -> int:
+    """Row and column second moments of the last two dims (Shazeer and Stern 2018, 1804.04235)."""
+    if shape is None:
+        return 2 * math.isqrt(max(numel - 1, 0)) + 2 if numel else 0
+    if len(shape) < 2:
+        return numel
+    batch = math.prod(shape[:-2])
+    return batch * (shape[-2] + shape[-1])

@@ -1,0 +1,263 @@
+"""Device and link profiles: the figures every cost is computed from, each with its source.
+
+A profile is a TOML file in ``profiles/`` (data, no code): one device, the link between devices of
+a node, the link between nodes, and how many devices a node usually has. `load_profile` reads one
+by name or path; `Profile.to_dict` and `Profile.from_dict` carry it inside a saved plan.
+
+Units: seconds, bytes, bytes/s, FLOP/s. Prefixes are decimal: 3.35 TB/s is 3.35e12 bytes/s.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+from autopar.errors import AutoparError
+
+__all__ = [
+    "ClusterError",
+    "DeviceProfile",
+    "Efficiency",
+    "LinkProfile",
+    "Profile",
+    "dtype_name",
+    "load_profile",
+    "profile_names",
+]
+
+_DTYPES = ("float64", "float32", "bfloat16", "float16", "float8")
+_OP_CLASSES = ("matmul", "attention", "conv", "memory")
+_T = TypeVar("_T")
+
+
+class ClusterError(AutoparError, ValueError):
+    """A profile, a mesh shape or a cost query does not make sense (says which, and the fix)."""
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ClusterError(message)
+
+
+def dtype_name(dtype: object) -> str:
+    """The name that profiles use for a dtype: ``torch.bfloat16`` or ``"bfloat16"`` -> ``bfloat16``.
+
+    Every 8-bit float is ``float8``, a complex dtype is its real part's, and what has no rate of
+    its own (integers, bool) counts as ``float32``, the rate of the vector units.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name.startswith("float8"):
+        return "float8"
+    if name.startswith("complex"):
+        return {"complex32": "float16", "complex128": "float64"}.get(name, "float32")
+    return name if name in _DTYPES else "float32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """How near an op class comes to the device's peak: ``peak_fraction * t / (t + ramp_s)``.
+
+    ``t`` is the op's time at peak, so an op of `ramp_s` at peak reaches half of `peak_fraction`,
+    and the op takes ``(t + ramp_s) / peak_fraction``: affine, hence monotone in the op's size.
+
+    Attributes:
+        peak_fraction: fraction of peak that large ops reach, in (0, 1].
+        ramp_s: seconds at peak at which half of that is reached (tile and wave quantisation).
+    """
+
+    peak_fraction: float
+    ramp_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(
+            0 < self.peak_fraction <= 1 and self.ramp_s >= 0,
+            f"efficiency needs 0 < peak_fraction <= 1 and ramp_s >= 0, got {self.peak_fraction} "
+            f"and {self.ramp_s}",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProfile:
+    """One device.
+
+    Attributes:
+        name: such as ``"H100 SXM5 80GB"``.
+        memory_bytes: memory that a process can allocate.
+        peak_flops: dense FLOP/s per dtype name. `float32` is required: it is also the rate of
+            the vector units and of any dtype that is missing here.
+        memory_bandwidth: bytes/s, reads and writes together.
+        kernel_overhead_s: seconds that launching one op costs.
+        efficiency: per op class: "matmul", "attention", "conv", and "memory" for the bandwidth.
+        allocation_granularity_bytes: the allocator rounds every buffer up to a multiple of this.
+        sources: per figure, where it comes from: data sheet, paper, measured, or assumed.
+    """
+
+    name: str
+    memory_bytes: int
+    peak_flops: Mapping[str, float] = field(hash=False)
+    memory_bandwidth: float
+    kernel_overhead_s: float
+    efficiency: Mapping[str, Efficiency] = field(hash=False)
+    allocation_granularity_bytes: int
+    sources: Mapping[str, str] = field(hash=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        where = f"device {self.name!r}"
+        _require(self.memory_bytes > 0, f"{where}: memory_bytes must be positive")
+        _require(self.memory_bandwidth > 0, f"{where}: memory_bandwidth must be positive")
+        _require(self.kernel_overhead_s >= 0, f"{where}: kernel_overhead_s must not be negative")
+        _require(
+            self.allocation_granularity_bytes > 0,
+            f"{where}: allocation_granularity_bytes must be positive",
+        )
+        unknown = sorted(set(self.peak_flops) - set(_DTYPES))
+        _require(not unknown, f"{where}: peak_flops has {unknown}, known dtypes are {_DTYPES}")
+        _require("float32" in self.peak_flops, f"{where}: peak_flops needs at least float32")
+        _require(min(self.peak_flops.values()) > 0, f"{where}: peak_flops must be positive")
+        _require(
+            set(self.efficiency) == set(_OP_CLASSES),
+            f"{where}: efficiency needs exactly {_OP_CLASSES}, got {sorted(self.efficiency)}",
+        )
+
+    def peak(self, dtype: object) -> float:
+        """FLOP/s for `dtype` (a name or a `torch.dtype`); float32's where the device lacks it."""
+        return self.peak_flops.get(dtype_name(dtype), self.peak_flops["float32"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkProfile:
+    """One kind of link, as each device sees it while all devices use it.
+
+    Attributes:
+        name: such as ``"NVLink 4"``.
+        latency_s: α, seconds for each step of an algorithm (a hop of the ring).
+        bandwidth: bytes/s for each device in one direction. Between nodes it is the device's
+            share: a node has ``devices_per_node * bandwidth`` in all.
+        base_latency_s: seconds for starting any collective.
+        sources: per figure, where it comes from.
+    """
+
+    name: str
+    latency_s: float
+    bandwidth: float
+    base_latency_s: float
+    sources: Mapping[str, str] = field(hash=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        where = f"link {self.name!r}"
+        _require(self.bandwidth > 0, f"{where}: bandwidth must be positive, got {self.bandwidth}")
+        _require(
+            self.latency_s >= 0 and self.base_latency_s >= 0,
+            f"{where}: latencies must not be negative, got {self.latency_s} and "
+            f"{self.base_latency_s}",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """A device with its links.
+
+    Attributes:
+        name: the name that `load_profile` knows.
+        device: the device.
+        intra: the link between devices of one node.
+        inter: the link between nodes.
+        devices_per_node: the usual size of a node.
+        device_type: torch's device type, ``"cuda"`` or ``"cpu"``.
+        device_name_pattern: regular expression that finds this device in torch's device name.
+    """
+
+    name: str
+    device: DeviceProfile
+    intra: LinkProfile
+    inter: LinkProfile
+    devices_per_node: int
+    device_type: str
+    device_name_pattern: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The profile as JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any]) -> Profile:
+        """The inverse of `to_dict`, and the reader of the TOML files.
+
+        Raises:
+            ClusterError: for a missing or unknown key, or a figure out of range.
+        """
+        values = dict(table)
+        where = f"profile {values.get('name', '?')!r}"
+        device = dict(_table(values, "device", where))
+        device["efficiency"] = {
+            op_class: build(Efficiency, row, f"{where}, device.efficiency.{op_class}")
+            for op_class, row in _table(device, "efficiency", where).items()
+        }
+        values["device"] = build(DeviceProfile, device, f"{where}, device")
+        for link in ("intra", "inter"):
+            values[link] = build(LinkProfile, _table(values, link, where), f"{where}, {link}")
+        return build(cls, values, where)
+
+
+def _table(values: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+    table = values.get(key)
+    if not isinstance(table, Mapping):
+        raise ClusterError(f"{where}: table {key!r} is missing")
+    return table
+
+
+def build(cls: type[_T], values: Mapping[str, Any], where: str) -> _T:
+    """Builds a dataclass from a mapping, naming keys that are missing or unknown."""
+    known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+    unknown = sorted(set(values) - known)
+    _require(not unknown, f"{where}: unknown keys {unknown}; known are {sorted(known)}")
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise ClusterError(f"{where}: {error}") from None
+
+
+def profile_names() -> tuple[str, ...]:
+    """The names of the profiles that come with autopar."""
+    files = (resources.files("autopar.cost_model") / "profiles").iterdir()
+    return tuple(sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml")))
+
+
+def load_profile(name_or_path: str | Path) -> Profile:
+    """Reads a profile.
+
+    Args:
+        name_or_path: one of `profile_names`, or the path of a TOML file of the same form.
+
+    Returns:
+        The profile.
+
+    Raises:
+        ClusterError: unknown name (lists the names), or a file that is not a profile.
+    """
+    names = profile_names()
+    if str(name_or_path) in names:
+        files = resources.files("autopar.cost_model") / "profiles"
+        text = (files / f"{name_or_path}.toml").read_text(encoding="utf-8")
+    elif Path(name_or_path).suffix == ".toml" and Path(name_or_path).is_file():
+        text = Path(name_or_path).read_text(encoding="utf-8")
+    else:
+        raise ClusterError(_unknown_profile(str(name_or_path), names))
+    try:
+        return Profile.from_dict(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise ClusterError(f"profile {str(name_or_path)!r} is not valid TOML: {error}") from None
+
+
+def _unknown_profile(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(names), n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return (
+        f"no profile {name!r}: it is neither a known name nor a .toml file.{hint} "
+        f"Known: {', '.join(names)}."
+    )

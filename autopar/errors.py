@@ -1,0 +1,57 @@
+"""Errors that autopar raises. Each text says what happened, where, the numbers, and the fix."""
+
+from __future__ import annotations
+
+__all__ = [
+    "AutoparError",
+    "ConstraintError",
+    "InfeasiblePlanError",
+    "PlanMismatchError",
+    "ShardingError",
+    "TraceError",
+    "UnsupportedOpWarning",
+]
+
+
+class AutoparError(Exception):
+    """Base of every error that autopar raises on purpose."""
+
+
+class TraceError(AutoparError):
+    """The model cannot be captured as a graph (names the user's file and line)."""
+
+
+class ConstraintError(AutoparError, ValueError):
+    """A constraint is unknown, matches nothing, or cannot hold for this model and mesh."""
+
+
+class ShardingError(AutoparError, ValueError):
+    """A placement does not fit the tensor's shape or the mesh."""
+
+
+class PlanMismatchError(AutoparError):
+    """A saved plan does not belong to this model, mesh, inputs or version."""
+
+
+class InfeasiblePlanError(AutoparError):
+    """No plan fits the memory limit.
+
+    Attributes:
+        memory_limit_bytes: the limit that was asked for.
+        required_bytes: the smallest limit that a plan was found for, or None if none was found.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        memory_limit_bytes: int | None = None,
+        required_bytes: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.memory_limit_bytes = memory_limit_bytes
+        self.required_bytes = required_bytes
+
+
+class UnsupportedOpWarning(UserWarning):
+    """An op has no sharding rule and runs replicated."""

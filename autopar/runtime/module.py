@@ -1,0 +1,337 @@
+"""`ParallelModule`: an `nn.Module` that runs a plan's program on this rank.
+
+Parameters are DTensors under the original names. `forward` runs the emitted forward, and
+`backward` the emitted backward through one autograd function, so losses, optimizers, clipping and
+checkpoints are used as in single-device code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autopar._compat import dtensor_placements
+from autopar.codegen.emit import Program
+from autopar.core.graph import InputSpec, TracedModel
+from autopar.core.placement import Layout, Replicate
+from autopar.core.plan import Plan
+from autopar.errors import AutoparError
+from autopar.runtime.data import ShardedLoader
+from autopar.runtime.shards import take_shard
+from autopar.runtime.state import to_dtensor
+
+__all__ = ["CompiledStep", "ParallelModule", "StateName"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledStep:
+    """A traced step with its plan and this rank's program, for one input signature."""
+
+    traced: TracedModel
+    plan: Plan
+    program: Program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateName:
+    """One FQN of the model's state: the FQN that owns its tensor, and whether it is saved."""
+
+    name: str
+    owner: str
+    persistent: bool
+
+
+Compile = Callable[[Any, Any, bool, bool], CompiledStep]
+
+
+class _Step(torch.autograd.Function):
+    """The emitted program as one differentiable call on (parameters, inputs)."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, *parameters: Tensor) -> Any:
+        results, saved = run.forward()
+        ctx.run = run
+        tensors = [s for s in saved if isinstance(s, Tensor)]
+        ctx.save_for_backward(*tensors)
+        differentiable = run.differentiable
+        outputs = tuple(results)
+        ctx.mark_non_differentiable(
+            *(o for i, o in enumerate(outputs) if isinstance(o, Tensor) and i not in differentiable)
+        )
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        gradients = ctx.run.backward(ctx.saved_tensors, grads)
+        return (None, *gradients)
+
+
+class _Run:
+    """One execution of a step: inputs bound, results and gradients wrapped."""
+
+    def __init__(self, module: ParallelModule, step: CompiledStep, feed: Sequence[Tensor]) -> None:
+        self.module = module
+        self.step = step
+        self.feed = feed
+        self.tangents = [s for s, _ in step.program.inputs if s.kind == "tangent"]
+        self.differentiable = {int(s.target) for s in self.tangents}
+
+    def forward(self) -> tuple[list[Any], Sequence[Any]]:
+        program = self.step.program
+        values = program.forward(*self.feed)
+        count = program.num_results
+        return self._wrapped(values[:count]), values[count:]
+
+    def _wrapped(self, values: Sequence[Any]) -> list[Any]:
+        """User outputs: sharded ones as DTensors; buffers are stored on the way."""
+        out: list[Any] = []
+        for value, (spec, layout) in zip(values, self.step.program.outputs, strict=False):
+            if spec.kind == "buffer":
+                self.module._set_buffer(spec.target, value)
+            elif spec.node is None:
+                out.append(spec.constant)
+            elif any(not p.is_replicate for p in layout):
+                shape = _global_shape(value, layout, self.step.plan.mesh_shape)
+                out.append(to_dtensor(value, shape, layout, self.module.mesh))
+            else:
+                out.append(value)
+        return out
+
+    def backward(self, saved: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Any]:
+        program, plan = self.step.program, self.step.plan
+        assert program.backward is not None
+        tangents = []
+        for spec, layout in program.inputs:
+            if spec.kind == "tangent":
+                grad = grads[int(spec.target)]
+                if grad is None:
+                    grad = torch.zeros(spec.shape, dtype=spec.dtype, device=self.module.device)
+                tangents.append(take_shard(grad, layout, plan.mesh_shape, self.module.coords))
+        values = program.backward(*saved, *tangents)
+        by_name = {
+            spec.target: (value, layout)
+            for value, (spec, layout) in zip(
+                values, program.outputs[program.num_results :], strict=True
+            )
+        }
+        return [self._gradient(name, by_name) for name in self.module._parameter_order]
+
+    def _gradient(self, name: str, values: Mapping[str, tuple[Tensor, Layout]]) -> DTensor | None:
+        if name not in values:
+            return None
+        value, layout = values[name]
+        shape = self.step.plan.shapes[name]
+        return to_dtensor(value.contiguous(), shape, layout, self.module.mesh)
+
+
+def _global_shape(value: Tensor, layout: Layout, mesh_shape: Sequence[int]) -> tuple[int, ...]:
+    shape = list(value.shape)
+    for placement, size in zip(layout, mesh_shape, strict=True):
+        if placement.is_shard:
+            shape[placement.dim] *= size
+    return tuple(shape)
+
+
+class ParallelModule(nn.Module):
+    """A model that runs on a mesh as it would on one device. Made by `autopar.parallelize`.
+
+    `module(*args, **kwargs)` takes the global batch on every rank (or shares from
+    `shard_dataloader`) and returns what the model returns. Beside a scalar loss, other outputs
+    come as DTensors, sharded as they were computed; `.full_tensor()` gathers one.
+    """
+
+    def __init__(
+        self,
+        compile_step: Compile,
+        mesh: DeviceMesh | None,
+        materialize: Callable[
+            [Plan], tuple[DeviceMesh, dict[str, nn.Parameter], dict[str, Tensor]]
+        ],
+        names: Sequence[StateName],
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self._compile = compile_step
+        self._materialize = materialize
+        self._names = tuple(names)
+        self._steps: dict[Any, CompiledStep] = {}
+        self._plan: Plan | None = None
+        self._mesh = mesh
+        self._seed = seed
+        self._calls = 0
+        self._parameter_order: list[str] = []
+        self._reserved: dict[str, nn.Parameter] = {}
+
+    # --- set-up --------------------------------------------------------------------------------
+    def install(self, step: CompiledStep, signature: Any) -> None:
+        """Adopt the first plan: create this rank's parameters and buffers."""
+        self._plan = step.plan
+        self._mesh, parameters, buffers = self._materialize(step.plan)
+        for name, reserved in self._reserved.items():
+            # in place, so that an optimizer made before the first batch holds the real parameter
+            torch.utils.swap_tensors(reserved, parameters[name])
+            parameters[name] = reserved
+        values: dict[str, Tensor] = {**parameters, **buffers}
+        for entry in self._names:
+            _register(self, entry.name, values[entry.owner], entry.persistent)
+        self._parameter_order = list(parameters)
+        self._steps[signature] = step
+
+    def reserve(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Register parameters without storage, for optimizers made before the first batch."""
+        whole: Layout = tuple(Replicate() for _ in range(mesh.ndim))
+        for name, parameter in model.named_parameters():
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            tensor = to_dtensor(empty, tuple(parameter.shape), whole, mesh)
+            self._reserved[name] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+        for entry in self._names:
+            if entry.owner in self._reserved:
+                _register(self, entry.name, self._reserved[entry.owner], entry.persistent)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the first input signature."""
+        if self._plan is None:
+            raise AutoparError("there is no plan before the first call; pass example_inputs")
+        return self._plan
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh that the plan's layouts refer to."""
+        assert self._mesh is not None
+        return self._mesh
+
+    @property
+    def coords(self) -> tuple[int, ...]:
+        """This rank's coordinate on each mesh axis."""
+        found = self.mesh.get_coordinate()
+        assert found is not None
+        return tuple(found)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.mesh.device_type)
+
+    def _set_buffer(self, name: str, value: Tensor) -> None:
+        with torch.no_grad():
+            self.get_buffer(name).copy_(value)
+
+    # --- running -------------------------------------------------------------------------------
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on the global batch."""
+        step = self._step_for(args, kwargs)
+        feed = self._feed(step, args, kwargs)
+        run = _Run(self, step, feed)
+        if step.traced.training and torch.is_grad_enabled():
+            parameters = [self.get_parameter(n) for n in self._parameter_order]
+            results: Sequence[Any] = _Step.apply(run, *parameters)
+        else:
+            with torch.no_grad():
+                results, _ = run.forward()
+        return pytree.tree_unflatten(list(results), step.traced.out_spec)
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Forward and backward of one global batch; returns the loss, detached.
+
+        Gradients are added to each parameter's `.grad`, as `backward` does.
+
+        Raises:
+            AutoparError: the model has no scalar loss; pass `loss_fn=` to `parallelize`.
+        """
+        was_training = self.training
+        if not was_training:
+            raise AutoparError("train_step in evaluation mode; call .train() first")
+        output = self(*args, **kwargs)
+        step = self._step_for(args, kwargs)
+        index = step.traced.loss_index
+        if index is None:
+            raise AutoparError(
+                "train_step needs a scalar loss among the model's outputs; pass loss_fn= to "
+                "autopar.parallelize, or labels to the model"
+            )
+        loss = pytree.tree_leaves(output)[index] if not isinstance(output, Tensor) else output
+        loss.backward()
+        return loss.detach()
+
+    def shard_dataloader(self, loader: Iterable[Any]) -> Iterable[Any]:
+        """Batches of `loader` of which this rank loads and holds only its share."""
+        return ShardedLoader(loader, self)
+
+    def _step_for(self, args: Any, kwargs: Any) -> CompiledStep:
+        training = self.training and torch.is_grad_enabled()
+        signature = (self.training, training, input_signature(args, kwargs))
+        if signature not in self._steps:
+            step = self._compile(args, kwargs, training, self.training)
+            if self._plan is None:
+                self.install(step, signature)
+            self._steps[signature] = step
+        return self._steps[signature]
+
+    def _feed(self, step: CompiledStep, args: Any, kwargs: Any) -> list[Tensor]:
+        """Local value of every placeholder of the forward program."""
+        flat = iter([x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)])
+        seed = self._seed + self._calls
+        if step.traced.training:
+            self._calls += 1
+        feed: list[Tensor] = []
+        for spec, layout in step.program.inputs:
+            if spec.kind == "tangent":
+                continue
+            feed.append(self._local(spec, layout, step, flat, seed))
+        return feed
+
+    def _local(
+        self, spec: InputSpec, layout: Layout, step: CompiledStep, flat: Any, seed: int
+    ) -> Tensor:
+        if spec.kind == "parameter":
+            parameter = self.get_parameter(spec.target).detach()
+            assert isinstance(parameter, DTensor)
+            return parameter.to_local()
+        if spec.kind == "buffer":
+            return self.get_buffer(spec.target)
+        if spec.kind == "constant":
+            return step.traced.state_values[spec.target].to(self.device)
+        if spec.kind == "seed":
+            return torch.tensor(seed, device=self.device)
+        value = next(flat)
+        if isinstance(value, DTensor):
+            here = value.device_mesh == self.mesh
+            if here and list(value.placements) == dtensor_placements(layout):
+                local: Tensor = value._local_tensor
+                return local
+            return take_shard(value.full_tensor(), layout, step.plan.mesh_shape, self.coords)
+        assert isinstance(value, Tensor)
+        return take_shard(value.to(self.device), layout, step.plan.mesh_shape, self.coords)
+
+
+def input_signature(args: Any, kwargs: Any) -> Any:
+    """What a compiled step is for: structure, shapes, dtypes and constants of the inputs."""
+    leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
+    described = tuple(
+        (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves
+    )
+    return described, str(spec)
+
+
+def _register(root: nn.Module, path: str, value: Tensor, persistent: bool) -> None:
+    """Put a parameter or buffer at a dotted path, making plain modules on the way."""
+    *parents, leaf = path.split(".")
+    module = root
+    for name in parents:
+        child = module._modules.get(name)
+        if child is None:
+            child = nn.Module()
+            module.add_module(name, child)
+        module = child
+    if isinstance(value, nn.Parameter):
+        module.register_parameter(leaf, value)
+    else:
+        module.register_buffer(leaf, value, persistent=persistent)

@@ -1,0 +1,108 @@
+"""Parameters and buffers of a parallel module: from a whole module to one rank's shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar._compat import dtensor_placements
+from autopar.core.placement import Layout
+from autopar.core.plan import Plan
+from autopar.errors import AutoparError
+from autopar.runtime.initialize import InitWeights, initial_values
+from autopar.runtime.shards import take_shard
+
+__all__ = ["check_devices", "materialize", "to_dtensor"]
+
+
+def check_devices(model: nn.Module, device_type: str) -> bool:
+    """True if the model is on the meta device.
+
+    Raises:
+        AutoparError: a parameter or buffer is on a device that is neither the mesh's, the CPU
+            nor meta, or some are on meta and some are not.
+    """
+    meta: list[str] = []
+    real: list[str] = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        (meta if tensor.is_meta else real).append(name)
+        if tensor.device.type not in ("meta", "cpu", device_type):
+            raise AutoparError(
+                f"{name} is on {tensor.device}, but the mesh is of {device_type} devices: move the "
+                f"model to {device_type}, cpu or meta before autopar.parallelize"
+            )
+    parameters = dict(model.named_parameters())
+    if meta and any(name in parameters for name in real):
+        first = next(name for name in real if name in parameters)
+        raise AutoparError(
+            f"{meta[0]} is on meta but {first} is on {parameters[first].device}: "
+            "put the whole model on one device"
+        )
+    return bool(meta)
+
+
+def to_dtensor(local: Tensor, shape: tuple[int, ...], layout: Layout, mesh: DeviceMesh) -> DTensor:
+    """Wrap one rank's share as the DTensor of the whole."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local,
+        mesh,
+        dtensor_placements(layout),
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=stride,
+    )
+
+
+def materialize(
+    model: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    coords: tuple[int, ...],
+    init_weights: InitWeights | None,
+    seed: int,
+) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
+    """This rank's parameters (DTensors) and buffers, by FQN, each tied one once.
+
+    A model with values is sharded from those of the mesh's first rank. A model on meta is
+    initialised on the CPU a few modules at a time; what this rank does not hold is dropped.
+    """
+    device = torch.device(mesh.device_type)
+    on_meta = check_devices(model, mesh.device_type)
+    trainable = {name: p.requires_grad for name, p in model.named_parameters()}
+    parameters: dict[str, nn.Parameter] = {}
+    buffers: dict[str, Tensor] = {}
+    source = initial_values(model, init_weights, seed) if on_meta else _broadcast(model, mesh)
+    for name, value, kind in source:
+        if kind == "buffer":
+            buffers[name] = value.to(device)
+            continue
+        layout = plan.parameters.get(name, ())
+        if not layout:
+            raise AutoparError(f"the plan has no placement for parameter {name}")
+        local = take_shard(value, layout, plan.mesh_shape, coords).to(device).contiguous()
+        tensor = to_dtensor(local, tuple(value.shape), layout, mesh)
+        parameters[name] = nn.Parameter(tensor, requires_grad=trainable[name])
+    # in the module's own order, which optimizers number parameters by
+    return {name: parameters[name] for name in trainable}, buffers
+
+
+def _broadcast(model: nn.Module, mesh: DeviceMesh) -> Iterator[tuple[str, Tensor, str]]:
+    """Every tensor of the model as the first rank has it."""
+    device = torch.device(mesh.device_type)
+    first = int(mesh.mesh.flatten()[0])
+    whole_world = mesh.size() == dist.get_world_size()
+    for kind, named in (
+        ("parameter", model.named_parameters()),
+        ("buffer", model.named_buffers()),
+    ):
+        for name, tensor in named:
+            value = tensor.detach().to(device, copy=True).contiguous()
+            if mesh.size() > 1 and whole_world:
+                dist.broadcast(value, src=first)
+            yield name, value, kind

@@ -1,0 +1,307 @@
+"""Builds the `ChoiceProblem` of a step: candidates as states, redistributions as edges.
+
+Nodes of one class (`blocks`) are one node of the problem; costs and edges count once per member.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.core.graph import TracedModel
+from autopar.core.placement import Layout, Placement, Replicate, Shard, is_valid, shard_factor
+from autopar.core.redistribute import canonical, canonical_path
+from autopar.core.strategy import TensorSpec
+from autopar.cost_model import Cluster, CollectiveKind, optimizer_state_bytes
+from autopar.errors import ConstraintError
+from autopar.solver.blocks import node_classes
+from autopar.solver.candidates import Candidate, Pricer, expand
+from autopar.solver.pins import Pins
+from autopar.solver.problem import Array, ChoiceProblem
+from autopar.solver.step import Op, Step, Value, storage_of
+
+__all__ = ["MoveCosts", "StepProblem", "build_problem"]
+
+
+@dataclass(slots=True)
+class MoveCosts:
+    """Seconds of redistributions: latency and time per byte of the whole tensor."""
+
+    cluster: Cluster
+    _known: dict[tuple[Layout, Layout], tuple[float, float]] = field(default_factory=dict)
+    _links: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
+    _tables: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], Array] = field(
+        default_factory=dict
+    )
+
+    def coefficients(self, src: Layout, dst: Layout) -> tuple[float, float]:
+        """`(a, b)` of a + b · bytes; infinite where there is no way."""
+        key = (src, dst)
+        if key not in self._known:
+            plain = canonical(src, dst)[:2]
+            if plain not in self._known:
+                self._known[plain] = self._price(*plain)
+            self._known[key] = self._known[plain]
+        return self._known[key]
+
+    def _price(self, src: Layout, dst: Layout) -> tuple[float, float]:
+        moves = canonical_path(src, dst, self.cluster.mesh_shape)
+        if moves is None:
+            return np.inf, np.inf
+        latency = per_byte = 0.0
+        for move in moves:
+            if move.kind == "slice" or self.cluster.mesh_shape[move.axis] == 1:
+                continue
+            alpha, beta = self._link(move.kind, move.axis)
+            latency += alpha
+            per_byte += beta * move.fraction
+        return latency, per_byte
+
+    def _link(self, kind: str, axis: int) -> tuple[float, float]:
+        if (kind, axis) not in self._links:
+            self._links[kind, axis] = self.cluster.alpha_beta(CollectiveKind(kind), axis)
+        return self._links[kind, axis]
+
+    def matrix(
+        self, sources: Sequence[Layout], targets: Sequence[Layout], num_bytes: float
+    ) -> Array:
+        """Seconds from each source layout to each target layout."""
+        rows, columns = tuple(dict.fromkeys(sources)), tuple(dict.fromkeys(targets))
+        if (rows, columns) not in self._tables:
+            pairs = [[self.coefficients(src, dst) for dst in columns] for src in rows]
+            self._tables[rows, columns] = np.array(pairs, dtype=np.float64)
+        table = self._tables[rows, columns]
+        small = table[:, :, 0] + table[:, :, 1] * num_bytes
+        row_of = {layout: i for i, layout in enumerate(rows)}
+        column_of = {layout: j for j, layout in enumerate(columns)}
+        return small[np.ix_([row_of[s] for s in sources], [column_of[t] for t in targets])]
+
+
+@dataclass(slots=True)
+class StepProblem:
+    """The problem with what its states mean.
+
+    Attributes:
+        problem: costs, memory and edges over class representatives.
+        candidates: states of each op class.
+        storages: states of each parameter class.
+        classes: representative of every op and parameter.
+        moves: seconds of redistributions.
+    """
+
+    problem: ChoiceProblem
+    candidates: dict[str, list[Candidate]]
+    storages: dict[str, list[Layout]]
+    classes: dict[str, str]
+    moves: MoveCosts
+
+    def produced(self, value: Value) -> list[Layout] | None:
+        """Layout of a value in each state of its producer; None for inputs of the step."""
+        name, index = value
+        owner = self.classes.get(name, name)
+        if owner in self.candidates:
+            return [c.outputs[index] for c in self.candidates[owner]]
+        return self.storages.get(owner)
+
+
+def build_problem(
+    traced: TracedModel, step: Step, cluster: Cluster, pins: Pins, optimizer: object
+) -> StepProblem:
+    """States, costs, memory and edges of a traced step on a cluster.
+
+    Raises:
+        ConstraintError: a pin leaves an op or a parameter without any state.
+    """
+    return _Builder(traced, step, cluster, pins, optimizer).build()
+
+
+class _Builder:
+    def __init__(
+        self, traced: TracedModel, step: Step, cluster: Cluster, pins: Pins, optimizer: object
+    ) -> None:
+        self.step = step
+        self.mesh = cluster.mesh_shape
+        self.pins = pins
+        self.optimizer = optimizer
+        self.pricer = Pricer(cluster)
+        self.moves = MoveCosts(cluster)
+        known = node_classes(traced)
+        names = [*step.ops, *step.parameters]
+        self.classes = {name: known.get(name, name) for name in names}
+        self.count = Counter(self.classes.values())
+        self.problem = ChoiceProblem()
+        self.candidates: dict[str, list[Candidate]] = {}
+        self.storages: dict[str, list[Layout]] = {}
+        self.whole: Layout = tuple(Replicate() for _ in self.mesh)
+        self.built = StepProblem(
+            self.problem, self.candidates, self.storages, self.classes, self.moves
+        )
+
+    def build(self) -> StepProblem:
+        self.pins.check_params()
+        for op in self.step.ops.values():
+            if self.classes[op.name] == op.name:
+                self._add_op(op)
+        for name in self.step.parameters:
+            if self.classes[name] == name:
+                self._add_parameter(name)
+        self._add_edges()
+        return self.built
+
+    # --- nodes ---------------------------------------------------------------------------------
+    def _add_op(self, op: Op) -> None:
+        everything = [c for c in expand(op.call, self.mesh) if self._inputs_ok(op, c)]
+        allowed = [c for c in everything if self.pins.allows(op, c)]
+        if not allowed:
+            contraction = self.pins.contractions.get(op.name)
+            if contraction is None or contraction.core:
+                raise self.pins.refuse(op)
+            allowed = everything
+        cost = self.pricer.compute(op.call, allowed) + self.pricer.inner(allowed)
+        self.candidates[op.name] = allowed
+        count = self.count[op.name]
+        self.problem.add_node(op.name, cost * count, self._saved_bytes(op, allowed) * count)
+
+    def _inputs_ok(self, op: Op, candidate: Candidate) -> bool:
+        """Inputs of the step are whole on every rank: they can be sliced, never partial."""
+        return not any(
+            value[0] in self.step.inputs and any(p.is_partial for p in layout)
+            for value, layout in zip(op.operands, candidate.inputs, strict=True)
+        )
+
+    def _saved_bytes(self, op: Op, candidates: Sequence[Candidate]) -> Array:
+        total = np.zeros(len(candidates))
+        for index, spec in enumerate(op.call.outputs):
+            if (op.name, index) in self.step.saved:
+                total += [spec.num_bytes / shard_factor(c.outputs[index], self.mesh)
+                          for c in candidates]  # fmt: skip
+        return total
+
+    def _add_parameter(self, name: str) -> None:
+        spec = self.step.parameters[name]
+        layouts = [
+            layout
+            for layout in self._layouts(name, spec.shape)
+            if self.pins.allows_storage(name, layout)
+        ]
+        if not layouts:
+            raise ConstraintError(
+                f"{self.pins.describe()} leaves no placement for {spec.target} of shape "
+                f"{spec.shape}"
+            )
+        memory = np.array([self._state_bytes(name, layout) for layout in layouts])
+        self.storages[name] = layouts
+        # a tie goes to the smaller share
+        tie = memory * 1e-21
+        self.problem.add_node(name, tie * self.count[name], memory * self.count[name])
+
+    def _state_bytes(self, name: str, layout: Layout) -> float:
+        """Parameter, gradient and optimizer state of one rank."""
+        spec = self.step.parameters[name]
+        share = TensorSpec(spec.shape, spec.dtype).num_bytes / shard_factor(layout, self.mesh)
+        if name not in self.step.gradients:
+            return share
+        states = optimizer_state_bytes(
+            self.optimizer, int(share) // spec.dtype.itemsize, spec.dtype
+        )
+        return 2 * share + states
+
+    def _layouts(self, name: str, shape: tuple[int, ...]) -> list[Layout]:
+        """Plain layouts, those that consumers ask for, and ZeRO inside these."""
+        options: list[Placement] = [Replicate(), *(Shard(d) for d in range(len(shape)))]
+        plain = [
+            layout
+            for layout in itertools.product(options, repeat=len(self.mesh))
+            if is_valid(layout, shape, self.mesh)
+        ]
+        wanted = [
+            candidate.inputs[index]
+            for value, op, index in self.step.consumers()
+            if value == (name, 0)
+            for candidate in self.candidates[self.classes[op.name]]
+            if not any(p.is_partial for p in candidate.inputs[index])
+        ]
+        inside = [
+            inner for layout in dict.fromkeys((*plain, *wanted)) for inner in self._inside(layout)
+        ]
+        found = dict.fromkeys((*plain, *wanted, *inside))
+        return [layout for layout in found if is_valid(layout, shape, self.mesh)]
+
+    def _inside(self, layout: Layout) -> list[Layout]:
+        """`layout` with a free earlier axis splitting a dim inside the later axes' blocks."""
+        out = []
+        for axis, placement in enumerate(layout):
+            if not placement.is_replicate or self.mesh[axis] == 1:
+                continue
+            for dim in {p.dim for p in layout[axis + 1 :] if p.is_shard and p.split == 1}:
+                if any(p.is_shard and p.dim == dim for p in layout[:axis]):
+                    continue
+                later = 1
+                for other in range(axis + 1, len(layout)):
+                    if layout[other].is_shard and layout[other].dim == dim:
+                        later *= self.mesh[other]
+                out.append((*layout[:axis], Shard(dim, later), *layout[axis + 1 :]))
+        return out
+
+    # --- edges ---------------------------------------------------------------------------------
+    def _add_edges(self) -> None:
+        uses: Counter[tuple[str, int, str, int]] = Counter()
+        sample: dict[tuple[str, int, str, int], tuple[Value, Op, int]] = {}
+        for value, op, index in self.step.consumers():
+            if value[0] in self.step.inputs:
+                continue
+            key = (self.classes[value[0]], value[1], self.classes[op.name], index)
+            uses[key] += 1
+            sample.setdefault(key, (value, op, index))
+        for (owner, _, consumer, index), times in uses.items():
+            value, op, position = sample[owner, _, consumer, index]
+            matrix = self._edge(value, op, position)
+            self.problem.add_edge(owner, consumer, matrix * times)
+        self._add_gradient_ends()
+        for value in self.step.required:
+            produced = self.built.produced(value)
+            if produced is not None:
+                num_bytes = self.step.specs[value].num_bytes
+                column = self.moves.matrix(produced, [self.whole], num_bytes)[:, 0]
+                owner = self.classes[value[0]]
+                self.problem.costs[owner] = self.problem.costs[owner] + column
+
+    def _edge(self, value: Value, op: Op, index: int) -> Array:
+        produced = self.built.produced(value)
+        assert produced is not None
+        targets = self.candidates[self.classes[op.name]]
+        wanted = [c.inputs[index] for c in targets]
+        matrix = self.moves.matrix(produced, wanted, self.step.specs[value].num_bytes)
+        arrives, leaves = self.pins.arrives(op, index), self.pins.leaves(value)
+        if arrives is not None and storage_of(self.step.ops, value)[0] not in self.step.inputs:
+            known = [[arrives(p, c) for c in targets] for p in produced]
+            matrix = np.where(np.array(known), matrix, np.inf)
+        if leaves is not None and not op.backward:
+            known = [[leaves(p, w) for w in wanted] for p in produced]
+            matrix = np.where(np.array(known), matrix, np.inf)
+        return matrix
+
+    def _add_gradient_ends(self) -> None:
+        """The cost of bringing each gradient to its parameter's storage.
+
+        Parameters of one class may get their gradients from different ones, each an edge.
+        """
+        times: Counter[tuple[str, int, str]] = Counter()
+        sample: dict[tuple[str, int, str], Value] = {}
+        for name, value in self.step.gradients.items():
+            if value[0] not in self.step.inputs:
+                key = (self.classes[value[0]], value[1], self.classes[name])
+                times[key] += 1
+                sample.setdefault(key, value)
+        for key, count in times.items():
+            value = sample[key]
+            produced = self.built.produced(value)
+            assert produced is not None
+            matrix = self.moves.matrix(
+                produced, self.storages[key[2]], self.step.specs[value].num_bytes
+            )
+            self.problem.add_edge(key[0], key[2], matrix * count)

@@ -1,0 +1,245 @@
+"""Candidates of an op: one rule row per mesh axis, kept where every shard is even."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from autopar.core import einsum
+from autopar.core.placement import Layout, is_valid, shard_factor
+from autopar.core.strategy import AxisStrategy, OpCall
+from autopar.cost_model import Cluster, CollectiveKind, compute_seconds_array
+from autopar.errors import UnsupportedOpWarning
+from autopar.solver.problem import Array
+from autopar.solver.rules.registry import find_rule, replicated, stub_for
+
+__all__ = ["Candidate", "InnerCollective", "Pricer", "expand"]
+
+aten = torch.ops.aten
+autopar_ops = torch.ops.autopar
+
+_VIEWS = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.t.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.squeeze.default,
+    aten.expand.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+    aten.alias.default,
+    aten.detach.default,
+    aten.as_strided.default,
+}
+
+
+def is_view(target: Any) -> bool:
+    """True for ops whose result shares the input's storage."""
+    return target in _VIEWS
+
+
+class InnerCollective(NamedTuple):
+    """A collective inside an op's lowering, priced by the whole mesh layout."""
+
+    kind: str
+    axis: int
+    num_bytes: float
+
+
+class Candidate(NamedTuple):
+    """One way to run an op on the whole mesh."""
+
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    variants: tuple[str, ...]
+    comm: tuple[InnerCollective, ...]
+
+
+_warned: set[str] = set()
+
+
+def axis_rows(call: OpCall) -> list[AxisStrategy]:
+    """The rule's rows for one axis; one warning per op where there is no rule."""
+    if call.axis_size == 1:
+        return [replicated(call)]
+    function = find_rule(call.target)
+    if function is None:
+        if str(call.target) not in _warned:
+            _warned.add(str(call.target))
+            warnings.warn(stub_for(call), UnsupportedOpWarning, stacklevel=2)
+        return [replicated(call)]
+    return list(dict.fromkeys(function(call)))
+
+
+def expand(call: OpCall, mesh_shape: Sequence[int]) -> list[Candidate]:
+    """All valid combinations of rule rows, one per mesh axis."""
+    mesh = tuple(mesh_shape)
+    per_axis = [
+        [row for row in axis_rows(_with_size(call, size)) if _fits_alone(call, row, axis, mesh)]
+        for axis, size in enumerate(mesh)
+    ]
+    found: dict[tuple[Any, ...], Candidate] = {}
+    for rows in itertools.product(*per_axis):
+        inputs = tuple(zip(*(row.inputs for row in rows), strict=True)) if call.operands else ()
+        outputs = tuple(zip(*(row.outputs for row in rows), strict=True)) if call.outputs else ()
+        if not all(
+            is_valid(layout, spec.shape, mesh)
+            for layout, spec in (
+                *zip(inputs, call.operands, strict=True),
+                *zip(outputs, call.outputs, strict=True),
+            )
+        ):
+            continue
+        variants = tuple(row.variant for row in rows)
+        comm = tuple(
+            InnerCollective(c.kind, axis, c.times * _local_bytes(call, inputs, outputs, c, mesh))
+            for axis, row in enumerate(rows)
+            for c in row.comm
+        )
+        found.setdefault((inputs, outputs, variants), Candidate(inputs, outputs, variants, comm))
+    return list(found.values())
+
+
+def _with_size(call: OpCall, size: int) -> OpCall:
+    return OpCall(
+        call.target, call.args, call.kwargs, call.operands, call.outputs, size, call.nodes
+    )
+
+
+def _fits_alone(call: OpCall, row: AxisStrategy, axis: int, mesh: tuple[int, ...]) -> bool:
+    """Drop rows that no combination can save: a dim that one axis alone does not divide."""
+    size = mesh[axis]
+    pairs = (
+        *zip(row.inputs, call.operands, strict=True),
+        *zip(row.outputs, call.outputs, strict=True),
+    )
+    return all(
+        not p.is_shard or (p.dim < len(spec.shape) and spec.shape[p.dim] % (size * p.split) == 0)
+        for p, spec in pairs
+    )
+
+
+def _local_bytes(
+    call: OpCall,
+    inputs: tuple[Layout, ...],
+    outputs: tuple[Layout, ...],
+    comm: Any,
+    mesh: tuple[int, ...],
+) -> float:
+    if comm.tensor >= 0:
+        spec, layout = call.operands[comm.tensor], inputs[comm.tensor]
+    else:
+        spec, layout = call.outputs[~comm.tensor], outputs[~comm.tensor]
+    return spec.num_bytes / shard_factor(layout, mesh)
+
+
+def op_class(call: OpCall) -> str:
+    """Class of an op in the cost model's efficiency tables."""
+    if call.target in (autopar_ops.attention.default, autopar_ops.attention_backward.default):
+        return "attention"
+    if call.target in (aten.convolution.default, aten.convolution_backward.default):
+        return "conv"
+    if call.target in (
+        autopar_ops.einsum.default,
+        aten.mm.default,
+        aten.bmm.default,
+        aten.addmm.default,
+        aten.baddbmm.default,
+    ):
+        return "matmul"
+    return "view" if is_view(call.target) else "memory"
+
+
+def global_flops(call: OpCall) -> float:
+    """Floating-point operations of the whole op; 0 for memory-bound classes."""
+    shapes = [spec.shape for spec in call.operands]
+    if call.target is autopar_ops.einsum.default:
+        return float(einsum.flops(call.args[0], shapes[0], shapes[1]))
+    if call.target in (autopar_ops.attention.default, autopar_ops.attention_backward.default):
+        backward = call.target is autopar_ops.attention_backward.default
+        q, k, v = shapes[1:4] if backward else shapes[:3]
+        pairs = 2.0 * q[0] * q[1] * q[2] * k[2]
+        causal = call.args[-2] if len(call.args) > 2 else False
+        forward = pairs * (q[3] + v[3])
+        return forward * (2.5 if backward else 1.0) * (0.5 if causal is True else 1.0)
+    if call.target in (aten.convolution.default, aten.convolution_backward.default):
+        backward = call.target is aten.convolution_backward.default
+        weight = shapes[2] if backward else shapes[1]
+        out = shapes[0] if backward else call.outputs[0].shape
+        macs = math.prod(out) * math.prod(weight[1:])
+        return 2.0 * macs * (2.0 if backward else 1.0)
+    if op_class(call) == "matmul":
+        a, b = shapes[-2:]
+        return 2.0 * math.prod(a) * b[-1]
+    return 0.0
+
+
+@dataclass(slots=True)
+class Pricer:
+    """Seconds of candidates on a cluster."""
+
+    cluster: Cluster
+
+    def collective(self, kind: str, axis: int, num_bytes: float) -> float:
+        """Seconds of one collective over a mesh axis."""
+        return self.cluster.collective_seconds(CollectiveKind(kind), num_bytes, axis)
+
+    def compute(self, call: OpCall, candidates: Sequence[Candidate]) -> Array:
+        """Seconds of the local compute of each candidate."""
+        mesh = self.cluster.mesh_shape
+        kind = op_class(call)
+        if kind == "view" or not candidates:
+            return np.zeros(len(candidates))
+        flops = global_flops(call)
+        local_flops = np.empty(len(candidates))
+        local_bytes = np.empty(len(candidates))
+        for index, candidate in enumerate(candidates):
+            split = 1
+            for axis, size in enumerate(mesh):
+                if any(x[axis].is_shard for x in (*candidate.inputs, *candidate.outputs)):
+                    split *= size
+            local_flops[index] = flops / split
+            local_bytes[index] = _traffic(call, candidate, mesh)
+        dtype = call.outputs[0].dtype if call.outputs else torch.float32
+        return compute_seconds_array(
+            self.cluster.device, kind, str(dtype).removeprefix("torch."), local_flops, local_bytes
+        )
+
+    def inner(self, candidates: Sequence[Candidate]) -> Array:
+        """Seconds of the collectives inside each candidate."""
+        return np.array([sum(self.collective(*self._args(c)) for c in x.comm) for x in candidates])
+
+    @staticmethod
+    def _args(comm: InnerCollective) -> tuple[str, int, float]:
+        return comm.kind, comm.axis, comm.num_bytes
+
+
+def _traffic(call: OpCall, candidate: Candidate, mesh: tuple[int, ...]) -> float:
+    """Bytes that the local op reads and writes; a lookup reads only the rows it needs."""
+    written = sum(
+        spec.num_bytes / shard_factor(layout, mesh)
+        for spec, layout in zip(call.outputs, candidate.outputs, strict=True)
+    )
+    lookups = (aten.embedding.default, aten.index.Tensor, aten.gather.default)
+    if call.target in lookups:
+        return 2.0 * written
+    read = sum(
+        spec.num_bytes / shard_factor(layout, mesh)
+        for spec, layout in zip(call.operands, candidate.inputs, strict=True)
+    )
+    return read + written

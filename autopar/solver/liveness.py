@@ -1,0 +1,173 @@
+"""Bytes that are live while one op runs, as a linear function of the states chosen.
+
+    row_p(x) = constant + Σ_i bytes_i[x_i] + Σ_(i,j) bytes_ij[x_i, x_j]
+
+Node terms are storage, states and buffers born by then and still needed; edge terms are copies
+that a redistribution makes. A buffer counts until the last use of anything that shows it, so a row
+is never below what `price` finds at that op.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from autopar.core.placement import Layout, shard_factor
+from autopar.core.strategy import TensorSpec
+from autopar.cost_model import optimizer_state_bytes
+from autopar.solver.build import StepProblem
+from autopar.solver.candidates import is_view
+from autopar.solver.problem import Array, ChoiceProblem, Row
+from autopar.solver.step import Op, Step, Value, ordered
+
+__all__ = ["Liveness", "priced"]
+
+
+class Liveness:
+    """Makes the row of any op of a step.
+
+    Args:
+        step: the ops in order.
+        built: the states of each class.
+        optimizer: whose states count with a parameter.
+        granularity_bytes: buffers are rounded up to it.
+    """
+
+    def __init__(
+        self, step: Step, built: StepProblem, optimizer: object, granularity_bytes: int
+    ) -> None:
+        self.step = step
+        self.built = built
+        self.optimizer = optimizer
+        self.granularity = granularity_bytes
+        self.mesh = built.moves.cluster.mesh_shape
+        self.order = ordered(step)
+        self.position = {op.name: p for p, op in enumerate(self.order)}
+        self.ends: dict[Value, int] = {}
+        self._read_ends()
+        self.kept = set(step.gradients.values())
+        self.born: dict[str, list[str]] = defaultdict(list)
+        for name, value in step.gradients.items():
+            self.born[value[0]].append(name)
+        self.residents = self._residents()
+        self._sizes: dict[tuple[int, Layout], float] = {}
+
+    def _read_ends(self) -> None:
+        """Last op that reads a value or anything that shows it."""
+        ops = self.step.ops
+        reads = [(value, p) for p, op in enumerate(self.order) for value in op.operands]
+        reads += [(value, len(self.order)) for value in self.step.required]
+        for value, position in reads:
+            while True:
+                self.ends[value] = max(self.ends.get(value, -1), position)
+                if value[0] not in ops or not is_view(ops[value[0]].call.target):
+                    break
+                if not ops[value[0]].operands:
+                    break
+                value = ops[value[0]].operands[0]
+
+    def _residents(self) -> Row:
+        row = Row()
+        row.constant = float(
+            sum(TensorSpec(s.shape, s.dtype).num_bytes for s in self.step.inputs.values())
+        )
+        for name, spec in self.step.parameters.items():
+            owner = self.built.classes[name]
+            layouts = self.built.storages[owner]
+            whole = TensorSpec(spec.shape, spec.dtype)
+            share = np.array([whole.num_bytes / shard_factor(x, self.mesh) for x in layouts])
+            total = share.copy()
+            if name in self.step.gradients:
+                total += [
+                    optimizer_state_bytes(self.optimizer, int(b) // spec.dtype.itemsize, spec.dtype)
+                    for b in share
+                ]
+            row.add(owner, total * self.step.weight(name))
+        return row
+
+    def _bytes(self, spec: TensorSpec, layouts: Sequence[Layout]) -> Array:
+        out = np.empty(len(layouts))
+        for index, layout in enumerate(layouts):
+            key = (spec.num_bytes, layout)
+            known = self._sizes.get(key)
+            if known is None:
+                share = spec.num_bytes / shard_factor(layout, self.mesh)
+                known = -(-share // self.granularity) * self.granularity
+                self._sizes[key] = known
+            out[index] = known
+        return out
+
+    def row(self, position: int) -> Row:
+        """Live bytes while the op at `position` of the order runs; before all if negative."""
+        residents = self.residents
+        row = Row(residents.constant, dict(residents.nodes), dict(residents.edges))
+        for born, op in enumerate(self.order[: position + 1]):
+            view = is_view(op.call.target)
+            if not view:
+                self._outputs(row, op, born, position)
+            if born == position or (view and self.ends.get((op.name, 0), -1) >= position):
+                self._copies(row, op)
+            for name in self.born[op.name]:
+                self._gradient(row, name, just=born == position)
+        return row
+
+    def _outputs(self, row: Row, op: Op, born: int, position: int) -> None:
+        owner = self.built.classes[op.name]
+        candidates = self.built.candidates[owner]
+        for index, spec in enumerate(op.call.outputs):
+            value = (op.name, index)
+            if value not in self.ends and value in self.kept:
+                continue  # it becomes the gradient
+            if position == born or self.ends.get(value, -1) >= position:
+                row.add(owner, self._bytes(spec, [c.outputs[index] for c in candidates]))
+
+    def _copies(self, row: Row, op: Op) -> None:
+        """Operands that arrive by a collective have buffers of their own."""
+        consumer = self.built.classes[op.name]
+        targets = self.built.candidates[consumer]
+        for index, value in enumerate(op.operands):
+            sources = self.built.produced(value)
+            if sources is None:
+                continue
+            wanted = [c.inputs[index] for c in targets]
+            spec = self.step.specs[value]
+            sizes = np.where(self._moved(sources, wanted, spec), self._bytes(spec, wanted), 0.0)
+            if sizes.any():
+                row.add_pair(self.built.classes[value[0]], consumer, sizes)
+
+    def _moved(
+        self, sources: Sequence[Layout], wanted: Sequence[Layout], spec: TensorSpec
+    ) -> Array:
+        seconds = self.built.moves.matrix(sources, wanted, spec.num_bytes)
+        return np.asarray(np.isfinite(seconds) & (seconds > 0))
+
+    def _gradient(self, row: Row, name: str, just: bool) -> None:
+        """A gradient in its storage layout, and what it was reduced from while that happens."""
+        spec = self.step.parameters[name]
+        owner = self.built.classes[name]
+        storages = self.built.storages[owner]
+        whole = TensorSpec(spec.shape, spec.dtype)
+        row.add(owner, self._bytes(whole, storages) * self.step.weight(name))
+        value = self.step.gradients[name]
+        sources = self.built.produced(value)
+        if not just or sources is None or value in self.ends:
+            return
+        moved = self._moved(sources, storages, whole)
+        sizes = np.where(moved, self._bytes(whole, sources)[:, None], 0.0)
+        row.add_pair(self.built.classes[value[0]], owner, sizes)
+
+
+def priced(problem: ChoiceProblem, prices: Mapping[int, float], rows: Mapping[int, Row],
+           scale: float = 1.0) -> ChoiceProblem:  # fmt: skip
+    """`scale` · problem plus the rows at their prices, without memory."""
+    costs = {node: cost * scale for node, cost in problem.costs.items()}
+    edges = problem.edges
+    if scale != 1.0:
+        edges = {pair: matrix * scale for pair, matrix in edges.items()}
+    total = ChoiceProblem(costs, {}, dict(edges))
+    for position, price in prices.items():
+        if price:
+            rows[position].price_into(total, price)
+    return total

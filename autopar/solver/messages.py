@@ -1,0 +1,267 @@
+"""Lower bounds and good assignments by sequential message passing, and states that they rule out.
+
+Costs are moved between nodes and edges without changing any assignment's total, so that
+
+    bound = Σ_i min_s θ_i[s] + Σ_(i,j) min_(s,t) θ_ij[s, t]
+
+rises. This is SRMP for pairs, equal to TRW-S (Kolmogorov 2006; Kolmogorov 2015, arXiv 1309.5655):
+a node collects what its edges can give, and hands equal parts to the edges that come next in the
+sweep. Each sweep also labels the nodes greedily, which gives an upper bound. A state whose least
+possible total exceeds the upper bound is in no better assignment and is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.solver.problem import Array, ChoiceProblem, Indices, evaluate
+
+__all__ = ["Bounds", "bound_with_memory", "improve_bounds"]
+
+_CHECK_EVERY = 5
+
+
+@dataclass(slots=True)
+class Bounds:
+    """What message passing found out.
+
+    Attributes:
+        lower: no assignment costs less.
+        upper: cost of `chosen`, infinite if none was found.
+        chosen: the best assignment seen.
+        keep: per node, the states that could still be in a better one.
+    """
+
+    lower: float
+    upper: float
+    chosen: dict[Hashable, int]
+    keep: dict[Hashable, Indices]
+
+
+class _Messages:
+    def __init__(self, problem: ChoiceProblem) -> None:
+        self.problem = problem
+        finite = sum(float(np.max(c[np.isfinite(c)], initial=0.0)) for c in problem.costs.values())
+        finite += sum(float(np.max(m[np.isfinite(m)], initial=0.0)) for m in problem.edges.values())
+        self.big = 10.0 * finite + 1.0
+        self.nodes = list(problem.costs)
+        self.order = {node: k for k, node in enumerate(self.nodes)}
+        self.theta = {n: np.where(np.isfinite(c), c, self.big) for n, c in problem.costs.items()}
+        self.pair: dict[tuple[Hashable, Hashable], Array] = {}
+        self.before: dict[Hashable, list[Hashable]] = {n: [] for n in self.nodes}
+        self.after: dict[Hashable, list[Hashable]] = {n: [] for n in self.nodes}
+        for (i, j), matrix in problem.edges.items():
+            a, b, m = (i, j, matrix) if self.order[i] < self.order[j] else (j, i, matrix.T)
+            self.pair[a, b] = np.where(np.isfinite(m), m, self.big)
+            self.after[a].append(b)
+            self.before[b].append(a)
+
+    def collect(self, node: Hashable) -> None:
+        """Move into the node all that its edges can give."""
+        theta = self.theta[node]
+        for other in self.after[node]:
+            edge = self.pair[node, other]
+            least = edge.min(axis=1)
+            theta += least
+            edge -= least[:, None]
+        for other in self.before[node]:
+            edge = self.pair[other, node]
+            least = edge.min(axis=0)
+            theta += least
+            edge -= least[None, :]
+
+    def sweep(self, forward: bool) -> None:
+        nodes = self.nodes if forward else reversed(self.nodes)
+        for node in nodes:
+            self.collect(node)
+            nexts = self.after[node] if forward else self.before[node]
+            if not nexts:
+                continue
+            weight = 1.0 / max(len(self.after[node]), len(self.before[node]), 1)
+            share = self.theta[node] * weight
+            for other in nexts:
+                if forward:
+                    self.pair[node, other] += share[:, None]
+                else:
+                    self.pair[other, node] += share[None, :]
+            self.theta[node] -= share * len(nexts)
+
+    def bound(self) -> float:
+        total = sum(float(t.min()) for t in self.theta.values())
+        return total + sum(float(m.min()) for m in self.pair.values())
+
+    def label(self) -> dict[Hashable, int]:
+        """Greedy assignment in node order on the current costs."""
+        chosen: dict[Hashable, int] = {}
+        for node in self.nodes:
+            cost = self.theta[node].copy()
+            for other in self.before[node]:
+                cost += self.pair[other, node][chosen[other]]
+            for other in self.after[node]:
+                cost += self.pair[node, other].min(axis=1)
+            chosen[node] = int(cost.argmin())
+        return chosen
+
+    def descend(self, chosen: dict[Hashable, int]) -> float:
+        """Improve an assignment one node at a time on the original costs; returns its cost."""
+        around: dict[Hashable, list[tuple[Hashable, Array]]] = {n: [] for n in self.nodes}
+        for (i, j), matrix in self.problem.edges.items():
+            around[i].append((j, matrix))
+            around[j].append((i, matrix.T))
+        for _ in range(10):
+            changed = False
+            for node in self.nodes:
+                cost = self._given(node, None, around, chosen)
+                best = int(cost.argmin())
+                if cost[best] < cost[chosen[node]]:
+                    chosen[node] = best
+                    changed = True
+            if not changed and not self._descend_pairs(around, chosen):
+                break
+        total = sum(float(c[chosen[n]]) for n, c in self.problem.costs.items())
+        return total + sum(
+            float(m[chosen[i], chosen[j]]) for (i, j), m in self.problem.edges.items()
+        )
+
+    def _given(
+        self,
+        node: Hashable,
+        but: Hashable | None,
+        around: dict[Hashable, list[tuple[Hashable, Array]]],
+        chosen: dict[Hashable, int],
+    ) -> Array:
+        """Cost of each state of a node with its neighbours (all `but` one) as chosen."""
+        cost = self.problem.costs[node].copy()
+        for other, matrix in around[node]:
+            if other != but:
+                cost += matrix[:, chosen[other]]
+        return cost
+
+    def _descend_pairs(
+        self,
+        around: dict[Hashable, list[tuple[Hashable, Array]]],
+        chosen: dict[Hashable, int],
+    ) -> bool:
+        """Improve both ends of an edge at once, where neither alone would move."""
+        improved = False
+        for (i, j), matrix in self.problem.edges.items():
+            left = self._given(i, j, around, chosen)
+            right = self._given(j, i, around, chosen)
+            total = left[:, None] + right[None, :] + matrix
+            s, t = divmod(int(total.argmin()), total.shape[1])
+            now = total[chosen[i], chosen[j]]
+            if total[s, t] < now and (np.isinf(now) or now - total[s, t] > 1e-12 * abs(now)):
+                chosen[i], chosen[j] = s, t
+                improved = True
+        return improved
+
+    def open_states(self, lower: float, upper: float) -> dict[Hashable, Indices]:
+        """States whose least possible total does not exceed `upper`."""
+        keep: dict[Hashable, Indices] = {}
+        slack = 1e-9 * max(abs(upper), 1e-12)
+        for node in self.nodes:
+            least = self.theta[node] - self.theta[node].min()
+            for other in self.after[node]:
+                edge = self.pair[node, other]
+                least = least + edge.min(axis=1) - edge.min()
+            for other in self.before[node]:
+                edge = self.pair[other, node]
+                least = least + edge.min(axis=0) - edge.min()
+            keep[node] = np.flatnonzero(lower + least <= upper + slack)
+        return keep
+
+
+def improve_bounds(problem: ChoiceProblem, *, sweeps: int = 200, tolerance: float = 1e-6) -> Bounds:
+    """Run message passing until the bounds meet (within `tolerance`, relative) or stall.
+
+    Args:
+        problem: memory is not looked at; fold it into the costs with a multiplier.
+        sweeps: forward and backward sweeps at most.
+        tolerance: relative gap at which to stop.
+    """
+    messages = _Messages(problem)
+    lower, upper = messages.bound(), np.inf
+    chosen: dict[Hashable, int] = {}
+    stalled = 0
+    for index in range(sweeps):
+        messages.sweep(forward=True)
+        messages.sweep(forward=False)
+        if index % _CHECK_EVERY and index > 2:
+            continue
+        previous, lower = lower, max(lower, messages.bound())
+        candidate = messages.label()
+        cost = messages.descend(candidate)
+        if cost < upper:
+            upper, chosen = cost, candidate
+        if upper - lower <= tolerance * abs(upper):
+            break
+        stalled = stalled + 1 if lower - previous <= 1e-5 * abs(lower) and index > 5 else 0
+        if stalled >= 3:
+            break
+    final = messages.bound()
+    keep = messages.open_states(final, upper)
+    return Bounds(float(max(lower, final)), float(upper), chosen, keep)
+
+
+_MULTIPLIER_STEPS = 24
+
+
+def bound_with_memory(problem: ChoiceProblem, limit: float) -> Bounds:
+    """Bounds under Σ memory ≤ limit, by Lagrangian relaxation of that row.
+
+    For every multiplier λ ≥ 0, min Σ cost + λ (Σ memory − limit) is a lower bound, and the
+    assignments met on the way that fit the limit are upper bounds. λ is found by bisection.
+    """
+    best: Bounds | None = None
+    upper, chosen = np.inf, {}
+    low, high = 0.0, 0.0
+    scale = _first_multiplier(problem, limit)
+    for _ in range(_MULTIPLIER_STEPS):
+        multiplier = 0.0 if best is None else scale if not high else 0.5 * (low + high)
+        priced = ChoiceProblem(
+            {
+                n: c + multiplier * problem.memory[n] if n in problem.memory else c
+                for n, c in problem.costs.items()
+            },
+            {},
+            problem.edges,
+        )
+        found = improve_bounds(priced, sweeps=60, tolerance=1e-4)
+        lower = found.lower - multiplier * limit
+        if not found.chosen:
+            break
+        cost, memory = evaluate(problem, found.chosen)
+        if best is None or lower > best.lower:
+            best = Bounds(lower, found.upper - multiplier * limit, found.chosen, found.keep)
+        if memory <= limit:
+            if cost < upper:
+                upper, chosen = cost, found.chosen
+            high = multiplier
+            if multiplier == 0.0:
+                break
+        elif not high and multiplier:
+            low, scale = multiplier, scale * 4
+        elif multiplier:
+            low = multiplier
+        if np.isfinite(upper) and upper - best.lower <= 1e-4 * abs(upper):
+            break
+        if high and high - low <= 1e-3 * high:
+            break
+    everything = {n: np.arange(len(c)) for n, c in problem.costs.items()}
+    if best is None:
+        return Bounds(-np.inf, np.inf, {}, everything)
+    keep = best.keep
+    if not np.isfinite(upper) or upper > best.upper:
+        # what the multiplier's own optimum rules out may be what fits
+        keep = everything
+    return Bounds(best.lower, upper, chosen, keep)
+
+
+def _first_multiplier(problem: ChoiceProblem, limit: float) -> float:
+    """Seconds per byte at which memory weighs about as much as time."""
+    seconds = sum(float(np.max(c[np.isfinite(c)], initial=0.0)) for c in problem.costs.values())
+    size = sum(float(m.max()) for m in problem.memory.values())
+    return max(seconds, 1e-9) / max(size, 1.0)

@@ -1,0 +1,48 @@
+"""Names for what a plan does with each weight, in the field's terms."""
+
+from __future__ import annotations
+
+from autopar.core.placement import Layout
+from autopar.solver.pins import Contraction, Pins, kind_on_axis
+from autopar.solver.price import Decision
+from autopar.solver.step import Step
+
+__all__ = ["mode_names"]
+
+
+def mode_names(step: Step, pins: Pins, decision: Decision) -> dict[str, str]:
+    """Name of the parallel form of each parameter, by FQN."""
+    names: dict[str, str] = {}
+    for name, spec in step.parameters.items():
+        uses = pins.by_weight.get(name, [])
+        layout = decision.storages[name]
+        if uses:
+            names[spec.target] = _contraction_name(uses[0], decision, layout)
+        else:
+            names[spec.target] = "sharded" if any(p.is_shard for p in layout) else "replicated"
+    return names
+
+
+def _contraction_name(contraction: Contraction, decision: Decision, layout: Layout) -> str:
+    candidate = decision.candidates[contraction.op.name]
+    kinds = [kind_on_axis(contraction, candidate, axis) for axis in range(len(layout))]
+    x = candidate.inputs[contraction.activation_index]
+    parts: list[str] = []
+    tensor = [k for k in kinds if k in "NK"]
+    gathered = [a for a, k in enumerate(kinds) if k == "M" and layout[a].is_shard]
+    if len(tensor) == 2 and gathered:
+        parts.append("3D")
+        gathered = gathered[1:]
+    elif len(tensor) == 1 and gathered and layout[kinds.index(tensor[0])].is_shard:
+        parts.append("2D" if tensor == ["N"] else "1D row + ZeRO-3")
+        gathered = gathered[1:] if tensor == ["N"] else []
+    elif tensor:
+        parts.append("1D " + "+".join("column" if k == "N" else "row" for k in tensor))
+    if any(k == "B" for k in kinds):
+        parts.append("expert")
+    for axis, kind in enumerate(kinds):
+        if kind == "M":
+            parts.append("data" if x[axis].dim == 0 else "sequence")
+    if gathered:
+        parts.append("ZeRO-3")
+    return " + ".join(dict.fromkeys(parts)) or "replicated"

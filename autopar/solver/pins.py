@@ -1,0 +1,406 @@
+"""Constraints as filters on candidates, on parameter storage and on what an op's input arrives as.
+
+A weight contraction has three kinds of dims: M (activation and output), N (weight and output) and
+K (contracted). On one mesh axis a candidate shards one of them, and the named modes say which:
+
+    1D         N (column) or K (row)
+    2D         M on r, N on c; X arrives as (M, K), W is stored sharded on both axes
+    2.5D       2D, with M also on the depth axis and W whole there
+    3D         M on i; N on j and K on k, or K on j and N on k; W is stored sharded on all three
+    data       M, on the batch
+    Megatron   1D; a column linear's X arrives sharded on the sequence, a row linear leaves it so
+    Ulysses    M on the sequence; attention on heads
+    ring       M on the sequence; attention by the ring
+
+They hold for every weight contraction inside repeated blocks, and outside where sizes allow. The
+two gradient contractions of a weight that is used once keep the forward's sharding of M, N and K:
+that is what makes the modes' communication what their papers say.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from autopar.core.constraints import AxisRole, Constraints
+from autopar.core.graph import TracedModel, node_info
+from autopar.core.placement import Layout, Placement, format_layout, is_valid, parse_placement
+from autopar.errors import ConstraintError
+from autopar.solver.blocks import block_of
+from autopar.solver.candidates import Candidate
+from autopar.solver.step import Op, Step, Value, unview
+
+__all__ = ["Contraction", "Pins", "find_contractions", "kind_on_axis"]
+
+aten = torch.ops.aten
+autopar_ops = torch.ops.autopar
+_SEQUENCE_DIM = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Contraction:
+    """A forward contraction of an activation with a weight.
+
+    Attributes:
+        op: the op.
+        weight: placeholder of the parameter.
+        activation_index, weight_index: which operand is which.
+        core: it stands inside a repeated block.
+        batch_dim: of the activation; behind the groups that a grouped linear has in front.
+    """
+
+    op: Op
+    weight: str
+    activation_index: int
+    weight_index: int
+    core: bool
+    batch_dim: int = 0
+
+
+def find_contractions(traced: TracedModel, step: Step) -> dict[str, Contraction]:
+    """Weight contractions of the forward pass, by op name."""
+    nodes = {n.name: n for n in traced.graph.nodes}
+    found: dict[str, Contraction] = {}
+    for op in step.ops.values():
+        if op.backward or op.call.target not in (
+            autopar_ops.einsum.default,
+            aten.convolution.default,
+            aten.mm.default,
+        ):
+            continue
+        sources = [unview(step.ops, value)[0] for value in op.operands[:2]]
+        weights = [i for i, name in enumerate(sources) if name in step.parameters]
+        if len(weights) != 1:
+            continue
+        module = node_info(traced, nodes[op.name]).module
+        found[op.name] = Contraction(
+            op,
+            sources[weights[0]],
+            1 - weights[0],
+            weights[0],
+            block_of(module) is not None,
+            _batch_dim(op, weights[0]),
+        )
+    if found and not any(c.core for c in found.values()):
+        found = {k: replace(c, core=True) for k, c in found.items()}
+    return found
+
+
+def _batch_dim(op: Op, weight_index: int) -> int:
+    """The first dim of the activation that the weight has not."""
+    if op.call.target is not autopar_ops.einsum.default:
+        return 0
+    labels = str(op.call.args[0]).split("->")[0].split(",")
+    activation, weight = labels[1 - weight_index], labels[weight_index]
+    return next((dim for dim, label in enumerate(activation) if label not in weight), 0)
+
+
+def kind_on_axis(contraction: Contraction, candidate: Candidate, axis: int) -> str:
+    """`M`, `N`, `K`, `B` (a dim of all three), `R` (all replicated) or `P`."""
+    x = candidate.inputs[contraction.activation_index][axis]
+    w = candidate.inputs[contraction.weight_index][axis]
+    out = candidate.outputs[0][axis]
+    if x.is_partial or w.is_partial:
+        return "P"
+    shape = (x.is_shard, w.is_shard, out.is_shard)
+    return {
+        (True, False, True): "M",
+        (False, True, True): "N",
+        (True, True, False): "K",
+        (True, True, True): "B",
+    }.get(shape, "R")
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """A backward contraction of a weight: for the activation, or for the weight itself.
+
+    Attributes:
+        grad, other: operand indices of the output gradient, and of the weight or activation.
+        of_weight: it yields the weight's gradient.
+    """
+
+    grad: int
+    other: int
+    of_weight: bool
+
+    def kinds(self, candidate: Candidate, num_axes: int) -> list[str]:
+        """`M`, `N`, `K`, `B` or `R` of each axis, in terms of the forward contraction."""
+        table = {
+            # (dY, W) -> dX, and (dY, X) -> dW
+            False: {(1, 0, 1): "M", (1, 1, 0): "N", (0, 1, 1): "K", (1, 1, 1): "B"},
+            True: {(1, 1, 0): "M", (1, 0, 1): "N", (0, 1, 1): "K", (1, 1, 1): "B"},
+        }[self.of_weight]
+        found = []
+        for axis in range(num_axes):
+            dy, other = candidate.inputs[self.grad][axis], candidate.inputs[self.other][axis]
+            shape = (dy.is_shard, other.is_shard, candidate.outputs[0][axis].is_shard)
+            found.append("P" if dy.is_partial or other.is_partial else table.get(shape, "R"))
+        return found
+
+
+def find_gradients(step: Step, by_weight: dict[str, list[Contraction]]) -> dict[str, Gradient]:
+    """The two gradient contractions of each core weight that one linear alone uses."""
+    single = {w: uses[0] for w, uses in by_weight.items() if len(uses) == 1 and uses[0].core}
+    completed = {unview(step.ops, step.gradients[w])[0] for w in single if w in step.gradients}
+    found: dict[str, Gradient] = {}
+    for op in step.ops.values():
+        if not op.backward or op.call.target is not autopar_ops.einsum.default:
+            continue
+        sources = [unview(step.ops, value)[0] for value in op.operands[:2]]
+        weights = [i for i, name in enumerate(sources) if name in single]
+        if len(weights) == 1:
+            found[op.name] = Gradient(1 - weights[0], weights[0], False)
+        elif op.name in completed and not weights:
+            backward = [i for i, n in enumerate(sources) if n in step.ops and step.ops[n].backward]
+            if len(backward) == 1:
+                found[op.name] = Gradient(backward[0], 1 - backward[0], True)
+    return found
+
+
+def _is_attention(op: Op) -> bool:
+    """A contraction of two activations with batch and heads in front, or the attention op."""
+    if op.call.target is autopar_ops.attention.default:
+        return True
+    return (
+        op.call.target is autopar_ops.einsum.default
+        and len(op.call.operands[0].shape) == 4
+        and len(op.call.operands[1].shape) == 4
+    )
+
+
+class Pins:
+    """Filters that a set of constraints puts on a step.
+
+    Args:
+        constraints: what is pinned.
+        roles: role of each mesh axis.
+        traced, step: the model.
+    """
+
+    def __init__(
+        self,
+        constraints: Constraints,
+        roles: Sequence[AxisRole],
+        traced: TracedModel,
+        step: Step,
+    ) -> None:
+        self.constraints = constraints
+        self.roles = tuple(roles)
+        self.mesh_shape = tuple(r.size for r in roles)
+        self.step = step
+        self.contractions = find_contractions(traced, step)
+        self.tensor_axes = [i for i, r in enumerate(roles) if r.name.startswith("tensor")]
+        self.data_axes = [i for i, r in enumerate(roles) if r.name == "data"]
+        self.sequence_axes = [i for i, r in enumerate(roles) if r.name == "sequence"]
+        # the axes of N and K are interchangeable: the first contraction settles which is which
+        self.first = next((c.op.name for c in self.contractions.values() if c.core), None)
+        self.by_weight: dict[str, list[Contraction]] = {}
+        for contraction in self.contractions.values():
+            self.by_weight.setdefault(contraction.weight, []).append(contraction)
+        self.gradients = find_gradients(step, self.by_weight)
+        self._check_attention(traced)
+
+    def _check_attention(self, traced: TracedModel) -> None:
+        mode = self.constraints.sequence
+        if mode is None:
+            return
+        ops = self.step.ops.values()
+        fused = any(op.call.target is autopar_ops.attention.default for op in ops)
+        if mode == "ring" and not fused:
+            raise ConstraintError(
+                "sequence 'ring' needs attention that torch's scaled_dot_product_attention "
+                "computes without dropout and without a learned bias; this model has none"
+            )
+        if not any(_is_attention(op) for op in ops):
+            raise ConstraintError(f"sequence {mode!r}: this model has no attention")
+
+    # --- contractions --------------------------------------------------------------------------
+    def allows(self, op: Op, candidate: Candidate) -> bool:
+        """True if a candidate of an op agrees with the mode of every axis."""
+        contraction = self.contractions.get(op.name)
+        if contraction is not None:
+            return self._contraction_allows(contraction, candidate)
+        if op.name in self.gradients:
+            return self._kinds_allowed(
+                self.gradients[op.name].kinds(candidate, len(self.roles)), None
+            )
+        if not op.backward and _is_attention(op):
+            return self._attention_allows(op, candidate)
+        return True
+
+    def _contraction_allows(self, c: Contraction, candidate: Candidate) -> bool:
+        kinds = [kind_on_axis(c, candidate, axis) for axis in range(len(self.roles))]
+        x = candidate.inputs[c.activation_index]
+        if any(x[axis].dim != c.batch_dim for axis in self.data_axes):
+            return False
+        sequence_dim = c.batch_dim + _SEQUENCE_DIM
+        if not self._is_megatron() and any(x[a].dim != sequence_dim for a in self.sequence_axes):
+            return False
+        return self._kinds_allowed(kinds, c)
+
+    def _kinds_allowed(self, kinds: Sequence[str], c: Contraction | None) -> bool:
+        """True if the kind on each axis is one that the pinned modes use there."""
+        if any(kinds[axis] != "M" for axis in self.data_axes):
+            return False
+        for axis in self.sequence_axes:
+            wanted = "NK" if self._is_megatron() else "M"
+            if kinds[axis] not in wanted:
+                return False
+        tensor = "".join(kinds[axis] for axis in self.tensor_axes)
+        allowed = {
+            None: ("",),
+            "1d": ("N", "K"),
+            "2d": ("MN",),
+            "2.5d": ("MMN",),
+            "3d": ("MNK",) if c is not None and c.op.name == self.first else ("MNK", "MKN"),
+        }[self.constraints.tensor_mode]
+        return tensor in allowed
+
+    def _attention_allows(self, op: Op, candidate: Candidate) -> bool:
+        for axis in self.sequence_axes:
+            q = candidate.inputs[0][axis]
+            if self.constraints.sequence == "ulysses" and not (q.is_shard and q.dim == 1):
+                return False
+            if self.constraints.sequence == "ring" and candidate.variants[axis] != "ring":
+                return False
+        return True
+
+    def arrives(self, op: Op, index: int) -> Callable[[Layout, Candidate], bool] | None:
+        """Filter on the layout that an operand has before redistribution, if there is one."""
+        c = self.contractions.get(op.name)
+        if c is None or index != c.activation_index or not c.core:
+            return None
+        mode = self.constraints.tensor_mode
+        if self._is_megatron():
+            (axis,) = self.sequence_axes or self.tensor_axes
+            return lambda source, candidate: (
+                kind_on_axis(c, candidate, axis) != "N" or _shards(source[axis], _SEQUENCE_DIM)
+            )
+        if mode not in ("2d", "2.5d", "3d"):
+            return None
+        last = _contracted_dim(c)
+
+        def blocked(source: Layout, candidate: Candidate) -> bool:
+            for axis in self.tensor_axes:
+                kind = kind_on_axis(c, candidate, axis)
+                placement = source[axis]
+                if kind == "M" and not (placement.is_shard and placement.dim != last):
+                    return False
+                if kind == "K" and not _shards(placement, last):
+                    return False
+                # 2D gathers X along the axis of N from its K blocks, 3D from blocks of its rows
+                if kind == "N" and mode == "3d":
+                    if not (placement.is_shard and placement.dim != last):
+                        return False
+                elif kind == "N" and not _shards(placement, last):
+                    return False
+            return True
+
+        return blocked
+
+    def leaves(self, value: Value) -> Callable[[Layout, Layout], bool] | None:
+        """Filter on `(produced, wanted)` layouts of a value that a pinned op produces."""
+        c = self.contractions.get(value[0])
+        if c is None or not c.core or not self._is_megatron():
+            return None
+        (axis,) = self.sequence_axes or self.tensor_axes
+        return lambda produced, wanted: (
+            not produced[axis].is_partial or _shards(wanted[axis], _SEQUENCE_DIM)
+        )
+
+    def _is_megatron(self) -> bool:
+        return self.constraints.sequence == "megatron"
+
+    # --- parameters ----------------------------------------------------------------------------
+    def allows_storage(self, placeholder: str, layout: Layout) -> bool:
+        """True if a parameter may be stored so."""
+        spec = self.step.parameters[placeholder]
+        for glob, wanted in self.constraints.params.items():
+            if fnmatch.fnmatchcase(spec.target, glob) and layout != self._pinned(glob, wanted):
+                return False
+        shardable = any(
+            size % axis_size == 0 for size in spec.shape for axis_size in self._zero_sizes()
+        )
+        zero = self.constraints.zero
+        for axis in self.data_axes:
+            if zero == 0 and layout[axis].is_shard:
+                return False
+            if zero == 3 and shardable and not layout[axis].is_shard:
+                return False
+        core = any(c.core for c in self.by_weight.get(placeholder, ()))
+        mode = self.constraints.tensor_mode
+        if core and mode in ("2d", "3d"):
+            return all(layout[axis].is_shard for axis in self.tensor_axes)
+        if core and mode == "2.5d":
+            depth, *square = self.tensor_axes
+            return layout[depth].is_replicate and all(layout[a].is_shard for a in square)
+        return True
+
+    def _zero_sizes(self) -> list[int]:
+        return [self.mesh_shape[axis] for axis in self.data_axes]
+
+    def _pinned(self, glob: str, wanted: Sequence[str]) -> Layout:
+        layout = tuple(parse_placement(text) for text in wanted)
+        if len(layout) != len(self.roles):
+            raise ConstraintError(
+                f"params[{glob!r}] names {len(layout)} placements for a mesh of "
+                f"{len(self.roles)} axes {self.mesh_shape}"
+            )
+        return layout
+
+    def check_params(self) -> None:
+        """Every pin matches a parameter, and fits the shape of each that it matches."""
+        for glob, wanted in self.constraints.params.items():
+            layout = self._pinned(glob, wanted)
+            matched = [
+                s for s in self.step.parameters.values() if fnmatch.fnmatchcase(s.target, glob)
+            ]
+            if not matched:
+                raise ConstraintError(
+                    f"params[{glob!r}] matches no parameter; the first ones are "
+                    + ", ".join(s.target for s in list(self.step.parameters.values())[:3])
+                )
+            for spec in matched:
+                if any(p.is_partial for p in layout) or not is_valid(
+                    layout, spec.shape, self.mesh_shape
+                ):
+                    raise ConstraintError(
+                        f"params[{glob!r}] = {format_layout(layout)} cannot hold for "
+                        f"{spec.target} of shape {spec.shape} on mesh {self.mesh_shape}"
+                    )
+
+    # --- errors --------------------------------------------------------------------------------
+    def describe(self) -> str:
+        """The pinned modes, for messages."""
+        c = self.constraints
+        parts = [f"{r.name}={r.size}" for r in self.roles]
+        names = [f"tensor {c.tensor_mode}"] if c.tensor_mode else []
+        names += [f"sequence {c.sequence}"] if c.sequence else []
+        names += [f"data {c.data}"] if c.data else []
+        names += [f"zero {c.zero}"] if c.zero is not None else []
+        return f"{', '.join(names) or 'params'} on mesh ({', '.join(parts)})"
+
+    def refuse(self, op: Op) -> ConstraintError:
+        """The error for an op of a block that no candidate fits."""
+        c = self.contractions.get(op.name)
+        shapes = " x ".join(str(list(s.shape)) for s in op.call.operands)
+        where = self.step.parameters[c.weight].target if c is not None else op.name
+        return ConstraintError(
+            f"{self.describe()} cannot hold for {where}: operands {shapes} do not divide, or the "
+            "op has no such form. Change the sizes, the number of devices, or drop the constraint."
+        )
+
+
+def _shards(placement: Placement, dim: int) -> bool:
+    return placement.is_shard and placement.dim == dim
+
+
+def _contracted_dim(c: Contraction) -> int:
+    """The dim of the activation that is contracted: last for linears, channels for convs."""
+    if c.op.call.target is aten.convolution.default:
+        return 1
+    return len(c.op.call.operands[c.activation_index].shape) - 1

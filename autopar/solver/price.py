@@ -1,0 +1,255 @@
+"""Prices a decided plan from its placements alone: seconds, bytes sent, and peak memory.
+
+Nothing here looks at the ILP. The sum of seconds must equal the ILP's objective, which catches a
+tensor that the ILP believed free, and the bytes must equal those of the emitted program.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from autopar.core.placement import Layout, Replicate, shard_factor
+from autopar.core.plan import CommBytes
+from autopar.core.redistribute import Move, path
+from autopar.core.strategy import TensorSpec
+from autopar.cost_model import Cluster, PeakMemory, ScheduledOp, optimizer_state_bytes, peak_bytes
+from autopar.solver.candidates import Candidate, Pricer, is_view
+from autopar.solver.step import Op, Step, Value, ordered
+
+__all__ = ["Decision", "Price", "price"]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The candidate of every op and the storage layout of every parameter, by node name."""
+
+    candidates: Mapping[str, Candidate]
+    storages: Mapping[str, Layout]
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Seconds and bytes of a decision."""
+
+    compute_s: float
+    comm_s: float
+    comm_bytes: tuple[CommBytes, ...]
+    peak: PeakMemory
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + self.comm_s
+
+
+class _Pricing:
+    def __init__(self, step: Step, cluster: Cluster, decision: Decision) -> None:
+        self.step = step
+        self.cluster = cluster
+        self.mesh = cluster.mesh_shape
+        self.decision = decision
+        self.pricer = Pricer(cluster)
+        self.whole: Layout = tuple(Replicate() for _ in self.mesh)
+        self.sent: Counter[tuple[int, str]] = Counter()
+        self.bytes: Counter[tuple[int, str]] = Counter()
+        self.comm_s = 0.0
+
+    def layout(self, value: Value) -> Layout:
+        """Layout of a value where it is produced."""
+        name, index = value
+        if name in self.decision.candidates:
+            return self.decision.candidates[name].outputs[index]
+        return self.decision.storages.get(name, self.whole)
+
+    def moves(self, value: Value, target: Layout) -> tuple[Move, ...]:
+        found = path(self.layout(value), target, self.mesh)
+        assert found is not None, f"no way for {value} to {target}"
+        return found
+
+    def local_bytes(self, value: Value, layout: Layout) -> int:
+        return self.step.specs[value].num_bytes // shard_factor(layout, self.mesh)
+
+    def add_moves(self, value: Value, target: Layout) -> None:
+        for move in self.moves(value, target):
+            if move.kind != "slice" and self.mesh[move.axis] > 1:
+                num_bytes = self.step.specs[value].num_bytes * move.fraction
+                self.add(move.kind, move.axis, num_bytes)
+
+    def add(self, kind: str, axis: int, num_bytes: float) -> None:
+        if num_bytes:
+            self.comm_s += self.pricer.collective(kind, axis, num_bytes)
+        self.sent[axis, kind] += 1
+        self.bytes[axis, kind] += round(num_bytes)
+
+    def communicate(self) -> None:
+        for op in self.step.ops.values():
+            candidate = self.decision.candidates[op.name]
+            for value, layout in zip(op.operands, candidate.inputs, strict=True):
+                self.add_moves(value, layout)
+            for comm in candidate.comm:
+                self.add(comm.kind, comm.axis, comm.num_bytes)
+        for value, target in self.ends():
+            self.add_moves(value, target)
+
+    def ends(self) -> Iterator[tuple[Value, Layout]]:
+        """Values that leave the step, with the layout that they must have."""
+        for value in self.step.required:
+            yield value, self.whole
+        for name, value in self.step.gradients.items():
+            yield value, self.decision.storages[name]
+
+    def compute(self) -> float:
+        return sum(
+            float(self.pricer.compute(op.call, [self.decision.candidates[op.name]])[0])
+            for op in self.step.ops.values()
+        )
+
+
+def price(step: Step, cluster: Cluster, decision: Decision, optimizer: object) -> Price:
+    """Price a decision op by op."""
+    pricing = _Pricing(step, cluster, decision)
+    pricing.communicate()
+    comm = tuple(
+        CommBytes(axis=axis, kind=kind, num_bytes=pricing.bytes[axis, kind], count=count)
+        for (axis, kind), count in sorted(pricing.sent.items())
+    )
+    peak = _peak(pricing, optimizer)
+    return Price(pricing.compute(), pricing.comm_s, comm, peak)
+
+
+def _states(pricing: _Pricing, optimizer: object) -> dict[str, int]:
+    """Bytes that live throughout: parameters and optimizer states."""
+    parameters = states = 0
+    for name, spec in pricing.step.parameters.items():
+        layout = pricing.decision.storages[name]
+        share = pricing.local_bytes((name, 0), layout)
+        parameters += share
+        if name in pricing.step.gradients:
+            numel = share // spec.dtype.itemsize
+            states += optimizer_state_bytes(optimizer, numel, spec.dtype)
+    inputs = sum(
+        TensorSpec(spec.shape, spec.dtype).num_bytes for spec in pricing.step.inputs.values()
+    )
+    return {"parameters": parameters, "optimizer": states, "inputs": inputs}
+
+
+class _Schedule:
+    """Allocations and frees of the local program, in execution order."""
+
+    def __init__(self, pricing: _Pricing) -> None:
+        self.pricing = pricing
+        self.step = pricing.step
+        self.order = ordered(self.step)
+        self.kinds: dict[str, str] = {}
+        self.last_use = self._last_use()
+        self.gradients: dict[str, list[str]] = defaultdict(list)
+        self.lasting: set[Value] = set()
+        for name, value in self.step.gradients.items():
+            self.gradients[value[0]].append(name)
+            if not pricing.moves(value, pricing.decision.storages[name]):
+                self.lasting.add(self._base(value))
+
+    def _base(self, value: Value) -> Value:
+        """The value whose memory this one shows: views of a redistributed copy show that copy."""
+        name, _ = value
+        ops = self.step.ops
+        while name in ops and is_view(ops[name].call.target) and ops[name].operands:
+            if self._moved(ops[name], 0):
+                return name, 0
+            value = ops[name].operands[0]
+            name, _ = value
+        return value
+
+    def _moved(self, op: Op, index: int) -> bool:
+        """True if an operand arrives by a collective, hence as a buffer of its own."""
+        layout = self.pricing.decision.candidates[op.name].inputs[index]
+        moves = self.pricing.moves(op.operands[index], layout)
+        return any(m.kind != "slice" for m in moves)
+
+    def _last_use(self) -> dict[Value, int]:
+        """Last op that reads each buffer; a redistributed operand reads its source too."""
+        last: dict[Value, int] = {}
+        for position, op in enumerate(self.order):
+            for value in op.operands:
+                last[self._base(value)] = position
+        for value in self.step.required:
+            last[self._base(value)] = len(self.order)
+        return last
+
+    def build(self) -> list[ScheduledOp]:
+        ending = defaultdict(list)
+        for value, position in self.last_use.items():
+            if value[0] in self.step.ops and value not in self.lasting:
+                ending[position].append(self._id(value))
+        schedule: list[ScheduledOp] = []
+        for position, op in enumerate(self.order):
+            alloc, unread = self._outputs(op)
+            schedule.append(
+                ScheduledOp(
+                    name=op.name,
+                    alloc=(*alloc, *self._reduced_gradients(op)),
+                    free=tuple(dict.fromkeys((*ending[position], *unread))),
+                    transient_bytes=self._copies(op),
+                )
+            )
+        return schedule
+
+    def _id(self, value: Value) -> str:
+        return f"{value[0]}.{value[1]}"
+
+    def _outputs(self, op: Op) -> tuple[list[tuple[str, int]], list[str]]:
+        """Buffers that an op creates, and those of them that nobody reads."""
+        alloc: list[tuple[str, int]] = []
+        unread: list[str] = []
+        candidate = self.pricing.decision.candidates[op.name]
+        if is_view(op.call.target):
+            if self._base((op.name, 0)) == (op.name, 0) and (op.name, 0) in self.last_use:
+                copy = self.pricing.local_bytes(op.operands[0], candidate.inputs[0])
+                alloc.append((self._id((op.name, 0)), copy))
+                self.kinds[self._id((op.name, 0))] = "gathered"
+            return alloc, unread
+        for index in range(len(op.call.outputs)):
+            value = (op.name, index)
+            size = self.pricing.local_bytes(value, candidate.outputs[index])
+            alloc.append((self._id(value), size))
+            self.kinds[self._id(value)] = "activations" if not op.backward else "backward"
+            if value in self.lasting:
+                self.kinds[self._id(value)] = "gradients"
+            elif value not in self.last_use:
+                unread.append(self._id(value))
+        return alloc, unread
+
+    def _reduced_gradients(self, op: Op) -> list[tuple[str, int]]:
+        """Gradients that an op completes and that a redistribution turns into new buffers."""
+        kept: list[tuple[str, int]] = []
+        for name in self.gradients[op.name]:
+            if self._base(self.step.gradients[name]) in self.lasting:
+                continue
+            layout = self.pricing.decision.storages[name]
+            buffer = f"grad.{name}"
+            kept.append((buffer, self.pricing.local_bytes((name, 0), layout)))
+            self.kinds[buffer] = "gradients"
+        return kept
+
+    def _copies(self, op: Op) -> int:
+        """Redistributed operands, which live while the op runs."""
+        candidate = self.pricing.decision.candidates[op.name]
+        total = 0
+        if is_view(op.call.target):
+            return total  # counted as a buffer
+        for index, (value, layout) in enumerate(zip(op.operands, candidate.inputs, strict=True)):
+            if self._moved(op, index):
+                total += self.pricing.local_bytes(value, layout)
+        return total
+
+
+def _peak(pricing: _Pricing, optimizer: object) -> PeakMemory:
+    schedule = _Schedule(pricing)
+    ops = schedule.build()
+    return peak_bytes(
+        ops,
+        resident=_states(pricing, optimizer),
+        granularity_bytes=pricing.cluster.device.allocation_granularity_bytes,
+        kinds=schedule.kinds,
+    )

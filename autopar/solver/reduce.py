@@ -1,0 +1,181 @@
+"""Exact shrinking of a `ChoiceProblem` before the ILP sees it.
+
+- Impossible states go: those with infinite cost, or whose row in some edge is all infinite.
+- Dominated states go (Goldstein 1994, "Efficient rotamer elimination…"): state s if some s' has
+  cost and memory no larger and Σ_edges max_t (C[s', t] − C[s, t]) does not eat the advantage.
+- A node without memory and with one or two neighbours is folded into them: its best state is a
+  function of theirs (the R1 and R2 reductions of PBQP, Scholz and Eckstein 2002).
+
+Folding keeps the optimum and, through `expand`, gives back every folded node's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.solver.problem import Array, ChoiceProblem, Indices
+
+__all__ = ["Reduced", "reduce_problem"]
+
+_MAX_FILL = 1 << 22  # entries of a folded matrix
+_MAX_COMPARED = 64  # states of a node that are compared pairwise
+
+Fold = tuple[Hashable, tuple[Hashable, ...], tuple[Indices, ...], Array]
+
+
+@dataclass(slots=True)
+class Reduced:
+    """A smaller problem with the way back.
+
+    Attributes:
+        problem: what is left.
+        offset: cost already decided.
+        kept: original state numbers of each node.
+        folds: folded nodes in order, each with its neighbours, their state numbers at that time,
+            and the best state per combination of these.
+    """
+
+    problem: ChoiceProblem
+    offset: float = 0.0
+    kept: dict[Hashable, Indices] = field(default_factory=dict)
+    folds: list[Fold] = field(default_factory=list)
+
+    def expand(self, chosen: dict[Hashable, int]) -> dict[Hashable, int]:
+        """States of all original nodes from those of the reduced problem."""
+        states = {node: int(self.kept[node][state]) for node, state in chosen.items()}
+        for node, neighbours, numbers, best in reversed(self.folds):
+            at = tuple(
+                int(np.searchsorted(kept, states[other]))
+                for other, kept in zip(neighbours, numbers, strict=True)
+            )
+            states[node] = int(self.kept[node][best[at]])
+        return states
+
+
+class _Reducer:
+    def __init__(self, problem: ChoiceProblem) -> None:
+        self.costs = dict(problem.costs)
+        self.memory = dict(problem.memory)
+        self.adjacent: dict[Hashable, dict[Hashable, Array]] = {n: {} for n in self.costs}
+        for (i, j), matrix in problem.edges.items():
+            self.adjacent[i][j] = matrix
+            self.adjacent[j][i] = matrix.T
+        self.kept: dict[Hashable, Indices] = {n: np.arange(len(c)) for n, c in self.costs.items()}
+        self.folds: list[Fold] = []
+        self.offset = 0.0
+
+    def restrict(self, node: Hashable, keep: Indices) -> None:
+        """Keep only some states of a node."""
+        self.costs[node] = self.costs[node][keep]
+        self.kept[node] = self.kept[node][keep]
+        if node in self.memory:
+            self.memory[node] = self.memory[node][keep]
+        for other, matrix in self.adjacent[node].items():
+            smaller = matrix[keep]
+            self.adjacent[node][other] = smaller
+            self.adjacent[other][node] = smaller.T
+
+    def drop_impossible(self, node: Hashable) -> bool:
+        alive = np.isfinite(self.costs[node])
+        for matrix in self.adjacent[node].values():
+            alive &= np.isfinite(matrix).any(axis=1)
+        if alive.all() or not alive.any():
+            return False
+        self.restrict(node, np.flatnonzero(alive))
+        return True
+
+    def drop_dominated(self, node: Hashable) -> bool:
+        count = len(self.costs[node])
+        if not 2 <= count <= _MAX_COMPARED:
+            return False
+        # gain[s, r]: at least how much r saves over s, whatever the neighbours do
+        with np.errstate(invalid="ignore"):
+            gain = np.nan_to_num(self.costs[node][:, None] - self.costs[node][None, :], nan=0.0)
+        for matrix in self.adjacent[node].values():
+            if matrix.size * count > _MAX_FILL:
+                return False
+            with np.errstate(invalid="ignore"):
+                difference = matrix[:, None, :] - matrix[None, :, :]
+            difference = np.where(np.isinf(matrix)[:, None, :], np.inf, difference)
+            with np.errstate(invalid="ignore"):
+                gain = np.nan_to_num(gain + difference.min(axis=2), nan=-np.inf,
+                                     posinf=np.inf, neginf=-np.inf)  # fmt: skip
+        if node in self.memory:
+            heavier = self.memory[node][None, :] > self.memory[node][:, None]
+            gain[heavier] = -np.inf
+        np.fill_diagonal(gain, -np.inf)
+        order = np.arange(count)
+        # of two equal states the first stays
+        beaten = (gain > 0) | ((gain >= 0) & (order[None, :] < order[:, None]))
+        alive = np.ones(count, dtype=bool)
+        for state in range(count):
+            if np.any(beaten[state] & alive):
+                alive[state] = False
+        if alive.all():
+            return False
+        self.restrict(node, np.flatnonzero(alive))
+        return True
+
+    def fold(self, node: Hashable) -> bool:
+        """Fold a node with at most two neighbours; False if it has to stay."""
+        neighbours = tuple(self.adjacent[node])
+        if node in self.memory or len(neighbours) > 2 or len(self.adjacent) == 1:
+            return False
+        own = self.costs[node]
+        if not neighbours:
+            best: Array = np.asarray(int(own.argmin()))
+            self.offset += float(own.min())
+        elif len(neighbours) == 1:
+            total = self.adjacent[node][neighbours[0]] + own[:, None]
+            best = total.argmin(axis=0)
+            self.costs[neighbours[0]] = self.costs[neighbours[0]] + total.min(axis=0)
+        else:
+            i, j = neighbours
+            left, right = self.adjacent[node][i], self.adjacent[node][j]
+            if left.shape[1] * right.shape[1] * len(own) > _MAX_FILL:
+                return False
+            total = own[:, None, None] + left[:, :, None] + right[:, None, :]
+            best = total.argmin(axis=0)
+            joined = total.min(axis=0)
+            if j in self.adjacent[i]:
+                joined = joined + self.adjacent[i][j]
+            self.adjacent[i][j] = joined
+            self.adjacent[j][i] = joined.T
+        for other in neighbours:
+            del self.adjacent[other][node]
+        del self.adjacent[node], self.costs[node]
+        numbers = tuple(self.kept[other] for other in neighbours)
+        self.folds.append((node, neighbours, numbers, best))
+        return True
+
+    def run(self) -> None:
+        pending = dict.fromkeys(self.costs)
+        while pending:
+            node = next(iter(pending))
+            del pending[node]
+            if node not in self.costs:
+                continue
+            around = list(self.adjacent[node])
+            changed = self.drop_impossible(node)
+            changed |= self.drop_dominated(node)
+            if self.fold(node):
+                changed = True
+            if changed:
+                pending.update(dict.fromkeys(n for n in around if n in self.costs))
+
+
+def reduce_problem(problem: ChoiceProblem) -> Reduced:
+    """Shrink a problem without changing its optimum."""
+    reducer = _Reducer(problem)
+    reducer.run()
+    edges: dict[tuple[Hashable, Hashable], Array] = {}
+    order = {node: k for k, node in enumerate(reducer.costs)}
+    for node, others in reducer.adjacent.items():
+        for other, matrix in others.items():
+            if order[node] < order[other]:
+                edges[node, other] = matrix
+    left = ChoiceProblem(reducer.costs, reducer.memory, edges)
+    return Reduced(left, reducer.offset, reducer.kept, reducer.folds)

@@ -1,0 +1,386 @@
+"""Slicing, joining, padding and indexing.
+
+Dims that an op does not touch may be sharded. Where it adds into a result, several ranks may add
+their share into a Partial. Ops whose winner is undefined for repeated indices pass no Partial:
+two ranks may pick different winners, and the sum of their picks is neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from autopar.core.placement import Partial, Placement, Replicate, Shard
+from autopar.core.strategy import AxisStrategy, OpCall
+from autopar.solver.rules.dims import Names, dim_names, one_dim, without
+from autopar.solver.rules.labels import by_labels, linear_rows, replicated_row
+from autopar.solver.rules.registry import rule
+
+aten = torch.ops.aten
+
+
+def _moved(
+    call: OpCall, inputs: Sequence[str | None], outputs: Sequence[str | None]
+) -> list[AxisStrategy]:
+    """Rows of an op with one operand, linear in it."""
+    rows = by_labels(call, [inputs], [outputs for _ in call.outputs])
+    return rows + linear_rows(call, [(0,)])
+
+
+def _dim(call: OpCall, position: int, default: int = 0) -> int:
+    """The dim argument, counted from the front."""
+    return one_dim(call.arg(position, "dim", default), len(call.operands[0].shape))
+
+
+# --- parts of a tensor ------------------------------------------------------------------------
+def _aligned_run(whole: int, start: int, length: int, step: int) -> int:
+    """Into how many runs a slice cuts its dim, if it is one of equal runs; else 0."""
+    if step != 1 or not length or whole % length or start % length:
+        return 0
+    return whole // length
+
+
+def _slice_start(start: int | None, whole: int) -> int:
+    if start is None:
+        return 0
+    return min(max(start + whole if start < 0 else start, 0), whole)
+
+
+@rule(aten.slice.Tensor)
+def slice_rule(call: OpCall) -> list[AxisStrategy]:
+    """One of `k` equal runs (Q of a fused QKV) may also be cut out of each of `k` shards."""
+    dim, source, result = _dim(call, 1), call.operands[0].shape, call.outputs[0].shape
+    names = dim_names(call.operands[0], () if source == result else {dim})
+    rows = _moved(call, names, names)
+    start = _slice_start(call.arg(2, "start"), source[dim])
+    runs = _aligned_run(source[dim], start, result[dim], call.arg(4, "step", 1))
+    if runs > 1:
+        rows.append(AxisStrategy((Shard(dim, runs),), (Shard(dim),)))
+    return rows
+
+
+@rule(aten.slice_backward.default)
+def slice_backward_rule(call: OpCall) -> list[AxisStrategy]:
+    dim, grad, result = _dim(call, 2), call.operands[0].shape, call.outputs[0].shape
+    names = dim_names(call.operands[0], () if grad == result else {dim})
+    rows = _moved(call, names, names)
+    start = _slice_start(call.arg(3, "start"), result[dim])
+    runs = _aligned_run(result[dim], start, grad[dim], call.arg(5, "step", 1))
+    if runs > 1:
+        rows.append(AxisStrategy((Shard(dim),), (Shard(dim, runs),)))
+    return rows
+
+
+@rule(aten.slice_scatter.default)
+def slice_scatter_rule(call: OpCall) -> list[AxisStrategy]:
+    names = dim_names(call.operands[0], {_dim(call, 2)})
+    return by_labels(call, [names, names], [names]) + linear_rows(call, [(0, 1)])
+
+
+@rule(aten.select.int)
+def select_rule(call: OpCall) -> list[AxisStrategy]:
+    dim = _dim(call, 1)
+    names = dim_names(call.operands[0], {dim})
+    return _moved(call, names, without(names, {dim}))
+
+
+@rule(aten.select_backward.default)
+def select_backward_rule(call: OpCall) -> list[AxisStrategy]:
+    dim = one_dim(call.arg(2, "dim"), len(call.outputs[0].shape))
+    names = dim_names(call.outputs[0], {dim})
+    return _moved(call, without(names, {dim}), names)
+
+
+@rule(aten.select_scatter.default)
+def select_scatter_rule(call: OpCall) -> list[AxisStrategy]:
+    dim = _dim(call, 2)
+    names = dim_names(call.operands[0], {dim})
+    rows = by_labels(call, [names, without(names, {dim})], [names])
+    return rows + linear_rows(call, [(0, 1)])
+
+
+@rule(aten.narrow.default, aten.narrow_copy.default)
+def narrow_rule(call: OpCall) -> list[AxisStrategy]:
+    names = dim_names(call.operands[0], {_dim(call, 1)})
+    return _moved(call, names, names)
+
+
+@rule(aten.unfold_backward.default)
+def unfold_backward_rule(call: OpCall) -> list[AxisStrategy]:
+    names = dim_names(call.outputs[0], {one_dim(call.arg(2, "dim"), len(call.outputs[0].shape))})
+    return _moved(call, [*names, None], names)
+
+
+@rule(aten.diagonal_backward.default)
+def diagonal_backward_rule(call: OpCall) -> list[AxisStrategy]:
+    rank = len(call.outputs[0].shape)
+    pair = {one_dim(call.arg(3, "dim1"), rank), one_dim(call.arg(4, "dim2"), rank)}
+    names = dim_names(call.outputs[0], pair)
+    return _moved(call, [*without(names, pair), None], names)
+
+
+@rule(aten.split.Tensor, aten.unsafe_split.Tensor, aten.chunk.default)
+@rule(aten.split_with_sizes.default, aten.unsafe_split_with_sizes.default)
+def split_rule(call: OpCall) -> list[AxisStrategy]:
+    """Equal parts may all be sharded, each inside itself: the fused operand is then strided."""
+    dim, parts = _dim(call, 2), len(call.outputs)
+    names = dim_names(call.operands[0], {dim})
+    rows = _moved(call, names, names)
+    if parts > 1 and len({spec.shape for spec in call.outputs}) == 1:
+        rows.append(AxisStrategy((Shard(dim, parts),), (Shard(dim),) * parts))
+    return rows
+
+
+@rule(aten.unbind.int)
+def unbind_rule(call: OpCall) -> list[AxisStrategy]:
+    dim = _dim(call, 1)
+    names = dim_names(call.operands[0], {dim})
+    return _moved(call, names, without(names, {dim}))
+
+
+# --- joining and padding ----------------------------------------------------------------------
+@rule(aten.cat.default)
+def cat_rule(call: OpCall) -> list[AxisStrategy]:
+    """Equal parts sharded along the joined dim make a strided whole, the reverse of a split."""
+    rank = len(call.outputs[0].shape)
+    dim = one_dim(call.arg(1, "dim", 0), rank)
+    names = dim_names(call.outputs[0], {dim})
+    # ATen skips an empty 1-D tensor whatever the rank of the others
+    inputs = [names if len(spec.shape) == rank else [None] for spec in call.operands]
+    num = len(call.operands)
+    rows = by_labels(call, inputs, [names]) + linear_rows(call, [range(num)])
+    if num > 1 and len({spec.shape for spec in call.operands}) == 1:
+        rows.append(AxisStrategy((Shard(dim),) * num, (Shard(dim, num),)))
+    return rows
+
+
+@rule(aten.stack.default)
+def stack_rule(call: OpCall) -> list[AxisStrategy]:
+    dim = one_dim(call.arg(1, "dim", 0), len(call.outputs[0].shape))
+    names = dim_names(call.outputs[0], {dim})
+    rows = by_labels(call, [without(names, {dim})] * len(call.operands), [names])
+    return rows + linear_rows(call, [range(len(call.operands))])
+
+
+@rule(aten.constant_pad_nd.default)
+def pad_rule(call: OpCall) -> list[AxisStrategy]:
+    pad, rank = call.arg(1, "pad"), len(call.operands[0].shape)
+    padded = {rank - 1 - i // 2 for i, amount in enumerate(pad) if amount}
+    names = dim_names(call.operands[0], padded)
+    rows = by_labels(call, [names], [names])
+    return rows + linear_rows(call, [(0,)]) if call.arg(2, "value", 0) == 0 else rows
+
+
+@rule(aten.tril.default, aten.triu.default)
+def triangle_rule(call: OpCall) -> list[AxisStrategy]:
+    rank = len(call.operands[0].shape)
+    names = dim_names(call.operands[0], {rank - 1, rank - 2})
+    return _moved(call, names, names)
+
+
+@rule(aten.lift.default, aten.lift_fresh.default, aten.lift_fresh_copy.default)
+def lift_rule(call: OpCall) -> list[AxisStrategy]:
+    names = dim_names(call.operands[0])
+    return _moved(call, names, names)
+
+
+# --- one index per element --------------------------------------------------------------------
+def _aligned_names(call: OpCall, dim: int) -> Names:
+    """Names of the dims other than `dim` along which all operands and outputs have one size.
+
+    A shorter index speaks of the first elements of a dim, so that its shards do not line up.
+    """
+    specs = (*call.operands, *call.outputs)
+    return [
+        f"d{i}" if i != dim and len({spec.shape[i] for spec in specs}) == 1 else None
+        for i in range(len(call.operands[0].shape))
+    ]
+
+
+def _with(names: Names, dim: int, name: str) -> Names:
+    return [name if i == dim else n for i, n in enumerate(names)]
+
+
+@rule(aten.gather.default)
+def gather_rule(call: OpCall) -> list[AxisStrategy]:
+    """Every index looks along the whole `dim`, so the index may be sharded there at will."""
+    if not call.operands[0].shape or not call.operands[1].shape:
+        return [replicated_row(call), *linear_rows(call, [(0,)])]
+    dim = _dim(call, 1)
+    names = _aligned_names(call, dim)
+    index = _with(names, dim, "i")
+    return by_labels(call, [names, index], [index]) + linear_rows(call, [(0,)])
+
+
+@rule(aten.take_along_dim.default)
+def take_along_dim_rule(call: OpCall) -> list[AxisStrategy]:
+    """As gather, save that dims of size 1 broadcast; without a dim both are flattened."""
+    rows = [replicated_row(call), *linear_rows(call, [(0,)])]
+    if call.arg(2, "dim") is None:
+        return rows
+    dim = _dim(call, 2)
+    names = _aligned_names(call, dim)
+    index = _with(names, dim, "i")
+    return by_labels(call, [names, index], [index]) + rows[1:]
+
+
+@rule(aten.take.default)
+def take_rule(call: OpCall) -> list[AxisStrategy]:
+    index = dim_names(call.operands[1])
+    whole = [None] * len(call.operands[0].shape)
+    return by_labels(call, [whole, index], [index]) + linear_rows(call, [(0,)])
+
+
+@rule(aten.scatter.src, aten.scatter.value)
+def scatter_rule(call: OpCall) -> list[AxisStrategy]:
+    if not call.operands[0].shape:
+        return [replicated_row(call)]
+    names = _aligned_names(call, _dim(call, 1))
+    return by_labels(call, [names for _ in call.operands], [names])
+
+
+@rule(aten.scatter_add.default, aten.scatter_reduce.two)
+def scatter_add_rule(call: OpCall) -> list[AxisStrategy]:
+    """A sum may be spread over ranks: each adds its share of the source to its share of self."""
+    if not call.operands[0].shape:
+        return [replicated_row(call)]
+    dim = _dim(call, 1)
+    names = _aligned_names(call, dim)
+    rows = by_labels(call, [names, names, names], [names])
+    if call.target is aten.scatter_reduce.two and (
+        call.arg(4, "reduce") != "sum" or not call.kwargs.get("include_self", True)
+    ):
+        return rows
+    rows += linear_rows(call, [(0, 2)])
+    _, index, source = (spec.shape[dim] for spec in call.operands)
+    if index == source:
+        rows.append(AxisStrategy((Partial(), Shard(dim), Shard(dim)), (Partial(),)))
+    return rows
+
+
+# --- one index per row ------------------------------------------------------------------------
+@rule(aten.index_select.default)
+def index_select_rule(call: OpCall) -> list[AxisStrategy]:
+    dim, index = _dim(call, 1), call.operands[1].shape
+    names = dim_names(call.operands[0], {dim})
+    rows = by_labels(
+        call, [names, ["i"] * len(index)], [_with(names, dim, "i") if index else names]
+    )
+    return rows + linear_rows(call, [(0,)])
+
+
+@rule(aten.index_add.default)
+def index_add_rule(call: OpCall) -> list[AxisStrategy]:
+    dim, rank = _dim(call, 1), len(call.operands[0].shape)
+    index, source = call.operands[1].shape, call.operands[2].shape
+    if len(source) != rank or not rank:
+        return [replicated_row(call), *linear_rows(call, [(0, 2)])]
+    names = dim_names(call.operands[0], {dim})
+    rows = by_labels(call, [names, [None] * len(index), names], [names])
+    rows += linear_rows(call, [(0, 2)])
+    if index:
+        rows.append(AxisStrategy((Partial(), Shard(0), Shard(dim)), (Partial(),)))
+    return rows
+
+
+@rule(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
+@rule(aten.index_copy.default, aten.index_reduce.default)
+def index_write_rule(call: OpCall) -> list[AxisStrategy]:
+    """`(self, dim, index, value)`: the rows named by the index are written, whole."""
+    rank = len(call.operands[0].shape)
+    names = dim_names(call.operands[0], {_dim(call, 1)})
+    rest: list[Names] = [[None] * len(spec.shape) for spec in call.operands[1:]]
+    if call.target in (aten.index_copy.default, aten.index_reduce.default):
+        if len(call.operands[2].shape) != rank:
+            return [replicated_row(call)]
+        rest[1] = names
+    return by_labels(call, [names, *rest], [names])
+
+
+# --- advanced indexing ------------------------------------------------------------------------
+def _index_names(call: OpCall) -> tuple[Names, list[Names], Names] | None:
+    """Names of self, of each index tensor, and of `self[indices]`; None for boolean masks.
+
+    Index tensors broadcast together. Their dims stand where the indexed dims were if those are
+    adjacent, and in front if not.
+    """
+    given = call.arg(1, "indices")
+    places = [i for i, index in enumerate(given) if index is not None]
+    specs = call.operands[1 : 1 + len(places)]
+    if any(spec.dtype in (torch.bool, torch.uint8) for spec in specs):
+        return None
+    shape = torch.broadcast_shapes(*(spec.shape for spec in specs))
+    batch: Names = [f"i{j}" for j in range(len(shape))]
+    indices: list[Names] = [
+        [
+            name if size == full else None
+            for name, size, full in zip(
+                batch[len(shape) - len(spec.shape) :],
+                spec.shape,
+                shape[len(shape) - len(spec.shape) :],
+                strict=True,
+            )
+        ]
+        for spec in specs
+    ]
+    names = dim_names(call.operands[0], set(places))
+    adjacent = places == list(range(places[0], places[0] + len(places)))
+    front = places[0] if adjacent else 0
+    kept = without(names, set(places))
+    return names, indices, [*kept[:front], *batch, *kept[front:]]
+
+
+@rule(aten.index.Tensor, aten._unsafe_index.Tensor)
+def index_rule(call: OpCall) -> list[AxisStrategy]:
+    named = _index_names(call)
+    if named is None:
+        return [replicated_row(call), *linear_rows(call, [(0,)])]
+    names, indices, result = named
+    return by_labels(call, [names, *indices], [result]) + linear_rows(call, [(0,)])
+
+
+@rule(aten.index_put.default, aten._unsafe_index_put.default)
+def index_put_rule(call: OpCall) -> list[AxisStrategy]:
+    """With `accumulate`, ranks that hold some of the indices add into a Partial."""
+    accumulate = bool(call.arg(3, "accumulate", False))
+    last = len(call.operands) - 1
+    sums = linear_rows(call, [(0, last)]) if accumulate else []
+    named = _index_names(call)
+    if named is None:
+        return [replicated_row(call), *sums]
+    names, indices, result = named
+    picked = _picked_shape(call, indices, result)
+    values = _broadcast_names(result, picked, call.operands[last].shape)
+    whole: list[Names] = [[None] * len(spec.shape) for spec in call.operands[1:last]]
+    kept = [name if name in names else None for name in values]
+    rows = by_labels(call, [names, *whole, kept], [names]) + sums
+    if not accumulate:
+        return rows
+    for name in (n for n in result if n is not None and n not in names):
+        inputs: list[Placement] = [Partial()]
+        for labels in (*indices, values):
+            inputs.append(Shard(labels.index(name)) if name in labels else Replicate())
+        rows.append(AxisStrategy(tuple(inputs), (Partial(),)))
+    return rows
+
+
+def _picked_shape(call: OpCall, indices: list[Names], result: Names) -> list[int]:
+    """Shape of `self[indices]`, from the names of its dims."""
+    sizes: dict[str | None, int] = {}
+    source = call.operands[0].shape
+    for spec, labels in zip(call.operands[1:], indices, strict=False):
+        sizes.update(zip(labels, spec.shape, strict=True))
+    return [
+        source[int(name[1:])] if name is not None and name[0] == "d" else sizes.get(name, 1)
+        for name in result
+    ]
+
+
+def _broadcast_names(names: Names, full: Sequence[int], shape: Sequence[int]) -> Names:
+    """Names of a tensor that broadcasts to dims `names` of sizes `full`."""
+    shift = len(full) - len(shape)
+    return [
+        names[shift + i] if shift + i >= 0 and size == full[shift + i] else None
+        for i, size in enumerate(shape)
+    ]

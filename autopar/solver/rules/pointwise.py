@@ -1,0 +1,150 @@
+"""Elementwise ops: every dim of the output may be sharded; linear ones also pass Partial."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autopar.core.placement import Partial, Replicate
+from autopar.core.strategy import AxisStrategy, OpCall
+from autopar.solver.rules.labels import by_labels, linear_rows
+from autopar.solver.rules.registry import rule
+
+aten = torch.ops.aten
+
+
+def broadcast_labels(call: OpCall) -> tuple[list[list[str | None]], list[list[str]]]:
+    """Labels of operands and outputs of an op that broadcasts; size-1 dims carry none."""
+    full = call.outputs[0].shape
+    names = [f"d{i}" for i in range(len(full))]
+    operands: list[list[str | None]] = []
+    for spec in call.operands:
+        shift = len(full) - len(spec.shape)
+        operands.append(
+            [
+                names[shift + i] if size == full[shift + i] else None
+                for i, size in enumerate(spec.shape)
+            ]
+        )
+    return operands, [list(names) for _ in call.outputs]
+
+
+def _pointwise(call: OpCall) -> list[AxisStrategy]:
+    inputs, outputs = broadcast_labels(call)
+    return by_labels(call, inputs, outputs)
+
+
+# ops linear in all tensor operands together, without an additive constant
+_LINEAR = [
+    aten.neg.default,
+    aten.conj.default,
+    aten.real.default,
+    aten.imag.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.sub.Tensor,
+    aten.add.Tensor,
+    aten.mul.Scalar,
+    aten.div.Scalar,
+    aten.copy.default,
+]
+# ops linear in the first operand alone, the others replicated
+_LINEAR_IN_FIRST = [
+    aten.div.Tensor,
+    aten.where.ScalarOther,
+    aten.threshold_backward.default,
+    aten.masked_fill.Scalar,
+]
+_NONLINEAR = [
+    "abs acos acosh add.Scalar asin asinh atan atanh atan2 bitwise_and.Tensor bitwise_and.Scalar",
+    "bitwise_not bitwise_or.Tensor bitwise_or.Scalar bitwise_xor.Tensor ceil celu clamp",
+    "clamp.Tensor clamp_max clamp_min clamp_max.Tensor clamp_min.Tensor cos cosh div.Tensor_mode",
+    "div.Scalar_mode elu elu_backward eq.Scalar eq.Tensor erf erfc exp exp2 expm1 floor",
+    "floor_divide fmod.Scalar fmod.Tensor ge.Scalar ge.Tensor gelu gelu_backward gt.Scalar",
+    "gt.Tensor hardsigmoid hardsigmoid_backward hardswish hardswish_backward hardtanh",
+    "hardtanh_backward isinf isnan isfinite le.Scalar le.Tensor leaky_relu leaky_relu_backward",
+    "lerp.Tensor lerp.Scalar log log10 log1p log2 log_sigmoid_forward logical_and logical_not",
+    "logical_or logical_xor logit lt.Scalar lt.Tensor maximum minimum mish mish_backward",
+    "nan_to_num ne.Scalar ne.Tensor pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor reciprocal",
+    "relu remainder.Scalar remainder.Tensor round rsqrt rsub.Scalar rsub.Tensor sgn sigmoid",
+    "sigmoid_backward sign silu silu_backward sin sinh softplus softplus_backward softshrink",
+    "sqrt square sub.Scalar tan tanh tanh_backward trunc where.self where.ScalarSelf where.Scalar",
+    "xlogy.Tensor _prelu_kernel log_sigmoid_backward bitwise_left_shift.Tensor fill.Scalar",
+    "bitwise_right_shift.Tensor heaviside hypot logaddexp erfinv lgamma digamma polygamma",
+    "special_i0 special_entr masked_fill.Tensor addcmul addcdiv exponential frac deg2rad signbit",
+    "__and__.Tensor __or__.Tensor __xor__.Tensor __lshift__.Scalar __rshift__.Scalar",
+]
+
+
+def _resolve(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    found = getattr(aten, packet, None)
+    return getattr(found, overload or "default", None) if found is not None else None
+
+
+_NONLINEAR_OPS = [
+    op
+    for line in _NONLINEAR
+    for name in line.split()
+    if (op := _resolve(name)) is not None and op not in _LINEAR
+]
+
+
+@rule(*_LINEAR)
+def linear_pointwise(call: OpCall) -> list[AxisStrategy]:
+    rows = _pointwise(call)
+    has_constant = any(isinstance(a, (int, float)) for a in call.args[:2])
+    additive = call.target in (aten.add.Tensor, aten.sub.Tensor)
+    if call.operands and not (additive and (has_constant or len(call.operands) < 2)):
+        rows += linear_rows(call, [range(len(call.operands))])
+    return rows
+
+
+@rule(*_LINEAR_IN_FIRST)
+def linear_in_first(call: OpCall) -> list[AxisStrategy]:
+    rows = _pointwise(call)
+    if call.target is aten.masked_fill.Scalar and call.arg(2) != 0:
+        return rows
+    if call.target is aten.where.ScalarOther:
+        return rows
+    return rows + linear_rows(call, [(0,)])
+
+
+@rule(aten.mul.Tensor)
+def mul_rule(call: OpCall) -> list[AxisStrategy]:
+    rows = _pointwise(call)
+    if len(call.operands) == 1:
+        return rows + linear_rows(call, [(0,)])
+    return rows + linear_rows(call, [(0,), (1,)])
+
+
+@rule(aten._to_copy.default)
+def cast_rule(call: OpCall) -> list[AxisStrategy]:
+    """A cast between floating types passes Partial only where it does not lose precision."""
+    rows = _pointwise(call)
+    source, result = call.operands[0].dtype, call.outputs[0].dtype
+    widens = source.is_floating_point and result.is_floating_point
+    counts = source == torch.int64 and result.is_floating_point
+    if source == result or counts or (widens and result.itemsize >= source.itemsize):
+        rows.append(AxisStrategy((Partial(),), (Partial(),)))
+    return rows
+
+
+@rule(*_NONLINEAR_OPS)
+def nonlinear_pointwise(call: OpCall) -> list[AxisStrategy]:
+    return _pointwise(call)
+
+
+@rule(torch.ops.autopar.dropout.default)
+def dropout_rule(call: OpCall) -> list[AxisStrategy]:
+    """The mask comes from the global index, so any shard is right; linear in x."""
+    dims = [f"d{i}" for i in range(len(call.operands[0].shape))]
+    rows = by_labels(call, [dims, []], [dims])
+    return [*rows, AxisStrategy((Partial(), Replicate()), (Partial(),))]
+
+
+@rule(torch.ops.autopar.uniform.default)
+def uniform_rule(call: OpCall) -> list[AxisStrategy]:
+    return by_labels(call, [[]], [[f"d{i}" for i in range(len(call.outputs[0].shape))]])

@@ -1,0 +1,205 @@
+"""`solve`: a traced step, a cluster and constraints to a `Plan`, with a proof of how good it is."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from autopar.core.constraints import AxisRole, Constraints, assign_mesh
+from autopar.core.graph import TracedModel
+from autopar.core.placement import Layout, Placement, Replicate
+from autopar.core.plan import NodePlan, Plan, Prediction, SolverReport
+from autopar.core.units import format_bytes
+from autopar.cost_model import Cluster
+from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError
+from autopar.solver import rules as _rules  # noqa: F401  (registers the rules)
+from autopar.solver.build import StepProblem, build_problem
+from autopar.solver.fit import Fit, MemorySearch
+from autopar.solver.ilp import Infeasible, Solution
+from autopar.solver.liveness import Liveness
+from autopar.solver.modes import mode_names
+from autopar.solver.pins import Pins
+from autopar.solver.price import Decision, price
+from autopar.solver.step import Step, build_step
+
+__all__ = ["solve"]
+
+
+def solve(
+    traced: TracedModel,
+    cluster: Cluster,
+    *,
+    constraints: Constraints | None = None,
+    memory_limit: int | None = None,
+    optimizer: object = "adamw",
+) -> Plan:
+    """Choose placements for every tensor of a traced step.
+
+    Args:
+        traced: from `autopar.tracer`.
+        cluster: devices, links and mesh.
+        constraints: what is pinned.
+        memory_limit: bytes per device; default: the device's memory.
+        optimizer: whose states count in memory.
+
+    Raises:
+        ConstraintError: the constraints cannot hold.
+        InfeasiblePlanError: nothing fits; carries the smallest limit that would.
+    """
+    wanted = constraints or Constraints()
+    roles = assign_mesh(wanted, cluster.mesh_shape)
+    planned = _with_roles(cluster, roles)
+    step = build_step(traced)
+    pins = Pins(wanted, roles, traced, step)
+    built = build_problem(traced, step, planned, pins, optimizer)
+    limit = planned.memory_bytes if memory_limit is None else int(memory_limit)
+    solver = _Search(step, planned, built, optimizer, pins)
+    best = solver.within(limit)
+    report = best.solution
+    prediction = Prediction(
+        step_time_s=best.price.total_s,
+        compute_time_s=best.price.compute_s,
+        comm_time_s=best.price.comm_s,
+        peak_memory_bytes=best.price.peak.peak_bytes,
+        memory=dict(best.price.peak.breakdown),
+        comm_bytes=best.price.comm_bytes,
+    )
+    nodes = {
+        name: NodePlan(inputs=c.inputs, outputs=c.outputs, variants=c.variants)
+        for name, c in best.decision.candidates.items()
+    }
+    parameters = list(traced.parameters())
+    return Plan(
+        fingerprint=traced.fingerprint(),
+        mesh_shape=planned.mesh_shape,
+        axis_names=planned.axis_names,
+        training=traced.training,
+        nodes=nodes,
+        parameters={s.target: best.decision.storages[s.node] for s in parameters},
+        shapes={s.target: s.shape for s in parameters},
+        dtypes={s.target: str(s.dtype).removeprefix("torch.") for s in parameters},
+        inputs=_input_layouts(step, best.decision, len(planned.mesh_shape)),
+        modes=mode_names(step, pins, best.decision),
+        cluster=planned.to_dict(),
+        predicted=prediction,
+        solver=SolverReport(
+            status=report.status,
+            objective=report.objective,
+            bound=report.bound,
+            gap=report.gap,
+            seconds=report.seconds,
+            variables=report.variables,
+            constraints=report.constraints,
+        ),
+        constraints=wanted.to_dict(),
+        memory_limit_bytes=limit,
+        optimizer=optimizer if isinstance(optimizer, str) else _name(optimizer),
+    )
+
+
+def _name(optimizer: Any) -> str:
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    return kind.__name__.lower()
+
+
+def _with_roles(cluster: Cluster, roles: tuple[AxisRole, ...]) -> Cluster:
+    shape = tuple(r.size for r in roles)
+    if shape == cluster.mesh_shape:
+        return cluster
+    names: list[str] = []
+    for role in roles:
+        name = role.name.replace("-", "")
+        names.append(name if name not in names else f"{name}{len(names)}")
+    return cluster.with_mesh_shape(shape, tuple(names))
+
+
+class _Search:
+    """Finds the plan under the limit, or says what limit would do."""
+
+    def __init__(
+        self, step: Step, cluster: Cluster, built: StepProblem, optimizer: object, pins: Pins
+    ) -> None:
+        self.step = step
+        self.cluster = cluster
+        self.built = built
+        self.optimizer = optimizer
+        self.pins = pins
+        granularity = cluster.device.allocation_granularity_bytes
+        liveness = Liveness(step, built, optimizer, granularity)
+        self.search = MemorySearch(built.problem, liveness, self._fit)
+
+    def within(self, limit: int) -> Fit:
+        """The fastest plan found whose peak is at most `limit` bytes."""
+        try:
+            self.search.fastest()
+        except Infeasible as error:
+            raise ConstraintError(
+                f"{self.pins.describe()} cannot hold for the model as a whole: no combination of "
+                "placements connects its ops"
+            ) from error
+        found = self.search.within(limit)
+        if found is None:
+            raise self._does_not_fit(limit, self.search.least())
+        return found
+
+    def _does_not_fit(self, limit: int, smallest: Fit) -> InfeasiblePlanError:
+        need = smallest.peak
+        parts = ", ".join(
+            f"{kind} {format_bytes(size)}" for kind, size in smallest.price.peak.breakdown[:4]
+        )
+        return InfeasiblePlanError(
+            f"no plan fits {format_bytes(limit)} per device on mesh {self.cluster.mesh_shape}. "
+            f"The smallest limit that a plan was found for is {need} bytes "
+            f"({format_bytes(need)}): {parts}. Use more devices, a smaller batch, an optimizer "
+            "with less state, or a lower precision.",
+            memory_limit_bytes=limit,
+            required_bytes=need,
+        )
+
+    def _fit(self, solution: Solution) -> Fit:
+        decision = self._decision(solution)
+        priced = price(self.step, self.cluster, decision, self.optimizer)
+        if not math.isclose(priced.total_s, solution.objective, rel_tol=1e-6, abs_tol=1e-9):
+            raise AutoparError(
+                f"the plan costs {priced.total_s:.9f} s by its placements, but the solver claims "
+                f"{solution.objective:.9f} s: this is a defect of autopar"
+            )
+        return Fit(solution, decision, priced)
+
+    def _decision(self, solution: Solution) -> Decision:
+        classes, chosen = self.built.classes, solution.chosen
+        return Decision(
+            {
+                name: self.built.candidates[classes[name]][chosen[classes[name]]]
+                for name in self.step.ops
+            },
+            {
+                name: self.built.storages[classes[name]][chosen[classes[name]]]
+                for name in self.step.parameters
+            },
+        )
+
+
+def _input_layouts(step: Step, decision: Decision, num_axes: int) -> dict[str, Layout]:
+    """Shard an input on an axis where every use of it wants that same shard."""
+    wanted: dict[str, list[Layout]] = {}
+    for value, op, index in step.consumers():
+        if value[0] in step.inputs:
+            layout = decision.candidates[op.name].inputs[index]
+            wanted.setdefault(value[0], []).append(layout)
+    layouts: dict[str, Layout] = {}
+    for name, spec in step.inputs.items():
+        uses = wanted.get(name, [])
+        layouts[name] = tuple(_common(uses, axis) for axis in range(num_axes))
+        if spec.kind not in ("input", "tangent"):
+            layouts[name] = tuple(Replicate() for _ in range(num_axes))
+    return layouts
+
+
+def _common(uses: list[Layout], axis: int) -> Placement:
+    found = {layout[axis] for layout in uses}
+    if len(found) == 1:
+        (placement,) = found
+        if placement.is_shard and placement.dim == 0 and placement.split == 1:
+            return placement
+    return Replicate()

@@ -1,0 +1,370 @@
+"""How library calls are spelled in autopar's graphs.
+
+Two tables. `REPLACEMENTS` maps a call of the exported (pre-autograd) graph to a function that
+says the same with device-neutral ops; autograd then sees those. `decomposition_table()` is what
+happens below autograd, to ops that appear only in backward or inside composite ops.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import get_decompositions
+
+from autopar.core.ops import ops
+
+__all__ = ["REPLACEMENTS", "RandomContext", "decomposition_table"]
+
+aten = torch.ops.aten
+_LETTERS = "abcdefghijlmopqrsuvwxyz"  # k, n and t are kept for weights
+
+
+class RandomContext:
+    """The seed input of the graph and a running number for each random op in it."""
+
+    def __init__(self, seed: Tensor) -> None:
+        self.seed = seed
+        self._next = 0
+        self.used = False
+
+    def salt(self) -> int:
+        self._next += 1
+        self.used = True
+        return self._next
+
+    def uniform(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        size = list(shape)
+        return ops.uniform(self.seed, self.salt(), size, size, [0] * len(size), dtype)
+
+
+Replacement = Callable[..., Any]
+
+
+def _linear(rng: RandomContext, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    lead = _LETTERS[: x.dim() - 1]
+    out = ops.einsum(f"{lead}k,nk->{lead}n", x, weight)
+    return out if bias is None else out + bias
+
+
+def _matmul(rng: RandomContext, a: Tensor, b: Tensor) -> Tensor:
+    if a.dim() < 2 or b.dim() < 2:
+        return torch.matmul(a, b)
+    rank = max(a.dim(), b.dim()) - 2
+    batch_a, batch_b = _LETTERS[:rank][rank - a.dim() + 2 :], _LETTERS[:rank][rank - b.dim() + 2 :]
+    sizes = dict(zip(batch_a, a.shape[:-2], strict=True))
+    if any(sizes.get(c, size) != size for c, size in zip(batch_b, b.shape[:-2], strict=True)):
+        return torch.matmul(a, b)  # broadcasts a dim of size 1
+    return ops.einsum(f"{batch_a}yk,{batch_b}kz->{_LETTERS[:rank]}yz", a, b)
+
+
+def _addmm(
+    rng: RandomContext, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    out = ops.einsum("yk,kn->yn", a, b)
+    return (out if alpha == 1 else out * alpha) + (bias if beta == 1 else bias * beta)
+
+
+def _baddbmm(
+    rng: RandomContext, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    out = ops.einsum("byk,bkn->byn", a, b)
+    out = out if alpha == 1 else out * alpha
+    return out if beta == 0 else out + (bias if beta == 1 else bias * beta)
+
+
+def _mm(rng: RandomContext, a: Tensor, b: Tensor) -> Tensor:
+    return ops.einsum("yk,kn->yn", a, b)
+
+
+def _bmm(rng: RandomContext, a: Tensor, b: Tensor) -> Tensor:
+    return ops.einsum("byk,bkn->byn", a, b)
+
+
+def _einsum(rng: RandomContext, equation: str, tensors: list[Tensor], *, path: Any = None) -> Any:
+    """Two operands without sums or repeats in one operand; all else as torch spells it."""
+    from autopar.core.einsum import parse_equation
+
+    compact = equation.replace(" ", "")
+    if len(tensors) == 2 and "." not in compact and "->" in compact:
+        try:
+            parse_equation(compact)
+        except ValueError:
+            return torch.einsum(equation, *tensors)
+        return ops.einsum(compact, *tensors)
+    return torch.einsum(equation, *tensors)
+
+
+def _dropout(rng: RandomContext, x: Tensor, p: float, train: bool) -> Tensor:
+    if not train or p == 0.0:
+        return x
+    size = list(x.shape)
+    return ops.dropout(x, p, rng.seed, rng.salt(), size, [0] * len(size))
+
+
+def _native_dropout(
+    rng: RandomContext, x: Tensor, p: float, train: bool | None
+) -> tuple[Tensor, Tensor]:
+    """The mask is only for ATen's own backward, which autopar's dropout does not use."""
+    return _dropout(rng, x, p, train is not False), torch.ones_like(x, dtype=torch.bool)
+
+
+def _feature_dropout(rng: RandomContext, x: Tensor, p: float, train: bool) -> Tensor:
+    if not train or p == 0.0:
+        return x
+    shape = [*x.shape[:2], *([1] * (x.dim() - 2))]
+    keep = (rng.uniform(shape, torch.float64) >= p).to(x.dtype)
+    return x * keep / (1.0 - p) if p < 1.0 else x * 0.0
+
+
+def _sdpa(
+    rng: RandomContext,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    learned_mask = attn_mask is not None and attn_mask.requires_grad
+    if q.dim() == 4 and k.dim() == 4 and dropout_p == 0.0 and not learned_mask:
+        return ops.attention(q, k, v, attn_mask, is_causal, factor)[0]
+    if enable_gqa and k.shape[-3] != q.shape[-3]:
+        groups = q.shape[-3] // k.shape[-3]
+        k, v = (
+            x.unsqueeze(-3).expand(*x.shape[:-2], groups, *x.shape[-2:]).flatten(-4, -3)
+            for x in (k, v)
+        )
+    scores = _matmul(rng, q, k.transpose(-1, -2)) * factor
+    if is_causal:
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~allowed, -math.inf)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -math.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    weights = torch.softmax(scores, dim=-1)
+    return _matmul(rng, _dropout(rng, weights, dropout_p, True), v)
+
+
+def _cross_entropy(
+    rng: RandomContext,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Class indices without weights or smoothing become `token_nll`; all else stays ATen's."""
+    if weight is not None or label_smoothing != 0.0 or target.is_floating_point():
+        return torch.nn.functional.cross_entropy(
+            logits,
+            target,
+            weight,
+            ignore_index=ignore_index,
+            reduction=("none", "mean", "sum")[reduction],
+            label_smoothing=label_smoothing,
+        )
+    if logits.dim() > 2:
+        logits = logits.movedim(1, -1)
+    return token_loss(logits, target, reduction, ignore_index)
+
+
+def token_loss(logits: Tensor, target: Tensor, reduction: int, ignore_index: int) -> Tensor:
+    """Cross-entropy over the last dim, reduced as torch does (0 none, 1 mean, 2 sum)."""
+    nll = ops.token_nll(logits, target, ignore_index)[0]
+    if reduction == 0:
+        return nll
+    total = nll.sum()
+    return total if reduction == 2 else total / (target != ignore_index).sum().to(nll.dtype)
+
+
+def _rand_like(rng: RandomContext, x: Tensor, **options: Any) -> Tensor:
+    return rng.uniform(x.shape, options.get("dtype") or x.dtype)
+
+
+def _rand(rng: RandomContext, size: Sequence[int], **options: Any) -> Tensor:
+    return rng.uniform(size, options.get("dtype") or torch.get_default_dtype())
+
+
+def _normal(rng: RandomContext, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Box-Muller transform of two uniforms."""
+    radius = torch.sqrt(-2.0 * torch.log1p(-rng.uniform(size, torch.float64)))
+    angle = 2.0 * math.pi * rng.uniform(size, torch.float64)
+    return (radius * torch.cos(angle)).to(dtype)
+
+
+def _randn(rng: RandomContext, size: Sequence[int], **options: Any) -> Tensor:
+    return _normal(rng, size, options.get("dtype") or torch.get_default_dtype())
+
+
+def _randn_like(rng: RandomContext, x: Tensor, **options: Any) -> Tensor:
+    return _normal(rng, x.shape, options.get("dtype") or x.dtype)
+
+
+def _bernoulli(rng: RandomContext, x: Tensor, p: float | None = None, **options: Any) -> Tensor:
+    return (rng.uniform(x.shape, torch.float64) < (x if p is None else p)).to(x.dtype)
+
+
+def _rms_norm(
+    rng: RandomContext,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    dims = list(range(x.dim() - len(normalized_shape), x.dim()))
+    count = math.prod(normalized_shape)
+    floor = torch.finfo(x.dtype).eps if eps is None else eps
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    inverse = torch.rsqrt((wide * wide).sum(dims, keepdim=True) / count + floor)
+    out = (wide * inverse).to(x.dtype)
+    return out if weight is None else out * weight
+
+
+def _copy(rng: RandomContext, x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """What a functionalised `x.copy_(source)` yields; ATen has no derivative for it."""
+    return source.to(x.dtype).expand(x.shape).clone()
+
+
+def _adaptive_avg_pool(rng: RandomContext, x: Tensor, output_size: Sequence[int]) -> Tensor:
+    """A mean where one element is left: ATen's own restrides the result in place."""
+    rank = len(output_size)
+    if all(size == 1 for size in output_size):
+        dims = list(range(x.dim() - rank, x.dim()))
+        return _mean_dim(x, dims, keepdim=True)
+    pool: Any = {1: aten.adaptive_avg_pool1d, 2: aten.adaptive_avg_pool2d}
+    return pool.get(rank, aten.adaptive_avg_pool3d).default(x, output_size)
+
+
+REPLACEMENTS: Mapping[Any, Replacement] = {
+    aten.adaptive_avg_pool1d.default: _adaptive_avg_pool,
+    aten.adaptive_avg_pool2d.default: _adaptive_avg_pool,
+    aten.adaptive_avg_pool3d.default: _adaptive_avg_pool,
+    aten.copy.default: _copy,
+    aten.linear.default: _linear,
+    aten.matmul.default: _matmul,
+    aten.addmm.default: _addmm,
+    aten.baddbmm.default: _baddbmm,
+    aten.mm.default: _mm,
+    aten.bmm.default: _bmm,
+    aten.einsum.default: _einsum,
+    aten.dropout.default: _dropout,
+    aten.native_dropout.default: _native_dropout,
+    aten.feature_dropout.default: _feature_dropout,
+    aten.scaled_dot_product_attention.default: _sdpa,
+    aten.cross_entropy_loss.default: _cross_entropy,
+    aten.rand_like.default: _rand_like,
+    aten.rand.default: _rand,
+    aten.randn.default: _randn,
+    aten.randn_like.default: _randn_like,
+    aten.bernoulli.default: _bernoulli,
+    aten.bernoulli.p: _bernoulli,
+    aten.rms_norm.default: _rms_norm,
+}
+
+
+def _dims(x: Tensor, dim: Any) -> list[int]:
+    if dim is None or (isinstance(dim, (list, tuple)) and not dim):
+        return list(range(x.dim()))
+    return [d % max(x.dim(), 1) for d in ([dim] if isinstance(dim, int) else dim)]
+
+
+def _mean_dim(
+    x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """A sum times a constant: the sum may stay partial over ranks, a mean of means need not."""
+    wide = x if dtype is None else x.to(dtype)
+    dims = _dims(x, dim)
+    count = math.prod(x.shape[d] for d in dims)
+    total = wide.sum(dims, keepdim=keepdim) if dims else wide
+    return total / count
+
+
+def _mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    return _mean_dim(x, dtype=dtype)
+
+
+def _var_mean(
+    x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Σ(x − mean)²: the two-pass form, which does not cancel."""
+    dims = _dims(x, dim)
+    count = math.prod(x.shape[d] for d in dims)
+    mean = x.sum(dims, keepdim=True) / count
+    centred = x - mean
+    var = (centred * centred).sum(dims, keepdim=keepdim) / max(
+        0.0, count - (1.0 if correction is None else correction)
+    )
+    return var, mean if keepdim else mean.sum(dims) if dims else mean
+
+
+def _var(
+    x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+) -> Tensor:
+    return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
+
+
+@cache
+def decomposition_table() -> dict[Any, Callable[..., Any]]:
+    """Decompositions applied below autograd."""
+    table: dict[Any, Callable[..., Any]] = dict(
+        get_decompositions(
+            [
+                aten.mse_loss,
+                aten.mse_loss_backward,
+                aten.smooth_l1_loss,
+                aten.smooth_l1_loss_backward,
+                aten.huber_loss,
+                aten.huber_loss_backward,
+                aten.binary_cross_entropy,
+                aten.binary_cross_entropy_backward,
+                aten.binary_cross_entropy_with_logits,
+                aten.native_batch_norm,
+                aten.native_batch_norm_backward,
+                aten._native_batch_norm_legit,
+                aten._native_batch_norm_legit_functional,
+                aten._native_batch_norm_legit_no_training,
+                aten._batch_norm_with_update_functional,
+                aten.batch_norm_backward,
+                aten.std,
+                aten.std_mean,
+                aten.native_dropout_backward,
+                aten.split_with_sizes_copy,
+                aten.addcmul,
+                aten.addcdiv,
+                aten.glu_backward,
+                aten.l1_loss,
+                aten.soft_margin_loss,
+                aten.linalg_vector_norm,
+                aten.norm,
+                aten.im2col,
+                aten.rrelu_with_noise_functional,
+                aten.nll_loss_forward,
+                aten.nll_loss_backward,
+                aten.nll_loss2d_forward,
+                aten.nll_loss2d_backward,
+                aten.native_group_norm_backward,
+                aten._to_copy,
+            ]
+        )
+    )
+    table.pop(aten._to_copy.default, None)
+    table.update(
+        {
+            aten.mean.dim: _mean_dim,
+            aten.mean.default: _mean,
+            aten.var_mean.correction: _var_mean,
+            aten.var.correction: _var,
+        }
+    )
+    return table

@@ -1,0 +1,90 @@
+"""Turns a failed capture into a message with the user's own file and line and a remedy."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from pathlib import Path
+
+import torch
+from torch import fx, nn
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from autopar.errors import TraceError
+
+__all__ = ["explain_failure", "refuse_data_dependent"]
+
+_TORCH_DIR = str(Path(torch.__file__).parent)
+_OWN_DIR = str(Path(__file__).parent.parent)
+
+_DATA_DEPENDENT = re.compile(
+    r"data.dependent|Could not guard|GuardOnDataDependent|_local_scalar_dense|"
+    r"Could not extract specialized integer|aten\.nonzero|aten\.item|dynamic shape",
+    re.IGNORECASE,
+)
+
+
+_MODES = ("__torch_function__", "__torch_dispatch__")  # they pass on what another line calls
+
+_REMEDY = (
+    "The value of a tensor decides what runs or how large a result is, so there is no one "
+    "graph to plan. Use torch.where, a mask or torch.cond there, or compute that part "
+    "outside the model."
+)
+
+
+def _user_frame(error: BaseException) -> str:
+    """`file:line in function: source` of the innermost frame outside torch and autopar."""
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
+        if frame.filename.startswith((_TORCH_DIR, _OWN_DIR, "<")) or frame.name in _MODES:
+            continue
+        return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+    return "(no line outside torch)"
+
+
+_FRAME = re.compile(
+    r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)\n\s*(?P<code>.*)'
+)
+
+
+def _user_line(node: fx.Node) -> str:
+    """As `_user_frame`, of the call that an exported node comes from."""
+    for frame in reversed(list(_FRAME.finditer(node.meta.get("stack_trace") or ""))):
+        skipped = frame["file"].startswith((_TORCH_DIR, _OWN_DIR, "<")) or frame["name"] in _MODES
+        if not skipped:
+            return f"{frame['file']}:{frame['line']} in {frame['name']}: {frame['code']}"
+    return "(no line outside torch)"
+
+
+def refuse_data_dependent(model: nn.Module, gm: fx.GraphModule) -> None:
+    """Raises:
+    TraceError: a value or a shape of the exported graph is known only when it runs.
+    """
+    for part in gm.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            value = node.meta.get("val")
+            values = value if isinstance(value, (tuple, list)) else (value,)
+            found = [v for v in values if v is not None and free_unbacked_symbols(v)]
+            if found:
+                what = f"{node.target} gives {_described(found[0])}"
+                where = f"cannot trace {type(model).__name__} at {_user_line(node)}"
+                raise TraceError(f"{where}\n  {what}\n  {_REMEDY}")
+
+
+def _described(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}, which depends on values"
+    return f"the number {value}, which depends on values"
+
+
+def explain_failure(model: nn.Module, error: BaseException) -> str:
+    """What failed, in which line of the user's code, and what to change."""
+    text = str(error)
+    first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    where = _user_frame(error)
+    if _DATA_DEPENDENT.search(text) or _DATA_DEPENDENT.search(type(error).__name__):
+        remedy = _REMEDY
+    else:
+        remedy = "torch.export cannot capture this forward; its message is above in the chain."
+    return f"cannot trace {type(model).__name__} at {where}\n  {first}\n  {remedy}"

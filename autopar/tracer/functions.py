@@ -1,0 +1,97 @@
+"""Custom autograd functions keep their backward.
+
+`torch.export` records the ops of a `torch.autograd.Function`'s forward and forgets its backward:
+gradients would be those of the forward's ops. So while a model is exported, a call of a user's
+function becomes one op, `autopar::custom_function`, and the replay makes the call itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+__all__ = ["FunctionCalls", "custom_function"]
+
+_library = torch.library.Library("autopar", "FRAGMENT")
+_library.define("custom_function(Tensor[] tensors, int call) -> Tensor[]")
+custom_function = torch.ops.autopar.custom_function.default
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call: the function, its arguments with holes for tensors, and what it returned."""
+
+    function: Any
+    leaves: list[Any]
+    spec: Any
+    results: list[Any] = field(default_factory=list)
+    out_spec: Any = None
+
+    def run(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Call the function on `tensors`; its tensor results."""
+        feed = iter(tensors)
+        leaves = [next(feed) if leaf is _HOLE else leaf for leaf in self.leaves]
+        args = pytree.tree_unflatten(leaves, self.spec)
+        results, self.out_spec = pytree.tree_flatten(self.function(*args))
+        self.results = [_HOLE if isinstance(x, Tensor) else x for x in results]
+        return [x for x in results if isinstance(x, Tensor)]
+
+    def restore(self, tensors: list[Tensor]) -> Any:
+        """The function's own return value from its tensor results."""
+        feed = iter(tensors)
+        leaves = [next(feed) if x is _HOLE else x for x in self.results]
+        return pytree.tree_unflatten(leaves, self.out_spec)
+
+
+_HOLE = object()
+_calls: ContextVar[FunctionCalls] = ContextVar("autopar_function_calls")
+
+
+class FunctionCalls:
+    """The custom calls of one export."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record calls of user functions instead of making them."""
+        base: Any = torch.autograd.Function
+        original = base.__dict__["apply"]
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            real = original.__get__(None, cls)
+            leaves, spec = pytree.tree_flatten(args)
+            # torch's own ones (checkpointing) take code that closes over parameters
+            if cls.__module__.startswith("torch.") or kwargs or any(map(callable, leaves)):
+                return real(*args, **kwargs)
+            tensors = [x for x in leaves if isinstance(x, Tensor)]
+            holes = [_HOLE if isinstance(x, Tensor) else x for x in leaves]
+            call = _Call(real, holes, spec)
+            self.calls.append(call)
+            return call.restore(custom_function(tensors, len(self.calls) - 1))
+
+        token = _calls.set(self)
+        base.apply = classmethod(apply)
+        try:
+            yield
+        finally:
+            base.apply = original
+            _calls.reset(token)
+
+    def run(self, tensors: list[Tensor], call: int) -> list[Tensor]:
+        """Make a recorded call."""
+        return self.calls[call].run(tensors)
+
+
+@torch.library.register_fake("autopar::custom_function", lib=_library)
+def _fake(tensors: list[Tensor], call: int) -> list[Tensor]:
+    with torch.no_grad():
+        return [x.clone() for x in _calls.get().run(tensors, call)]

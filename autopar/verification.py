@@ -1,0 +1,226 @@
+"""`verify`: run a plan for all its ranks in this process and compare with the unsharded module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from autopar.codegen.emit import Program, emit
+from autopar.core.graph import InputSpec, TracedModel
+from autopar.core.placement import Layout
+from autopar.core.plan import Plan
+from autopar.runtime.lockstep import mesh_coords, run_lockstep
+from autopar.runtime.shards import assemble, take_shard
+from autopar.tracer.trace import normalize_inputs, trace
+
+__all__ = ["Verification", "verify"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """Relative errors, ‖parallel − single‖ / ‖single‖, of each tensor.
+
+    A gradient that is zero but for rounding (a key bias before softmax) has no relative error; its
+    norm counts as at least 1e-6 of the largest gradient's.
+
+    Attributes:
+        outputs: by output index, the loss included.
+        gradients: by parameter FQN.
+        buffers: updated buffers by FQN.
+    """
+
+    outputs: Mapping[str, float]
+    gradients: Mapping[str, float]
+    buffers: Mapping[str, float]
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """Name and error of the worst tensor."""
+        everything = {
+            **{f"output {k}": v for k, v in self.outputs.items()},
+            **{f"gradient of {k}": v for k, v in self.gradients.items()},
+            **{f"buffer {k}": v for k, v in self.buffers.items()},
+        }
+        return max(everything.items(), key=lambda item: item[1], default=("nothing", 0.0))
+
+
+def verify(
+    plan: Plan,
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    seed: int = 0,
+    loss_fn: Any = None,
+    traced: TracedModel | None = None,
+) -> Verification:
+    """Run `plan` on virtual ranks and compare loss, outputs, gradients and buffers.
+
+    The reference is the module itself, run eagerly; where it draws random numbers, the traced
+    step run whole (whose masks any plan must draw).
+
+    Args:
+        plan: made for this model and these inputs.
+        model: with real weights.
+        example_inputs: as for `autopar.plan`, with real values.
+        seed: of the dropout counter.
+        loss_fn: as for `autopar.plan`.
+        traced: a trace at hand, to save the time.
+
+    Raises:
+        PlanMismatchError: the plan is for another model or input.
+    """
+    if traced is None:
+        traced = trace(model, example_inputs, training=plan.training, loss_fn=loss_fn)
+    args, kwargs = normalize_inputs(example_inputs)
+    flat = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    whole = whole_inputs(traced, model, flat, seed)
+    programs = [emit(traced, plan, coords) for coords in mesh_coords(plan.mesh_shape)]
+    results = run_lockstep(
+        [p.joint.graph for p in programs],
+        [_feed(p, whole, plan, coords)
+         for p, coords in zip(programs, mesh_coords(plan.mesh_shape), strict=True)],
+        plan.mesh_shape,
+    )  # fmt: skip
+    found = _assembled(programs[0], results, plan.mesh_shape)
+    expected = reference(traced, model, args, kwargs, whole, loss_fn)
+    errors: dict[str, dict[str, float]] = {"output": {}, "gradient": {}, "buffer": {}}
+    largest = max(
+        (float(v.norm()) for (kind, _), v in expected.items() if kind == "gradient"), default=0.0
+    )
+    for (kind, target), value in found.items():
+        floor = 1e-6 * largest if kind == "gradient" else 0.0
+        errors[kind][target] = relative_error(value, expected[kind, target], floor)
+    return Verification(
+        outputs=errors["output"], gradients=errors["gradient"], buffers=errors["buffer"]
+    )
+
+
+def relative_error(value: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    """‖value − expected‖ / max(‖expected‖, floor), or the plain norm where both are 0."""
+    if value.shape != expected.shape:
+        return float("inf")
+    wide = torch.float64
+    difference = (value.to(wide) - expected.to(wide)).norm()
+    norm = max(float(expected.to(wide).norm()), floor)
+    error = float(difference / norm) if norm > 0 else float(difference)
+    return error if error == error else float("inf")
+
+
+def whole_inputs(
+    traced: TracedModel, model: nn.Module, flat: Sequence[Tensor], seed: int
+) -> dict[str, Tensor]:
+    """Global value of every placeholder, by node name."""
+    state = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    user = iter(flat)
+    values: dict[str, Tensor] = {}
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            spec = next(s for s in traced.inputs if s.node == node.name)
+            values[node.name] = _whole(spec, traced, state, user, seed)
+    return values
+
+
+def _whole(
+    spec: InputSpec, traced: TracedModel, state: Mapping[str, Tensor], user: Any, seed: int
+) -> Tensor:
+    if spec.kind in ("parameter", "buffer"):
+        return state[spec.target].detach()
+    if spec.kind == "constant":
+        return traced.state_values[spec.target]
+    if spec.kind == "seed":
+        return torch.tensor(seed)
+    if spec.kind == "tangent":
+        generator = torch.Generator().manual_seed(7)
+        if not spec.shape:
+            return torch.ones((), dtype=spec.dtype)
+        return torch.randn(spec.shape, dtype=spec.dtype, generator=generator)
+    value = next(user)
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _feed(
+    program: Program, whole: Mapping[str, Tensor], plan: Plan, coords: Sequence[int]
+) -> list[Tensor]:
+    return [
+        take_shard(whole[spec.node], layout, plan.mesh_shape, coords)
+        for spec, layout in program.inputs
+    ]
+
+
+def _assembled(
+    program: Program, results: Sequence[tuple[Any, ...]], mesh_shape: Sequence[int]
+) -> dict[tuple[str, str], Tensor]:
+    """Global value of every output from the parts of all ranks."""
+    found: dict[tuple[str, str], Tensor] = {}
+    for index, (spec, layout) in enumerate(program.outputs):
+        if spec.node is not None:
+            parts = [result[index] for result in results]
+            found[spec.kind, spec.target] = assemble(parts, layout, mesh_shape)
+    return found
+
+
+def reference(
+    traced: TracedModel,
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    whole: Mapping[str, Tensor],
+    loss_fn: Any,
+) -> dict[tuple[str, str], Tensor]:
+    """Outputs, gradients and updated buffers of one device."""
+    random_ops = (torch.ops.autopar.dropout.default, torch.ops.autopar.uniform.default)
+    if loss_fn is not None or any(n.target in random_ops for n in traced.graph.nodes):
+        return _replay(traced, whole)
+    return _eager(traced, model, args, kwargs, whole)
+
+
+def _replay(traced: TracedModel, whole: Mapping[str, Tensor]) -> dict[tuple[str, str], Tensor]:
+    feed = [whole[n.name] for n in traced.graph.nodes if n.op == "placeholder"]
+    results = fx.Interpreter(traced.graph_module).run(*feed)
+    return {
+        (spec.kind, spec.target): value
+        for spec, value in zip(traced.outputs, results, strict=True)
+        if spec.node is not None
+    }
+
+
+def _eager(
+    traced: TracedModel, model: nn.Module, args: Any, kwargs: Any, whole: Mapping[str, Tensor]
+) -> dict[tuple[str, str], Tensor]:
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    with torch.set_grad_enabled(traced.training):
+        leaves = pytree.tree_leaves(model(*args, **kwargs))
+    found: dict[tuple[str, str], Tensor] = {}
+    for spec in traced.outputs:
+        if spec.kind == "buffer":
+            found["buffer", spec.target] = dict(model.named_buffers())[spec.target].clone()
+        elif spec.kind == "output" and spec.node is not None:
+            found["output", spec.target] = leaves[int(spec.target)].detach()
+    targets = [spec.target for spec in traced.outputs if spec.kind == "gradient"]
+    tangents = [s for s in traced.inputs if s.kind == "tangent"]
+    if targets:
+        gradients = torch.autograd.grad(
+            [leaves[int(s.target)] for s in tangents],
+            [parameters[t] for t in targets],
+            [whole[s.node] for s in tangents],
+        )
+        found.update({("gradient", t): g for t, g in zip(targets, gradients, strict=True)})
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+    return found
+
+
+def layout_of(program: Program, node: str) -> Layout:
+    """Layout of a placeholder of a program."""
+    return next(layout for spec, layout in program.inputs if spec.node == node)

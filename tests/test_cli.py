@@ -1,0 +1,242 @@
+"""The `autopar` command, in process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch  # noqa: F401  (its log handlers must not bind to the stderr of one test)
+
+from autopar.cli import main
+from autopar.core.plan import Plan
+from autopar.cost_model.profile import profile_names
+
+MODELS = """
+import torch
+import transformers as hf
+from torch import nn
+
+def gpt2(layers=2, width=64):
+    config = hf.GPT2Config(
+        n_layer=layers, n_embd=width, n_head=8, vocab_size=128, n_positions=32,
+        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=0, eos_token_id=0)
+    return hf.GPT2LMHeadModel(config)
+
+def vit():
+    config = hf.ViTConfig(
+        num_hidden_layers=1, hidden_size=32, intermediate_size=64, num_attention_heads=4,
+        image_size=16, patch_size=8, num_labels=8)
+    return hf.ViTForImageClassification(config)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 32)
+
+    def forward(self, x):
+        return self.linear(x).square().mean()
+
+def with_inputs():
+    return Net(), {"x": torch.randn(8, 64)}
+
+def without_inputs():
+    return Net()
+
+def number():
+    return 3
+
+def reads_values():
+    return nn.Linear(int(torch.ones(1).item()), 2)
+
+def broken():
+    raise KeyError("a defect of the user's")
+
+class Branch(Net):
+    def forward(self, input_ids):
+        return self.linear.weight.sum() if input_ids.sum() > 0 else input_ids
+
+constant = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder with `cli_models.py`; it is the current directory."""
+    (tmp_path / "cli_models.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "cli_models", raising=False)
+    monkeypatch.setenv("COLUMNS", "120")
+    return tmp_path
+
+
+def plan_args(factory: str, *more: str, cluster: str = "h100-sxm") -> list[str]:
+    model = ["--model", f"cli_models:{factory}"]
+    return ["plan", *model, "--cluster", cluster, "--devices-per-node", "4", *more]
+
+
+TOKENS = ("--batch-size", "4", "--seq-len", "16")
+
+
+def failing(argv: list[str], capsys: pytest.CaptureFixture[str], code: int = 2) -> str:
+    """The message of a command that fails: one paragraph, no traceback."""
+    assert main(argv) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    message = captured.err.strip().splitlines()[-1]
+    assert message.startswith("autopar: ")
+    assert "Traceback" not in captured.err
+    return message
+
+
+def test_plan_then_show(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pins = project / "pins.json"
+    pins.write_text('{"data": 2, "tensor": "1d"}')
+    more = ("--mesh", "2x2", "--constraints", str(pins), "--dtype", "bf16", "--out", "plan.json")
+    arguments = ("--factory-args", '{"layers": 3}', "--optimizer", "sgd")
+    assert main(plan_args("gpt2", *TOKENS, *more, *arguments)) == 0
+    printed = capsys.readouterr().out
+    assert "transformer.h.[0-2]" in printed
+    assert "tensor=" in printed and "1d" in printed
+    saved = Plan.load("plan.json")
+    assert saved.mesh_shape == (2, 2)
+    assert saved.constraints == {"tensor": {"mode": "1d"}, "data": 2}
+    assert saved.optimizer == "sgd"
+    assert main(["show", "plan.json"]) == 0
+    shown = capsys.readouterr().out
+    assert printed == shown + "\nsaved to plan.json\n"
+    assert main(["show", "plan.json", "--width", "60"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 60
+
+
+def test_dtype_halves_the_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = []
+    for dtype in ("fp32", "bf16"):
+        assert main(plan_args("with_inputs", "--dtype", dtype, "--out", "plan.json")) == 0
+        sizes.append(Plan.load("plan.json").predicted.memory["parameters"])
+    assert sizes[0] == 2 * sizes[1] == (64 * 32 + 32) * 4
+    assert "linear.weight" in capsys.readouterr().out
+
+
+def test_factory_with_inputs_ignores_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(plan_args("with_inputs", *TOKENS)) == 0
+    captured = capsys.readouterr()
+    assert "ignored" in captured.err
+    assert "saved" not in captured.out
+
+
+def test_image_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(plan_args("vit", "--batch-size", "8")) == 0
+    assert "pixel_values" in capsys.readouterr().out
+
+
+def test_infeasible_memory_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    message = failing(plan_args("gpt2", *TOKENS, "--memory-limit", "1KiB"), capsys)
+    assert "no plan fits" in message
+    assert "smallest limit" in message
+    assert "bytes" in message
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("cli_models", "write module:factory"),
+        ("no_such_module:f", "No module named 'no_such_module'"),
+        ("cli_models:gpt", "Did you mean 'gpt2'?"),
+        ("cli_models:constant", "not a callable"),
+        ("cli_models:number", "must return an nn.Module"),
+        ("cli_models:reads_values", "meta device"),
+        ("cli_models:without_inputs", "return (module, example_inputs)"),
+        ("cli_models:Branch", "cannot trace Branch"),
+    ],
+)
+def test_bad_models(model: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", "--model", model, "--cluster", "h100-sxm", *TOKENS]
+    assert expected in failing(argv, capsys)
+
+
+def test_sizes_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--batch-size" in failing(plan_args("gpt2"), capsys)
+    assert "--seq-len" in failing(plan_args("gpt2", "--batch-size", "4"), capsys)
+
+
+def test_trace_error_tells_the_made_inputs(capsys: pytest.CaptureFixture[str]) -> None:
+    message = failing(plan_args("Branch", *TOKENS), capsys)
+    assert "input_ids [4, 16]" in message
+    assert "return (module, example_inputs)" in message
+
+
+def test_bad_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    message = failing(plan_args("gpt2", *TOKENS, cluster="h100-sxn"), capsys)
+    assert "Did you mean 'h100-sxm'?" in message
+    assert "whose product is 4" in failing(plan_args("gpt2", *TOKENS, "--mesh", "3x2"), capsys)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"tensr": "1d"}', "'tensor'"),
+        ("{", "not JSON"),
+        ("no_such_file.json", "neither a JSON object nor a readable file"),
+    ],
+)
+def test_bad_constraints(text: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = plan_args("with_inputs", "--constraints", text)
+    assert expected in failing(argv, capsys)
+
+
+def test_missing_folder_is_told_first(capsys: pytest.CaptureFixture[str]) -> None:
+    message = failing(plan_args("broken", *TOKENS, "--out", "none/plan.json"), capsys)
+    assert "does not exist" in message
+
+
+def test_bad_plan_files(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = project / "plan.json"
+    path.write_text("{")
+    assert "cut short" in failing(["show", str(path)], capsys)
+    path.write_text(json.dumps({"version": 99}))
+    assert "version 99" in failing(["show", str(path)], capsys)
+    assert "none.json" in failing(["show", "none.json"], capsys, code=1)
+
+
+def test_defects_keep_their_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(plan_args("broken", *TOKENS)) == 1
+    assert "a defect of the user's" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["plan"],
+        plan_args("gpt2", "--memory-limit", "16 gibs"),
+        plan_args("gpt2", "--mesh", "4x"),
+        plan_args("gpt2", "--nodes", "0"),
+        plan_args("gpt2", "--factory-args", "{"),
+        plan_args("gpt2", "--dtype", "int4"),
+    ],
+)
+def test_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(argv)
+    assert error.value.code == 2
+    assert "usage: autopar" in capsys.readouterr().err
+
+
+def test_profiles(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profiles"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in profile_names())
+    (h200,) = [line for line in out.splitlines() if line.startswith(" h200")]
+    assert "139.00 GiB" in h200
+    assert "989.4" in h200
+
+
+def test_runs_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "autopar", "profiles"], capture_output=True, text=True, check=True
+    )
+    assert "h100-sxm" in done.stdout

@@ -1,0 +1,282 @@
+"""Bad input: every rank stops, soon, with an error that says what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autopar
+from tests import handwritten as hw
+from tests.dist import RankError, try_ranks
+
+
+def cluster(devices: int = 4) -> Any:
+    return autopar.Cluster.from_profile("cpu-gloo", devices_per_node=devices)
+
+
+class Branching(nn.Module):
+    """Its control flow depends on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        if x.sum() > 0:  # the line that the error must name
+            x = x + 1
+        return nn.functional.cross_entropy(self.linear(x), labels)
+
+
+def line_of(text: str) -> int:
+    lines = Path(__file__).read_text().splitlines()
+    return next(i for i, line in enumerate(lines, 1) if text in line)
+
+
+def test_data_dependent_control_flow_names_the_line() -> None:
+    with pytest.raises(autopar.TraceError) as caught:
+        autopar.plan(Branching(), cluster(), hw.vectors())
+    line = line_of("the line that the error must " + "name")
+    assert f"test_errors.py:{line}" in str(caught.value)
+
+
+class Choosing(nn.Module):
+    """Export captures this, with a batch size that is known only at run time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        known = labels > 0
+        x = x[known]  # rows chosen by data
+        return nn.functional.cross_entropy(self.linear(x), labels[known])
+
+
+def test_data_dependent_shape_names_the_line() -> None:
+    with pytest.raises(autopar.TraceError, match="depends on values") as caught:
+        autopar.plan(Choosing(), cluster(), hw.vectors())
+    line = line_of("rows chosen " + "by data")
+    assert f"test_errors.py:{line}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("constraints", "words"),
+    [
+        ({"tensor": {"mode": "4d"}}, ["4d", "1d, 2d, 2.5d, 3d"]),
+        ({"sequence": "snake"}, ["snake", "megatron, ulysses, ring"]),
+        ({"tenser": "1d"}, ["tenser", "tensor"]),
+        ({"zero": 7}, ["zero=7"]),
+        ({"data": 3}, ["3", "4"]),
+        ({"data": 0}, ["data=0"]),
+        ({"tensor": {"mode": "2d", "size": 3}}, ["2d", "3"]),
+        ({"params": {"nothing.*": ["Shard(0)"]}}, ["nothing.*", "matches no parameter"]),
+        ({"params": {"head.bias": ["Shard(1)"]}}, ["head.bias", "(8,)"]),
+        ({"params": {"head.bias": ["Shard(0)", "Shard(0)"]}}, ["head.bias", "2 placements"]),
+        ({"params": {"head.bias": ["Sliced(0)"]}}, ["Sliced(0)"]),
+    ],
+    ids=str,
+)
+def test_constraints_that_cannot_be_read(constraints: Any, words: list[str]) -> None:
+    with pytest.raises((autopar.ConstraintError, autopar.ShardingError)) as caught:
+        autopar.plan(hw.Mlp(), cluster(), hw.vectors(), constraints=constraints)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("constraints", [{"tensor": "1d"}, {"tensor": "2d"}, {"data": 4}], ids=str)
+def test_sizes_that_do_not_divide(constraints: Any) -> None:
+    odd = nn.Sequential(nn.ModuleList([nn.Linear(15, 15)])[0], nn.Linear(15, 5))
+    with pytest.raises(autopar.ConstraintError) as caught:
+        autopar.plan(odd, cluster(), (torch.randn(7, 15),), constraints=constraints)
+    assert "15" in str(caught.value) and "divide" in str(caught.value)
+
+
+# --- plan files --------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    plan = autopar.plan(hw.Mlp(), cluster(2), hw.vectors(), constraints={"data": 2})
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    plan.save(path)
+    return path
+
+
+def test_plan_file_is_truncated(saved: Path, tmp_path: Path) -> None:
+    text = saved.read_text()
+    for cut in (0, 1, len(text) // 2, len(text) - 2):
+        path = tmp_path / "cut.json"
+        path.write_text(text[:cut])
+        with pytest.raises(autopar.PlanMismatchError, match="cut short"):
+            autopar.load_plan(path)
+
+
+def test_plan_file_is_damaged(saved: Path, tmp_path: Path) -> None:
+    data = json.loads(saved.read_text())
+    path = tmp_path / "plan.json"
+    for key in data:
+        broken = {k: v for k, v in data.items() if k != key}
+        path.write_text(json.dumps(broken))
+        if key in ("constraints", "memory_limit_bytes", "optimizer"):
+            continue  # fields with defaults
+        with pytest.raises(autopar.PlanMismatchError):
+            autopar.load_plan(path)
+    for value in ([], 3, "plan"):
+        path.write_text(json.dumps(value))
+        with pytest.raises(autopar.PlanMismatchError):
+            autopar.load_plan(path)
+
+
+def test_plan_of_another_version(saved: Path, tmp_path: Path) -> None:
+    data = json.loads(saved.read_text())
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**data, "version": 99}))
+    with pytest.raises(autopar.PlanMismatchError, match="version 99"):
+        autopar.load_plan(path)
+
+
+def use_plan(rank: int, path: str, layers: int, width: int) -> None:
+    autopar.parallelize(
+        hw.Mlp(layers=layers, width=width),
+        init_device_mesh("cpu", (2,)),
+        hw.vectors(width=width),
+        plan=path,
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "width", "word"), [(3, 16, "layers.2.0.bias"), (2, 32, "(8, 32)")]
+)
+def test_plan_of_another_model(saved: Path, layers: int, width: int, word: str) -> None:
+    for outcome in try_ranks(use_plan, 2, str(saved), layers, width):
+        assert isinstance(outcome, RankError) and outcome.kind == "PlanMismatchError"
+        assert word in outcome.message
+
+
+# --- ranks -------------------------------------------------------------------------------------
+def test_no_process_group() -> None:
+    mesh = init_device_mesh.__doc__ and _FakeMesh()
+    with pytest.raises(autopar.AutoparError, match="torchrun"):
+        autopar.parallelize(hw.Mlp(), mesh, hw.vectors())  # type: ignore[arg-type]
+
+
+class _FakeMesh:
+    """Enough of a mesh to get to the check: a real one needs a process group."""
+
+    device_type = "cpu"
+    mesh = torch.arange(2)
+
+    def size(self) -> int:
+        return 2
+
+
+def half_mesh(rank: int) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    autopar.parallelize(hw.Mlp(), DeviceMesh("cpu", [0, 1]), hw.vectors())
+
+
+def different_width(rank: int) -> None:
+    autopar.parallelize(
+        hw.Mlp(classes=8 + 4 * (rank == 2)), init_device_mesh("cpu", (3,)), hw.vectors()
+    )
+
+
+class Twist(hw.Mlp):
+    """The same parameters, another computation on one rank."""
+
+    def __init__(self, twisted: bool) -> None:
+        super().__init__()
+        self.twisted = twisted
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        return super().forward(x.tanh() if self.twisted else x, labels)
+
+
+def different_code(rank: int) -> None:
+    autopar.parallelize(Twist(rank == 1), init_device_mesh("cpu", (3,)), hw.vectors())
+
+
+def different_batch(rank: int) -> None:
+    autopar.parallelize(hw.Mlp(), init_device_mesh("cpu", (3,)), hw.vectors(8 + 4 * (rank == 1)))
+
+
+class Failing(hw.Mlp):
+    """Raises an error of its own on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        if self.rank == 1:
+            raise KeyError("no such feature")
+        return super().forward(x, labels)
+
+
+def failing_trace(rank: int) -> None:
+    autopar.parallelize(Failing(rank), init_device_mesh("cpu", (3,)), hw.vectors())
+
+
+def mixed_devices(rank: int) -> None:
+    model = hw.Mlp()
+    if rank == 0:
+        model.head.to("meta")
+    autopar.parallelize(model, init_device_mesh("cpu", (3,)), hw.vectors())
+
+
+def different_constraints(rank: int) -> None:
+    autopar.parallelize(
+        hw.Mlp(),
+        init_device_mesh("cpu", (3,)),
+        hw.vectors(),
+        constraints={"data": 1} if rank == 1 else None,
+    )
+
+
+def impossible_plan(rank: int) -> None:
+    autopar.parallelize(hw.Mlp(), init_device_mesh("cpu", (3,)), hw.vectors(), memory_limit=1000)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (half_mesh, ["2 devices", "3 ranks"]),
+        (different_width, ["head.weight", "(8, 16)", "(12, 16)", "0 and 2"]),
+        (different_code, ["ops", "0 and 1"]),
+        (different_batch, ["(8, 16)", "(12, 16)", "0 and 1"]),
+        (different_constraints, ["constraints", "0 and 1"]),
+        (failing_trace, ["no such feature"]),
+        (mixed_devices, ["layers.0.0.weight", "head.weight", "meta"]),
+        (impossible_plan, ["no plan fits", "smallest limit"]),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_all_ranks_stop_and_say_why(function: Any, words: list[str]) -> None:
+    outcomes = try_ranks(function, 3, timeout=100)
+    for outcome in outcomes:
+        assert isinstance(outcome, RankError), "a rank went on"
+        assert outcome.kind in ("AutoparError", "TraceError", "InfeasiblePlanError"), outcome.trace
+        for word in words:
+            assert word in outcome.message, outcome.message
+
+
+def unset_and_wrong_mode(rank: int) -> None:
+    parallel = autopar.parallelize(hw.Mlp(), init_device_mesh("cpu", (1,)))
+    with pytest.raises(autopar.AutoparError, match="example_inputs"):
+        _ = parallel.plan
+    parallel.eval()
+    with pytest.raises(autopar.AutoparError, match=r"\.train\(\)"):
+        parallel.train_step(**hw.vectors())
+    batch = hw.vectors()
+    with pytest.raises(autopar.AutoparError, match="either by position or by keyword"):
+        parallel(batch["x"], labels=batch["labels"])
+
+
+def test_wrong_use_of_a_parallel_module() -> None:
+    (outcome,) = try_ranks(unset_and_wrong_mode, 1)
+    assert outcome is None, outcome

@@ -1,0 +1,73 @@
+"""Memory limits: plans obey them, an impossible one says what would do, rows never undercount."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from autopar.core.constraints import Constraints, assign_mesh
+from autopar.cost_model import Cluster
+from autopar.errors import InfeasiblePlanError
+from autopar.solver.build import build_problem
+from autopar.solver.ilp import solve_problem
+from autopar.solver.liveness import Liveness
+from autopar.solver.pins import Pins
+from autopar.solver.price import Decision, price
+from autopar.solver.solve import solve
+from autopar.solver.step import build_step
+from autopar.tracer.trace import trace
+from tests import zoo
+
+CLUSTER = Cluster.from_profile("cpu-gloo", devices_per_node=4)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+def test_impossible_limit_names_one_that_does(name: str) -> None:
+    model, inputs = zoo.MODELS[name]()
+    traced = trace(model, inputs)
+    with pytest.raises(InfeasiblePlanError, match="smallest limit") as caught:
+        solve(traced, CLUSTER, memory_limit=1000)
+    least = caught.value.required_bytes
+    assert str(least) in str(caught.value)
+    found = solve(traced, CLUSTER, memory_limit=least)
+    assert found.predicted.peak_memory_bytes <= least
+    free = solve(traced, CLUSTER)
+    between = (least + free.predicted.peak_memory_bytes) // 2
+    middle = solve(traced, CLUSTER, memory_limit=between)
+    assert middle.predicted.peak_memory_bytes <= between
+    assert free.solver.objective <= middle.solver.objective
+    assert middle.solver.objective <= found.solver.objective * (1 + 1e-9)
+    for plan in (free, middle, found):
+        assert plan.solver.bound <= plan.solver.objective * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+@pytest.mark.parametrize("mesh", [(4,), (2, 2)])
+def test_rows_are_never_below_the_priced_peak(name: str, mesh: tuple[int, ...]) -> None:
+    model, inputs = zoo.MODELS[name]()
+    traced = trace(model, inputs)
+    cluster = CLUSTER.with_mesh_shape(mesh, tuple(f"a{i}" for i in range(len(mesh))))
+    step = build_step(traced)
+    wanted = Constraints()
+    pins = Pins(wanted, assign_mesh(wanted, mesh), traced, step)
+    built = build_problem(traced, step, cluster, pins, "adamw")
+    liveness = Liveness(step, built, "adamw", cluster.device.allocation_granularity_bytes)
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        # random costs lead to plans that no sane cost would choose
+        costs = {
+            node: np.where(np.isfinite(cost), cost + rng.random(len(cost)) * cost.max(), np.inf)
+            for node, cost in built.problem.costs.items()
+        }
+        noisy = type(built.problem)(costs, {}, built.problem.edges)
+        chosen = solve_problem(noisy, exact=False).chosen
+        decision = Decision(
+            {n: built.candidates[built.classes[n]][chosen[built.classes[n]]] for n in step.ops},
+            {
+                n: built.storages[built.classes[n]][chosen[built.classes[n]]]
+                for n in step.parameters
+            },
+        )
+        peak = price(step, cluster, decision, "adamw").peak
+        row = liveness.row(peak.index).value(chosen)
+        assert peak.peak_bytes <= row <= 1.5 * peak.peak_bytes

@@ -1,0 +1,295 @@
+"""The summary of a plan, and plans as files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar.api import load_plan, plan
+from autopar.core.placement import Partial, Replicate, Shard
+from autopar.core.plan import PLAN_VERSION, CommBytes, NodePlan, Plan, Prediction, SolverReport
+from autopar.cost_model import Cluster
+from autopar.errors import PlanMismatchError
+from autopar.report import format_bytes, format_seconds, parameter_rows, render_summary
+from tests.zoo import MODELS
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Cluster:
+    return Cluster.from_profile("h100-sxm", devices_per_node=4)
+
+
+@pytest.fixture(scope="module")
+def gpt2(cluster: Cluster) -> Plan:
+    model, inputs = MODELS["gpt2"]()
+    pinned = {"data": 2, "tensor": "1d", "params": {"*wpe*": ["S0", "R"]}}
+    return plan(model, cluster, inputs, constraints=pinned)
+
+
+@pytest.fixture(scope="module")
+def llama(cluster: Cluster) -> Plan:
+    model, inputs = MODELS["llama"]()
+    return plan(model, cluster, inputs, optimizer="sgd")
+
+
+def made(parameters: dict[str, Any], **changes: Any) -> Plan:
+    """A plan of given `{fqn: (shape, layout, mode)}` on a mesh dp=2 × tp=4; fp32."""
+    sizes = {"parameters": 0}
+    for shape, layout, _ in parameters.values():
+        share = 4
+        for size in shape:
+            share *= size
+        for placement, axis_size in zip(layout, (2, 4), strict=True):
+            share //= axis_size if placement.is_shard else 1
+        sizes["parameters"] += share
+    fields: dict[str, Any] = {
+        "fingerprint": "0123456789abcdef",
+        "mesh_shape": (2, 4),
+        "axis_names": ("dp", "tp"),
+        "training": True,
+        "nodes": {
+            "mm": NodePlan(
+                inputs=((Shard(0), Replicate()), (Replicate(), Shard(1, split=3))),
+                outputs=((Shard(0), Partial()),),
+                variants=("mm", "mm"),
+            )
+        },
+        "parameters": {name: row[1] for name, row in parameters.items()},
+        "shapes": {name: row[0] for name, row in parameters.items()},
+        "dtypes": dict.fromkeys(parameters, "float32"),
+        "inputs": {"input_ids": (Shard(0), Replicate()), "tangent_0": (Replicate(), Replicate())},
+        "modes": {name: row[2] for name, row in parameters.items()},
+        "cluster": Cluster.from_profile("h100-sxm", mesh_shape=(2, 4)).to_dict(),
+        "predicted": Prediction(
+            step_time_s=0.5,
+            compute_time_s=0.375,
+            comm_time_s=0.125,
+            peak_memory_bytes=3 * GIB,
+            memory={**sizes, "activations": 2 * GIB},
+            comm_bytes=(
+                CommBytes(axis=0, kind="all_reduce", num_bytes=2048, count=3),
+                CommBytes(axis=1, kind="all_gather", num_bytes=5 * GIB, count=7),
+            ),
+        ),
+        "solver": SolverReport(
+            status="optimal",
+            objective=0.5,
+            bound=0.5,
+            gap=0.0,
+            seconds=1.5,
+            variables=10,
+            constraints=20,
+        ),
+        "memory_limit_bytes": 4 * GIB,
+    }
+    return Plan(**{**fields, **changes})
+
+
+COLUMN = (Replicate(), Shard(0))
+ROW = (Replicate(), Shard(1))
+
+
+def layers(num: int, mode: Callable[[int], str] = lambda i: "1D column") -> Plan:
+    parameters: dict[str, Any] = {"embed.weight": ((64, 8), COLUMN, "sharded")}
+    for i in range(num):
+        parameters[f"model.layers.{i}.mlp.up.weight"] = ((16, 8), COLUMN, mode(i))
+        parameters[f"model.layers.{i}.mlp.down.weight"] = ((8, 16), ROW, "1D row")
+    parameters["head.weight"] = ((64, 8), COLUMN, "sharded")
+    return made(parameters)
+
+
+def names(found: Plan) -> list[str]:
+    return [f"{r.block}|{r.name}" for r in parameter_rows(found)]
+
+
+def test_equal_blocks_become_one() -> None:
+    found = layers(100)
+    assert names(found) == [
+        "|embed.weight",
+        "model.layers.[0-99]|mlp.up.weight",
+        "model.layers.[0-99]|mlp.down.weight",
+        "|head.weight",
+    ]
+    text = render_summary(found, 120)
+    assert len(text.splitlines()) < 50
+    (up,) = [line for line in text.splitlines() if "mlp.up.weight" in line]
+    for part in ("[16, 8]", "Replicate(), Shard(0)", "1D column", "128 B"):
+        assert part in up
+    (block,) = [line for line in text.splitlines() if "model.layers.[0-99]" in line]
+    assert "all 25.00 KiB" in block
+
+
+def test_blocks_that_differ_stay_apart() -> None:
+    found = layers(12, lambda i: "2D" if i in (3, 7) else "1D column")
+    assert names(found) == [
+        "|embed.weight",
+        "model.layers.[0-2,4-6,8-11]|mlp.up.weight",
+        "model.layers.[0-11]|mlp.down.weight",
+        "model.layers.[3,7]|mlp.up.weight",
+        "|head.weight",
+    ]
+    alternating = layers(12, lambda i: str(i % 2))
+    assert "model.layers.[0-10:2]|mlp.up.weight" in names(alternating)
+    assert "model.layers.[1-11:2]|mlp.up.weight" in names(alternating)
+
+
+def test_nested_indices() -> None:
+    def stages(depths: tuple[int, ...]) -> Plan:
+        return made(
+            {
+                f"stages.{s}.layers.{i}.conv.weight": ((8, 8), COLUMN, "sharded")
+                for s, depth in enumerate(depths)
+                for i in range(depth)
+            }
+        )
+
+    (row,) = parameter_rows(stages((3, 3)))
+    assert (row.block, row.name, row.count) == ("stages.[0-1]", "layers.[0-2].conv.weight", 6)
+    assert "(× 6)" in render_summary(stages((3, 3)), 120)
+    assert names(stages((3, 4, 3))) == [
+        "stages.[0,2]|layers.[0-2].conv.weight",
+        "stages.1|layers.[0-3].conv.weight",
+    ]
+    assert names(made({"0.weight": ((8, 8), COLUMN, "")})) == ["0|weight"]
+    assert "Parameters (0)" in render_summary(made({}))
+
+
+def test_header_and_communication() -> None:
+    text = render_summary(layers(2), 200)
+    for part in (
+        "dp=2 × tp=4 (8 devices)",
+        "h100-sxm: H100 SXM5 80GB, 8 per node",
+        "500 ms = compute 375 ms + communication 125 ms (25.0%)",
+        "3.00 GiB of 4.00 GiB (75.0%) per device: activations 2.00 GiB",
+        "optimal: objective 500 ms, bound 500 ms, gap 0.00%, found in 1.5 s with 10 variables",
+        "5,368,709,120  5.00 GiB",
+        "5,368,711,168",
+        "adamw",
+        "nothing",
+        "\nCommunication of one device per step",
+        "\nParameters (6)\n",
+        "\nInputs\n",
+    ):
+        assert part in text, part
+    assert "\x1b" not in text
+    assert "input_ids" in text
+    assert "tangent" not in text
+
+
+def test_an_unproved_plan_is_labelled() -> None:
+    found = layers(1)
+    late = replace(found.solver, status="time limit", bound=0.25, gap=0.5)
+    text = render_summary(replace(found, solver=late), 200)
+    assert "time limit (not proved optimal)" in text
+    assert "bound 250 ms, gap 50.00%" in text
+
+
+def test_bytes_follow_each_dtype() -> None:
+    found = layers(1)
+    half = replace(found, dtypes=dict.fromkeys(found.dtypes, "bfloat16"))
+    whole, halved = (sum(r.num_bytes * r.count for r in parameter_rows(p)) for p in (found, half))
+    assert whole == 2 * halved > 0
+
+
+@pytest.mark.parametrize("width", [40, 80, 300])
+def test_width(width: int) -> None:
+    assert max(map(len, render_summary(layers(2), width).splitlines())) <= width
+
+
+def test_units() -> None:
+    assert [format_bytes(x) for x in (0, 1023, 1024, 1.5 * GIB, 2**62)] == [
+        "0 B",
+        "1023 B",
+        "1.00 KiB",
+        "1.50 GiB",
+        "4096.00 PiB",
+    ]
+    assert [format_seconds(x) for x in (0, 2.5e-6, 1.25e-3, 3.0)] == [
+        "0 s",
+        "2.5 us",
+        "1.25 ms",
+        "3 s",
+    ]
+
+
+def test_summary_of_gpt2(gpt2: Plan) -> None:
+    text = gpt2.summary()
+    assert "transformer.h." in text  # one row or two: near-ties between the first and last block
+    for name in ("attn.c_attn.weight", "mlp.c_fc.bias", "transformer.wpe.weight", "labels"):
+        assert name in text
+    assert "data=2" in text
+    assert "wpe" in render_summary(gpt2, 300).split("pinned")[1].splitlines()[0]
+    assert sum(row.count for row in parameter_rows(gpt2)) == len(gpt2.parameters)
+    for comm in gpt2.predicted.comm_bytes:
+        assert f"{comm.num_bytes:,}" in text
+
+
+def test_summary_of_llama(llama: Plan) -> None:
+    text = render_summary(llama, 120)
+    assert "device=4 (4 devices)" in text
+    assert "model.layers." in text
+    assert "self_attn.q_proj.weight" in text
+    assert "sgd" in text
+    assert "inv_freq" not in text
+    assert "lifted_tensor" not in text
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_round_trip(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    found: Plan = request.getfixturevalue(name)
+    assert Plan.from_dict(found.to_dict()) == found
+    found.save(tmp_path / "plan.json")
+    loaded = load_plan(tmp_path / "plan.json")
+    assert loaded == found
+    assert loaded.to_dict() == found.to_dict()
+    assert loaded.summary() == found.summary()
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_truncated_file(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    layers(1).save(path)
+    text = path.read_text()
+    for length in (0, 1, len(text) // 2, len(text) - 2):
+        path.write_text(text[:length])
+        with pytest.raises(PlanMismatchError, match=r"not a plan, or is cut short.*plan again"):
+            load_plan(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PlanMismatchError):
+        load_plan(path)
+    path.write_text("[1]")
+    with pytest.raises(PlanMismatchError, match="list"):
+        load_plan(path)
+
+
+@pytest.mark.parametrize("version", [PLAN_VERSION + 1, "1", None])
+def test_other_version(version: object) -> None:
+    with pytest.raises(PlanMismatchError, match="version"):
+        Plan.from_dict({**layers(1).to_dict(), "version": version})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"shapes": [1]},
+        {"nodes": {"mm": 3}},
+        {"parameters": {"embed.weight": ["S"]}},
+        {"predicted": {}},
+        {"predicted": 1},
+        {"solver": None},
+        {"mesh_shape": "ab"},
+        {"constraints": {"params": 1}},
+        {"unknown": 1},
+    ],
+    ids=json.dumps,
+)
+def test_damaged_fields(damage: dict[str, Any]) -> None:
+    with pytest.raises(PlanMismatchError, match="damaged"):
+        Plan.from_dict({**layers(1).to_dict(), **damage})
