@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.codegen.emit import emit
 from autopar.core.constraints import Constraints
+from autopar.core.folding import every_instance, same_for_all_instances, unfolded
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
@@ -23,6 +25,7 @@ from autopar.errors import AutoparError, PlanMismatchError
 from autopar.runtime.agree import agree
 from autopar.runtime.module import CompiledStep, ParallelModule, StateName, input_signature
 from autopar.runtime.state import check_devices, materialize
+from autopar.tracer.fold import find_repeats
 from autopar.tracer.trace import normalize_inputs, trace
 
 __all__ = ["load_plan", "parallelize", "plan"]
@@ -71,11 +74,18 @@ def plan(
     from autopar.solver.solve import solve
 
     described = cluster if isinstance(cluster, Cluster) else Cluster.from_mesh(cluster)
-    traced = _trace(model, example_inputs, training, loss_fn)
+    parsed = Constraints.parse(constraints)
+    traced = trace(
+        model,
+        example_inputs,
+        training=training,
+        loss_fn=loss_fn,
+        fold=_may_fold(model, parsed),
+    )
     found = solve(
         traced,
         described,
-        constraints=Constraints.parse(constraints),
+        constraints=parsed,
         memory_limit=memory_limit,
         optimizer=optimizer,
     )
@@ -83,10 +93,11 @@ def plan(
     return found
 
 
-def _trace(
-    model: nn.Module, inputs: Any, training: bool, loss_fn: Callable[..., Any] | None
-) -> TracedModel:
-    return trace(model, inputs, training=training, loss_fn=loss_fn)
+def _may_fold(model: nn.Module, constraints: Constraints) -> bool:
+    """False where a pin tells apart blocks that would share one choice."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    matches = {glob: fnmatch.filter(names, glob) for glob in constraints.params}
+    return same_for_all_instances(matches, find_repeats(model))
 
 
 def parallelize(
@@ -254,8 +265,7 @@ class _Planner:
         """
         if mode != self.model.training:
             self.model.train(mode)
-        traced = self._traced(args, kwargs, training)
-        chosen = self._choose(traced)
+        traced, chosen = self._planned(args, kwargs, training)
         planned = self.device_mesh(chosen)
         coords = planned.get_coordinate()
         assert coords is not None
@@ -263,7 +273,28 @@ class _Planner:
         program = emit(traced, chosen, coords, group_names=groups, device=self.mesh.device_type)
         return CompiledStep(traced=traced, plan=chosen, program=program)
 
-    def _traced(self, args: Any, kwargs: Any, training: bool) -> TracedModel:
+    def _planned(self, args: Any, kwargs: Any, training: bool) -> tuple[TracedModel, Plan]:
+        """The whole graph and its plan, chosen on the folded graph where there is one."""
+        given = self.given
+        if given is None:
+            fold = self.first is None and _may_fold(self.model, self.constraints)
+        else:
+            fold = bool(given.repeats)
+        traced = self._traced(args, kwargs, training, fold)
+        chosen = self._choose(traced)
+        if not traced.repeats:
+            return traced, chosen
+        whole = self._traced(args, kwargs, training, False)
+        try:
+            return whole, unfolded(chosen, traced, whole)
+        except PlanMismatchError:
+            if given is not None:
+                raise
+        # blocks that look alike but compute different things: each has its own choice
+        self.first = None
+        return whole, self._choose(whole)
+
+    def _traced(self, args: Any, kwargs: Any, training: bool, fold: bool) -> TracedModel:
         """The graph, the same on all ranks."""
         traced: TracedModel | None = None
         failure: Exception | None = None
@@ -272,7 +303,7 @@ class _Planner:
                 raise AutoparError("pass the batch either by position or by keyword, not both")
             inputs = pytree.tree_map_only(Tensor, _as_example, (args, kwargs))
             example = (*inputs[0],) if inputs[0] else inputs[1]
-            traced = _trace(self.model, example, training, self.loss_fn)
+            traced = trace(self.model, example, training=training, loss_fn=self.loss_fn, fold=fold)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = error
         agree(failure, {} if traced is None else _describe(traced))
@@ -338,7 +369,7 @@ class _Planner:
                 f"the plan is for {total} devices {chosen.mesh_shape}, the mesh has "
                 f"{self.mesh.size()} {tuple(self.mesh.mesh.shape)}"
             )
-        shapes = {s.target: s.shape for s in traced.parameters()}
+        shapes = every_instance({s.target: s.shape for s in traced.parameters()}, traced.repeats)
         for name in sorted({*shapes, *chosen.shapes}):
             if shapes.get(name) != chosen.shapes.get(name):
                 raise PlanMismatchError(

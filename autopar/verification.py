@@ -11,9 +11,11 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autopar.codegen.emit import Program, emit
+from autopar.core.folding import unfolded
 from autopar.core.graph import InputSpec, TracedModel
 from autopar.core.placement import Layout
 from autopar.core.plan import Plan
+from autopar.errors import PlanMismatchError
 from autopar.runtime.lockstep import mesh_coords, run_lockstep
 from autopar.runtime.shards import assemble, take_shard
 from autopar.tracer.trace import normalize_inputs, trace
@@ -76,6 +78,14 @@ def verify(
     """
     if traced is None:
         traced = trace(model, example_inputs, training=plan.training, loss_fn=loss_fn)
+    if plan.repeats:
+        folded = trace(model, example_inputs, training=plan.training, loss_fn=loss_fn, fold=True)
+        if folded.fingerprint() != plan.fingerprint:
+            raise PlanMismatchError(
+                f"the plan is for graph {plan.fingerprint}, this model and input trace to "
+                f"{folded.fingerprint()}"
+            )
+        plan = unfolded(plan, folded, traced)
     args, kwargs = normalize_inputs(example_inputs)
     flat = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     whole = whole_inputs(traced, model, flat, seed)
@@ -185,12 +195,21 @@ def reference(
 
 def _replay(traced: TracedModel, whole: Mapping[str, Tensor]) -> dict[tuple[str, str], Tensor]:
     feed = [whole[n.name] for n in traced.graph.nodes if n.op == "placeholder"]
-    results = fx.Interpreter(traced.graph_module).run(*feed)
+    results = _Strided(traced.graph_module).run(*feed)
     return {
         (spec.kind, spec.target): value
         for spec, value in zip(traced.outputs, results, strict=True)
         if spec.node is not None
     }
+
+
+class _Strided(fx.Interpreter):
+    """Runs a graph whose views were traced on other strides than the kernels here return."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+            target = torch.ops.aten.reshape.default
+        return super().call_function(target, args, kwargs)
 
 
 def _eager(

@@ -337,7 +337,7 @@ def _emitted(captured: Captured, rows: Rows, mesh: tuple[int, ...]) -> list[tupl
     pairs = zip(captured.operands, ins, strict=True)
     parts = [distribute(x, layout, mesh)[0] for x, layout in pairs]
     graph = emit(captured, rows, mesh, 0, parts)
-    return sorted(n.meta["collective"] for n in graph.nodes if "collective" in n.meta)
+    return sorted(n.meta["collective"][:3] for n in graph.nodes if "collective" in n.meta)
 
 
 def _has_variants(sample: Sample) -> bool:

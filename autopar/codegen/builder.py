@@ -58,6 +58,7 @@ class Builder:
         self.fake_mode = fake_mode
         self.device = device
         self.origin: str = ""
+        self.times: int = 1  # how often what is emitted stands in a folded model
         self.phase: str = "forward"
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
@@ -102,7 +103,7 @@ class Builder:
     # --- collectives ---------------------------------------------------------------------------
     def _collective(self, kind: str, axis: int, num_bytes: int, target: Any, *args: Any) -> fx.Node:
         started = self.call(target, *args)
-        started.meta["collective"] = (kind, axis, num_bytes)
+        started.meta["collective"] = (kind, axis, num_bytes, self.times)
         return self.call(c10d.wait_tensor.default, started)
 
     def _num_bytes(self, node: fx.Node) -> int:

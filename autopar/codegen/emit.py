@@ -23,6 +23,7 @@ from autopar.codegen.builder import Builder
 from autopar.codegen.lowering import LocalCall, lower
 from autopar.codegen.partition import split_phases
 from autopar.codegen.redistribute import emit_redistribution
+from autopar.core.blocks import Blocks
 from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info
 from autopar.core.placement import Layout, Replicate, local_shape
 from autopar.core.plan import CommBytes, Plan
@@ -63,9 +64,9 @@ def count_collectives(graph: fx.Graph) -> tuple[CommBytes, ...]:
     count: Counter[tuple[int, str]] = Counter()
     for node in graph.nodes:
         if "collective" in node.meta:
-            kind, axis, num_bytes = node.meta["collective"]
-            size[axis, kind] += num_bytes
-            count[axis, kind] += 1
+            kind, axis, num_bytes, times = node.meta["collective"]
+            size[axis, kind] += num_bytes * times
+            count[axis, kind] += times
     return tuple(
         CommBytes(axis=axis, kind=kind, num_bytes=size[axis, kind], count=n)
         for (axis, kind), n in sorted(count.items())
@@ -131,6 +132,7 @@ class _Emitter:
             fake_mode=FakeTensorMode(allow_non_fake_inputs=True),
             device=device,
         )
+        self.blocks = Blocks(traced)
         self.values: dict[tuple[str, int], fx.Node] = {}
         self.layouts: dict[tuple[str, int], Layout] = {}
         self.nodes = {n.name: n for n in traced.graph.nodes}
@@ -207,6 +209,7 @@ class _Emitter:
         operands = []
         for source, layout in zip(call.nodes, chosen.inputs, strict=True):
             value = self._value(source)
+            b.times = self.blocks.edge_weight(value[0], node.name)
             operands.append(emit_redistribution(b, self.values[value], self.layouts[value], layout))
         feed = iter(operands)
 
@@ -217,6 +220,7 @@ class _Emitter:
         local = LocalCall(
             call, args, kwargs, chosen.inputs, chosen.outputs, chosen.variants, self.mesh
         )
+        b.times = self.blocks.weight(node.name)
         result = lower(b, local)
         self._record(node, result, local)
         # at once, so that the whole gradient does not outlive its reduction
@@ -253,6 +257,7 @@ class _Emitter:
                 self.results.append((None, spec, self.whole))
                 continue
             value = self._output_value(spec)
+            self.builder.times = 1
             beside = self.traced.loss_index is not None and spec.kind == "output"
             keep = beside and spec.target != str(self.traced.loss_index)
             target = self.layouts[value] if keep else self.whole
@@ -278,6 +283,7 @@ class _Emitter:
     def _reduce(self, spec: OutputSpec) -> None:
         value = self._output_value(spec)
         self.builder.origin = f"gradient of {spec.target}"
+        self.builder.times = self.blocks.weight(value[0])
         self.reduced[spec.target] = emit_redistribution(
             self.builder,
             self.values[value],

@@ -14,6 +14,7 @@ __all__ = [
     "InputSpec",
     "NodeInfo",
     "OutputSpec",
+    "Repeat",
     "TracedModel",
     "node_info",
     "tensor_meta",
@@ -78,6 +79,37 @@ class NodeInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Repeat:
+    """Blocks of a container that stand in the graph once, for many.
+
+    Attributes:
+        container: FQN of the list of blocks.
+        first: index of the first block that stands for others.
+        period: blocks that repeat together, such as a local and a global layer.
+        times: how often they stand in the model; the blocks behind them follow `period * (times -
+            1)` indices later.
+    """
+
+    container: str
+    first: int
+    period: int
+    times: int
+
+    @property
+    def skipped(self) -> int:
+        """Blocks that the graph leaves out."""
+        return self.period * (self.times - 1)
+
+    def rank(self, index: int) -> int:
+        """Position of a block among those that the graph holds."""
+        return index - self.skipped if index >= self.first + self.period else index
+
+    def holds(self, index: int) -> bool:
+        """True for a block that stands for others."""
+        return self.first <= index < self.first + self.period
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TracedModel:
     """A model's training (or inference) step as one flat graph of ATen and autopar ops.
 
@@ -90,6 +122,7 @@ class TracedModel:
         loss_index: position of the scalar loss among the user outputs, if there is one.
         tied: FQNs that share storage with a parameter, `(alias, owner)`.
         state_values: tensors lifted from the code, by FQN.
+        repeats: blocks that the graph holds once for many; empty for a graph to run.
     """
 
     graph_module: fx.GraphModule
@@ -102,6 +135,7 @@ class TracedModel:
     loss_index: int | None
     tied: tuple[tuple[str, str], ...] = ()
     state_values: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    repeats: tuple[Repeat, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:
@@ -113,7 +147,7 @@ class TracedModel:
 
     def fingerprint(self) -> str:
         """Hash of the ops, shapes, dtypes and parameter names: what a plan is valid for."""
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(repr(self.repeats).encode())
         for spec in self.inputs:
             digest.update(repr((spec.kind, spec.target, spec.shape, str(spec.dtype))).encode())
         for node in self.graph.nodes:

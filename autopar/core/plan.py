@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from autopar.core.constraints import Constraints
+from autopar.core.graph import Repeat
 from autopar.core.placement import Layout, parse_placement
 from autopar.errors import PlanMismatchError
 
 __all__ = ["PLAN_VERSION", "CommBytes", "NodePlan", "Plan", "Prediction", "SolverReport"]
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,7 @@ class Plan:
         constraints: what the user pinned.
         memory_limit_bytes: what it had to fit.
         optimizer: name of the optimizer that memory was priced for.
+        repeats: blocks of `nodes` that stand for others (`parameters` names all of them).
     """
 
     fingerprint: str
@@ -109,6 +111,7 @@ class Plan:
     constraints: Mapping[str, Any] = field(default_factory=dict)
     memory_limit_bytes: int = 0
     optimizer: str = "adamw"
+    repeats: tuple[Repeat, ...] = ()
     version: int = PLAN_VERSION
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,6 +125,7 @@ class Plan:
             ]
             for name, node in self.nodes.items()
         }
+        plain["repeats"] = [asdict(repeat) for repeat in self.repeats]
         for key in ("parameters", "inputs"):
             plain[key] = {name: _layout(x) for name, x in getattr(self, key).items()}
         return plain
@@ -204,5 +208,6 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
     predicted["comm_bytes"] = tuple(CommBytes(**row) for row in predicted["comm_bytes"])
     fields["predicted"] = Prediction(**predicted)
     fields["solver"] = SolverReport(**data["solver"])
+    fields["repeats"] = tuple(Repeat(**row) for row in data.get("repeats", ()))
     fields["constraints"] = Constraints.parse(data.get("constraints")).to_dict()
     return fields

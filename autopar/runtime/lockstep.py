@@ -97,7 +97,7 @@ def _run_row(
 
     target: Any = row[0].target
     if "collective" in row[0].meta:
-        _, axis, _ = row[0].meta["collective"]
+        axis = row[0].meta["collective"][1]
         for group in _groups(mesh_shape, axis):
             values = _run_group(target, [arguments(rank)[0] for rank in group])
             for rank, value in zip(group, values, strict=True):

@@ -9,8 +9,10 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from torch import fx
 
 from autopar.core.graph import TracedModel
 from autopar.core.placement import Layout, Placement, Replicate, Shard, is_valid, shard_factor
@@ -18,7 +20,6 @@ from autopar.core.redistribute import canonical, canonical_path
 from autopar.core.strategy import TensorSpec
 from autopar.cost_model import Cluster, CollectiveKind, optimizer_state_bytes
 from autopar.errors import ConstraintError
-from autopar.solver.blocks import node_classes
 from autopar.solver.candidates import Candidate, Pricer, expand
 from autopar.solver.pins import Pins
 from autopar.solver.problem import Array, ChoiceProblem
@@ -129,10 +130,12 @@ class _Builder:
         self.optimizer = optimizer
         self.pricer = Pricer(cluster)
         self.moves = MoveCosts(cluster)
-        known = node_classes(traced)
+        known = self._representatives()
         names = [*step.ops, *step.parameters]
         self.classes = {name: known.get(name, name) for name in names}
-        self.count = Counter(self.classes.values())
+        self.count: Counter[str] = Counter()
+        for name, owner in self.classes.items():
+            self.count[owner] += step.blocks.weight(name)
         self.problem = ChoiceProblem()
         self.candidates: dict[str, list[Candidate]] = {}
         self.storages: dict[str, list[Layout]] = {}
@@ -151,6 +154,19 @@ class _Builder:
                 self._add_parameter(name)
         self._add_edges()
         return self.built
+
+    def _representatives(self) -> dict[str, str]:
+        """Classes of nodes of equal blocks; those whose parameters are pinned apart are apart."""
+        blocks = self.step.blocks
+        owners: dict[Any, list[fx.Node]] = {}
+        found: dict[str, str] = {}
+        for nodes in blocks.members.values():
+            pinned = tuple(
+                self.pins.pinned(n.name) for n in nodes if n.name in self.step.parameters
+            )
+            twins = owners.setdefault((blocks.classes[nodes[0].name], pinned), nodes)
+            found.update((a.name, b.name) for a, b in zip(nodes, twins, strict=True))
+        return found
 
     # --- nodes ---------------------------------------------------------------------------------
     def _add_op(self, op: Op) -> None:
@@ -255,7 +271,7 @@ class _Builder:
             if value[0] in self.step.inputs:
                 continue
             key = (self.classes[value[0]], value[1], self.classes[op.name], index)
-            uses[key] += 1
+            uses[key] += self.step.blocks.edge_weight(value[0], op.name)
             sample.setdefault(key, (value, op, index))
         for (owner, _, consumer, index), times in uses.items():
             value, op, position = sample[owner, _, consumer, index]
@@ -295,7 +311,7 @@ class _Builder:
         for name, value in self.step.gradients.items():
             if value[0] not in self.step.inputs:
                 key = (self.classes[value[0]], value[1], self.classes[name])
-                times[key] += 1
+                times[key] += self.step.blocks.weight(name)
                 sample.setdefault(key, value)
         for key, count in times.items():
             value = sample[key]

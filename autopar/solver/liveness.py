@@ -20,7 +20,7 @@ from autopar.cost_model import optimizer_state_bytes
 from autopar.solver.build import StepProblem
 from autopar.solver.candidates import is_view
 from autopar.solver.problem import Array, ChoiceProblem, Row
-from autopar.solver.step import Op, Step, Value, ordered
+from autopar.solver.step import FoldedSpan, Op, Step, Value, folded_spans, ordered
 
 __all__ = ["Liveness", "priced"]
 
@@ -51,8 +51,9 @@ class Liveness:
         self.born: dict[str, list[str]] = defaultdict(list)
         for name, value in step.gradients.items():
             self.born[value[0]].append(name)
-        self.residents = self._residents()
         self._sizes: dict[tuple[int, Layout], float] = {}
+        self.spans = folded_spans(step, self.order)
+        self.residents = self._residents()
 
     def _read_ends(self) -> None:
         """Last op that reads a value or anything that shows it."""
@@ -84,7 +85,7 @@ class Liveness:
                     optimizer_state_bytes(self.optimizer, int(b) // spec.dtype.itemsize, spec.dtype)
                     for b in share
                 ]
-            row.add(owner, total * self.step.weight(name))
+            row.add(owner, total * self.step.blocks.weight(name))
         return row
 
     def _bytes(self, spec: TensorSpec, layouts: Sequence[Layout]) -> Array:
@@ -111,7 +112,32 @@ class Liveness:
                 self._copies(row, op)
             for name in self.born[op.name]:
                 self._gradient(row, name, just=born == position)
+        for span in self.spans:
+            self._others(row, span, position)
         return row
+
+    def _others(self, row: Row, span: FoldedSpan, position: int) -> None:
+        """What the instances that are not in the graph keep; see `price`."""
+        if span.first <= position <= span.last:
+            for name in span.saved:
+                op = self.step.ops[name]
+                for index, spec in enumerate(op.call.outputs):
+                    if self.ends.get((name, index), -1) < span.backward:
+                        continue
+                    if not is_view(op.call.target):
+                        owner = self.built.classes[name]
+                        layouts = [c.outputs[index] for c in self.built.candidates[owner]]
+                        row.add(owner, (span.times - 1) * self._bytes(spec, layouts))
+                    else:
+                        self._copies(row, op, span.times - 1)
+        if position >= span.last:
+            for name in span.parameters:
+                if name in self.step.gradients:
+                    owner = self.built.classes[name]
+                    given = self.step.parameters[name]
+                    whole = TensorSpec(given.shape, given.dtype)
+                    sizes = self._bytes(whole, self.built.storages[owner])
+                    row.add(owner, (span.times - 1) * sizes)
 
     def _outputs(self, row: Row, op: Op, born: int, position: int) -> None:
         owner = self.built.classes[op.name]
@@ -123,7 +149,7 @@ class Liveness:
             if position == born or self.ends.get(value, -1) >= position:
                 row.add(owner, self._bytes(spec, [c.outputs[index] for c in candidates]))
 
-    def _copies(self, row: Row, op: Op) -> None:
+    def _copies(self, row: Row, op: Op, times: int = 1) -> None:
         """Operands that arrive by a collective have buffers of their own."""
         consumer = self.built.classes[op.name]
         targets = self.built.candidates[consumer]
@@ -135,7 +161,7 @@ class Liveness:
             spec = self.step.specs[value]
             sizes = np.where(self._moved(sources, wanted, spec), self._bytes(spec, wanted), 0.0)
             if sizes.any():
-                row.add_pair(self.built.classes[value[0]], consumer, sizes)
+                row.add_pair(self.built.classes[value[0]], consumer, sizes * times)
 
     def _moved(
         self, sources: Sequence[Layout], wanted: Sequence[Layout], spec: TensorSpec
@@ -149,7 +175,7 @@ class Liveness:
         owner = self.built.classes[name]
         storages = self.built.storages[owner]
         whole = TensorSpec(spec.shape, spec.dtype)
-        row.add(owner, self._bytes(whole, storages) * self.step.weight(name))
+        row.add(owner, self._bytes(whole, storages))
         value = self.step.gradients[name]
         sources = self.built.produced(value)
         if not just or sources is None or value in self.ends:

@@ -25,11 +25,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from autopar.core.blocks import block_of
 from autopar.core.constraints import AxisRole, Constraints
 from autopar.core.graph import TracedModel, node_info
 from autopar.core.placement import Layout, Placement, format_layout, is_valid, parse_placement
 from autopar.errors import ConstraintError
-from autopar.solver.blocks import block_of
 from autopar.solver.candidates import Candidate
 from autopar.solver.step import Op, Step, Value, unview
 
@@ -316,12 +316,20 @@ class Pins:
         return self.constraints.sequence == "megatron"
 
     # --- parameters ----------------------------------------------------------------------------
+    def pinned(self, placeholder: str) -> tuple[Layout, ...]:
+        """The layouts that the user's patterns ask of a parameter."""
+        target = self.step.parameters[placeholder].target
+        return tuple(
+            self._pinned(glob, wanted)
+            for glob, wanted in self.constraints.params.items()
+            if fnmatch.fnmatchcase(target, glob)
+        )
+
     def allows_storage(self, placeholder: str, layout: Layout) -> bool:
         """True if a parameter may be stored so."""
         spec = self.step.parameters[placeholder]
-        for glob, wanted in self.constraints.params.items():
-            if fnmatch.fnmatchcase(spec.target, glob) and layout != self._pinned(glob, wanted):
-                return False
+        if any(layout != wanted for wanted in self.pinned(placeholder)):
+            return False
         shardable = any(
             size % axis_size == 0 for size in spec.shape for axis_size in self._zero_sizes()
         )

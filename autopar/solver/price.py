@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.core.placement import Layout, Replicate, shard_factor
 from autopar.core.plan import CommBytes
@@ -16,7 +16,7 @@ from autopar.core.redistribute import Move, path
 from autopar.core.strategy import TensorSpec
 from autopar.cost_model import Cluster, PeakMemory, ScheduledOp, optimizer_state_bytes, peak_bytes
 from autopar.solver.candidates import Candidate, Pricer, is_view
-from autopar.solver.step import Op, Step, Value, ordered
+from autopar.solver.step import FoldedSpan, Op, Step, Value, folded_spans, ordered
 
 __all__ = ["Decision", "Price", "price"]
 
@@ -46,6 +46,7 @@ class Price:
 class _Pricing:
     def __init__(self, step: Step, cluster: Cluster, decision: Decision) -> None:
         self.step = step
+        self.blocks = step.blocks
         self.cluster = cluster
         self.mesh = cluster.mesh_shape
         self.decision = decision
@@ -70,38 +71,39 @@ class _Pricing:
     def local_bytes(self, value: Value, layout: Layout) -> int:
         return self.step.specs[value].num_bytes // shard_factor(layout, self.mesh)
 
-    def add_moves(self, value: Value, target: Layout) -> None:
+    def add_moves(self, value: Value, target: Layout, times: int) -> None:
         for move in self.moves(value, target):
             if move.kind != "slice" and self.mesh[move.axis] > 1:
                 num_bytes = self.step.specs[value].num_bytes * move.fraction
-                self.add(move.kind, move.axis, num_bytes)
+                self.add(move.kind, move.axis, num_bytes, times)
 
-    def add(self, kind: str, axis: int, num_bytes: float) -> None:
+    def add(self, kind: str, axis: int, num_bytes: float, times: int) -> None:
         if num_bytes:
-            self.comm_s += self.pricer.collective(kind, axis, num_bytes)
-        self.sent[axis, kind] += 1
-        self.bytes[axis, kind] += round(num_bytes)
+            self.comm_s += self.pricer.collective(kind, axis, num_bytes) * times
+        self.sent[axis, kind] += times
+        self.bytes[axis, kind] += round(num_bytes) * times
 
     def communicate(self) -> None:
         for op in self.step.ops.values():
             candidate = self.decision.candidates[op.name]
             for value, layout in zip(op.operands, candidate.inputs, strict=True):
-                self.add_moves(value, layout)
+                self.add_moves(value, layout, self.blocks.edge_weight(value[0], op.name))
             for comm in candidate.comm:
-                self.add(comm.kind, comm.axis, comm.num_bytes)
-        for value, target in self.ends():
-            self.add_moves(value, target)
+                self.add(comm.kind, comm.axis, comm.num_bytes, self.blocks.weight(op.name))
+        for value, target, times in self.ends():
+            self.add_moves(value, target, times)
 
-    def ends(self) -> Iterator[tuple[Value, Layout]]:
-        """Values that leave the step, with the layout that they must have."""
+    def ends(self) -> Iterator[tuple[Value, Layout, int]]:
+        """Values that leave the step, with the layout that they must have, and how often."""
         for value in self.step.required:
-            yield value, self.whole
+            yield value, self.whole, 1
         for name, value in self.step.gradients.items():
-            yield value, self.decision.storages[name]
+            yield value, self.decision.storages[name], self.blocks.weight(name)
 
     def compute(self) -> float:
         return sum(
             float(self.pricer.compute(op.call, [self.decision.candidates[op.name]])[0])
+            * self.blocks.weight(op.name)
             for op in self.step.ops.values()
         )
 
@@ -124,10 +126,11 @@ def _states(pricing: _Pricing, optimizer: object) -> dict[str, int]:
     for name, spec in pricing.step.parameters.items():
         layout = pricing.decision.storages[name]
         share = pricing.local_bytes((name, 0), layout)
-        parameters += share
+        times = pricing.blocks.weight(name)
+        parameters += share * times
         if name in pricing.step.gradients:
             numel = share // spec.dtype.itemsize
-            states += optimizer_state_bytes(optimizer, numel, spec.dtype)
+            states += optimizer_state_bytes(optimizer, numel, spec.dtype) * times
     inputs = sum(
         TensorSpec(spec.shape, spec.dtype).num_bytes for spec in pricing.step.inputs.values()
     )
@@ -193,7 +196,44 @@ class _Schedule:
                     transient_bytes=self._copies(op),
                 )
             )
+        return self._with_copies(schedule)
+
+    def _with_copies(self, schedule: list[ScheduledOp]) -> list[ScheduledOp]:
+        """Add what the other instances of folded blocks keep while the one in the graph runs.
+
+        It is the last to run forward and the first backward: the others' saved activations are
+        there from its first op to its last, their gradients from its last on.
+        """
+        size = {buffer: num_bytes for op in schedule for buffer, num_bytes in op.alloc}
+        for span in folded_spans(self.step, self.order):
+            alloc: list[tuple[str, int]] = []
+            for name in span.saved:
+                for index in range(len(self.step.ops[name].call.outputs)):
+                    buffer = self._id((name, index))
+                    read = self.last_use.get((name, index), -1)
+                    if buffer in size and read >= span.backward:
+                        alloc.append((f"{buffer} of others", self._times(size[buffer], span)))
+                        self.kinds[alloc[-1][0]] = self.kinds[buffer]
+            kept = [
+                (f"grad.{name} of others", self._times(self._share(name), span))
+                for name in span.parameters
+                if name in self.step.gradients
+            ]
+            self.kinds.update(dict.fromkeys((buffer for buffer, _ in kept), "gradients"))
+            first, last = schedule[span.first], schedule[span.last]
+            schedule[span.first] = replace(first, alloc=(*alloc, *first.alloc))
+            last = schedule[span.last]
+            schedule[span.last] = replace(
+                last, alloc=(*last.alloc, *kept), free=(*last.free, *(b for b, _ in alloc))
+            )
         return schedule
+
+    def _share(self, name: str) -> int:
+        return self.pricing.local_bytes((name, 0), self.pricing.decision.storages[name])
+
+    def _times(self, num_bytes: int, span: FoldedSpan) -> int:
+        unit = self.pricing.cluster.device.allocation_granularity_bytes
+        return (span.times - 1) * (-(-num_bytes // unit) * unit)
 
     def _id(self, value: Value) -> str:
         return f"{value[0]}.{value[1]}"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 from autopar.core.constraints import AxisRole, Constraints, assign_mesh
+from autopar.core.folding import every_instance
 from autopar.core.graph import TracedModel
 from autopar.core.placement import Layout, Placement, Replicate
 from autopar.core.plan import NodePlan, Plan, Prediction, SolverReport
@@ -23,6 +24,8 @@ from autopar.solver.price import Decision, price
 from autopar.solver.step import Step, build_step
 
 __all__ = ["solve"]
+
+T = TypeVar("T")
 
 
 def solve(
@@ -69,17 +72,21 @@ def solve(
         for name, c in best.decision.candidates.items()
     }
     parameters = list(traced.parameters())
+
+    def whole(named: dict[str, T]) -> dict[str, T]:
+        return every_instance(named, traced.repeats)
+
     return Plan(
         fingerprint=traced.fingerprint(),
         mesh_shape=planned.mesh_shape,
         axis_names=planned.axis_names,
         training=traced.training,
         nodes=nodes,
-        parameters={s.target: best.decision.storages[s.node] for s in parameters},
-        shapes={s.target: s.shape for s in parameters},
-        dtypes={s.target: str(s.dtype).removeprefix("torch.") for s in parameters},
+        parameters=whole({s.target: best.decision.storages[s.node] for s in parameters}),
+        shapes=whole({s.target: s.shape for s in parameters}),
+        dtypes=whole({s.target: str(s.dtype).removeprefix("torch.") for s in parameters}),
         inputs=_input_layouts(step, best.decision, len(planned.mesh_shape)),
-        modes=mode_names(step, pins, best.decision),
+        modes=whole(mode_names(step, pins, best.decision)),
         cluster=planned.to_dict(),
         predicted=prediction,
         solver=SolverReport(
@@ -94,6 +101,7 @@ def solve(
         constraints=wanted.to_dict(),
         memory_limit_bytes=limit,
         optimizer=optimizer if isinstance(optimizer, str) else _name(optimizer),
+        repeats=traced.repeats,
     )
 
 

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.core.blocks import Blocks
 from autopar.core.graph import InputSpec, TracedModel, node_info
 from autopar.core.strategy import OpCall, TensorSpec, op_call
 from autopar.solver.candidates import is_view
 
-__all__ = ["Op", "Step", "Value", "ordered", "resolve"]
+__all__ = ["FoldedSpan", "Op", "Step", "Value", "folded_spans", "ordered", "resolve"]
 
 Value = tuple[str, int]
 
@@ -51,6 +52,7 @@ class Step:
         gradients: value of each parameter's gradient, by placeholder name.
         required: values that must end up replicated (loss, outputs, updated buffers).
         saved: forward values that the backward uses, with their global bytes.
+        blocks: where ops and parameters stand, and how often each counts.
     """
 
     ops: dict[str, Op]
@@ -60,10 +62,7 @@ class Step:
     required: tuple[Value, ...]
     saved: dict[Value, int]
     specs: dict[Value, TensorSpec]
-
-    def weight(self, name: str) -> int:
-        """How many times an op or a parameter of the graph stands in the model."""
-        return 1
+    blocks: Blocks
 
     def consumers(self) -> Iterator[tuple[Value, Op, int]]:
         """Every use of a value by an op: `(value, op, operand index)`."""
@@ -76,6 +75,46 @@ def ordered(step: Step) -> list[Op]:
     """The ops in execution order: the forward, then the backward."""
     ops = list(step.ops.values())
     return [op for op in ops if not op.backward] + [op for op in ops if op.backward]
+
+
+@dataclass(frozen=True, slots=True)
+class FoldedSpan:
+    """The time in which blocks that stand for others run.
+
+    Attributes:
+        times: how many instances there are.
+        saved: forward ops of the blocks; what the backward reads of them is kept by each instance.
+        parameters: of the blocks.
+        first, last: positions in the order of their first and last op.
+        backward: position at which the backward pass begins.
+    """
+
+    times: int
+    saved: tuple[str, ...]
+    parameters: tuple[str, ...]
+    first: int
+    last: int
+    backward: int
+
+
+def folded_spans(step: Step, order: list[Op]) -> list[FoldedSpan]:
+    """The span of each repeat of a folded graph."""
+    backward = next((p for p, op in enumerate(order) if op.backward), len(order))
+    spans: list[FoldedSpan] = []
+    for repeat in step.blocks.traced.repeats:
+        inside = [(p, op) for p, op in enumerate(order) if step.blocks.repeat_of(op.name) == repeat]
+        positions = [p for p, _ in inside]
+        spans.append(
+            FoldedSpan(
+                times=repeat.times,
+                saved=tuple(op.name for _, op in inside if not op.backward),
+                parameters=tuple(n for n in step.parameters if step.blocks.repeat_of(n) == repeat),
+                first=min(positions),
+                last=max(positions),
+                backward=backward,
+            )
+        )
+    return spans
 
 
 def resolve(node: fx.Node) -> Value:
@@ -123,6 +162,7 @@ def build_step(traced: TracedModel) -> Step:
         required=tuple(required),
         saved=_saved(ops, specs),
         specs=specs,
+        blocks=Blocks(traced),
     )
 
 

@@ -246,7 +246,26 @@ def _adaptive_avg_pool(rng: RandomContext, x: Tensor, output_size: Sequence[int]
     return pool.get(rank, aten.adaptive_avg_pool3d).default(x, output_size)
 
 
+def _index_put(
+    rng: RandomContext,
+    x: Tensor,
+    indices: Sequence[Tensor | None],
+    values: Tensor,
+    accumulate: bool = False,
+) -> Tensor:
+    """`x[mask] = v` is a `where` if `v` is one for all places: its backward then has a shape."""
+    mask = indices[0]
+    if len(indices) == 1 and mask is not None and mask.dtype is torch.bool and not accumulate:
+        rest = x.dim() - mask.dim()
+        if values.dim() == rest + 1 and values.shape[0] == 1:
+            values = values.squeeze(0)
+        if values.dim() <= rest:
+            return torch.where(mask.reshape(*mask.shape, *[1] * rest), values, x)
+    return aten.index_put.default(x, indices, values, accumulate)
+
+
 REPLACEMENTS: Mapping[Any, Replacement] = {
+    aten.index_put.default: _index_put,
     aten.adaptive_avg_pool1d.default: _adaptive_avg_pool,
     aten.adaptive_avg_pool2d.default: _adaptive_avg_pool,
     aten.adaptive_avg_pool3d.default: _adaptive_avg_pool,

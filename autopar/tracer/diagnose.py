@@ -62,7 +62,7 @@ def refuse_data_dependent(model: nn.Module, gm: fx.GraphModule) -> None:
     TraceError: a value or a shape of the exported graph is known only when it runs.
     """
     for part in gm.modules():
-        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+        for node in _live(part.graph) if isinstance(part, fx.GraphModule) else ():
             value = node.meta.get("val")
             values = value if isinstance(value, (tuple, list)) else (value,)
             found = [v for v in values if v is not None and free_unbacked_symbols(v)]
@@ -70,6 +70,15 @@ def refuse_data_dependent(model: nn.Module, gm: fx.GraphModule) -> None:
                 what = f"{node.target} gives {_described(found[0])}"
                 where = f"cannot trace {type(model).__name__} at {_user_line(node)}"
                 raise TraceError(f"{where}\n  {what}\n  {_REMEDY}")
+
+
+def _live(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that an output, or something with an effect, needs; in order."""
+    live: dict[fx.Node, None] = {}
+    for node in reversed(graph.nodes):
+        if node.op == "output" or node.is_impure() or any(user in live for user in node.users):
+            live[node] = None
+    return list(reversed(live))
 
 
 def _described(value: object) -> str:

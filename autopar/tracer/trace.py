@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,11 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
 
-from autopar.core.graph import InputSpec, NodeInfo, OutputSpec, TracedModel
+from autopar.core.graph import InputSpec, NodeInfo, OutputSpec, Repeat, TracedModel
 from autopar.errors import TraceError
 from autopar.tracer.decompositions import REPLACEMENTS, RandomContext, decomposition_table
 from autopar.tracer.diagnose import explain_failure, refuse_data_dependent
 from autopar.tracer.fanout import insert_fanouts
+from autopar.tracer.fold import find_repeats, is_sound, shortened
 from autopar.tracer.functional import remove_mutations
 from autopar.tracer.functions import FunctionCalls, custom_function
 from autopar.tracer.rewrites import prepare_graph
@@ -98,6 +100,7 @@ def trace(
     training: bool | None = None,
     loss: str = "auto",
     loss_fn: Callable[..., Any] | None = None,
+    fold: bool = False,
 ) -> TracedModel:
     """Capture the step of `model` as a joint graph. No parameter is allocated.
 
@@ -109,10 +112,17 @@ def trace(
             outputs without gradient; "none" gives every floating output a gradient.
         loss_fn: called as `loss_fn(output, target)`; `target` is then the keyword input of that
             name, or the last positional one, and is not passed to the model.
+        fold: let one of many equal blocks stand for the others, where the model allows it: a graph
+            to plan on, in a time that does not grow with depth, but not to run.
 
     Raises:
         TraceError: the forward depends on data, or is not capturable; names file and line.
     """
+    repeats = find_repeats(model) if fold else ()
+    if repeats:
+        folded = _trace_folded(model, example_inputs, training, loss, loss_fn, repeats)
+        if folded is not None:
+            return folded
     args, kwargs = normalize_inputs(example_inputs)
     with_grad = model.training if training is None else training
     capture = _Capture(model, loss_fn)
@@ -121,6 +131,24 @@ def trace(
     with calls.recording():
         exported = _export(capture, args, kwargs)
     return _JointTrace(capture, exported, with_grad, loss, calls).run()
+
+
+def _trace_folded(
+    model: nn.Module,
+    example_inputs: Any,
+    training: bool | None,
+    loss: str,
+    loss_fn: Callable[..., Any] | None,
+    repeats: tuple[Repeat, ...],
+) -> TracedModel | None:
+    """The folded graph, or None where the blocks turn out not to be alike."""
+    with shortened(model, repeats) as notes:
+        try:
+            traced = trace(model, example_inputs, training=training, loss=loss, loss_fn=loss_fn)
+        except TraceError:
+            return None  # tracing it whole tells whether the model is at fault
+    folded = replace(traced, repeats=repeats)
+    return folded if not notes.fault and is_sound(folded) else None
 
 
 def _to_meta(value: Any) -> Any:

@@ -1,0 +1,164 @@
+"""Blocks of a model: where each node stands, which nodes share one choice, how often each counts.
+
+Repeated layers (`model.layers.0`, `.1`, …) whose ops, shapes, arguments and wiring are equal form
+a class; their nodes at the same position share decision variables. Layers that differ (the first
+one, whose input is the embedding; alternating kinds) make classes of their own. Where the graph is
+folded (`TracedModel.repeats`), the nodes of one block count for those that it stands for.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from autopar.core import ops as _ops  # noqa: F401  (defines the autopar ops)
+from autopar.core.graph import InputSpec, Repeat, TracedModel, node_info, tensor_meta
+
+__all__ = ["Block", "Blocks", "block_of"]
+
+_BLOCK = re.compile(r"^(.*?)\.(\d+)(?:\.|$)")
+_SALTED = (torch.ops.autopar.dropout.default, torch.ops.autopar.uniform.default)
+
+
+class Block(NamedTuple):
+    """A numbered child of a container."""
+
+    container: str
+    number: int
+
+
+def block_of(path: str) -> Block | None:
+    """`("model.layers", 3)` for a module or parameter under `model.layers.3`."""
+    match = _BLOCK.match(path)
+    return Block(match.group(1), int(match.group(2))) if match else None
+
+
+class Blocks:
+    """The blocks of one graph.
+
+    Attributes:
+        members: nodes of each block, in graph order.
+        place: block and position of each node in one.
+        classes: representative of each such node, by name.
+    """
+
+    def __init__(self, traced: TracedModel) -> None:
+        self.traced = traced
+        self.specs: dict[str, InputSpec] = {spec.node: spec for spec in traced.inputs}
+        self.repeats: dict[str, Repeat] = {r.container: r for r in traced.repeats}
+        self.members = self._members()
+        self.place: dict[str, tuple[Block, int]] = {
+            node.name: (block, i)
+            for block, nodes in self.members.items()
+            for i, node in enumerate(nodes)
+        }
+        self.classes = self._classes()
+
+    def rank(self, block: Block) -> int:
+        """Position of a block among those of its container that the graph holds."""
+        repeat = self.repeats.get(block.container)
+        return repeat.rank(block.number) if repeat else block.number
+
+    def unit(self, block: Block) -> int:
+        """Number of the period that a block of a folded container belongs to; the folded one is 0.
+
+        Periods before it are negative.
+        """
+        repeat = self.repeats[block.container]
+        return (self.rank(block) - repeat.first) // repeat.period
+
+    def repeat_of(self, name: str) -> Repeat | None:
+        """The repeat whose blocks a node stands in for, if it does."""
+        if name not in self.place:
+            return None
+        block = self.place[name][0]
+        repeat = self.repeats.get(block.container)
+        return repeat if repeat is not None and repeat.holds(block.number) else None
+
+    def weight(self, name: str) -> int:
+        """How many times a node of the graph stands in the model."""
+        repeat = self.repeat_of(name)
+        return repeat.times if repeat is not None else 1
+
+    def edge_weight(self, producer: str, consumer: str) -> int:
+        """How many times a use of a value stands in the model.
+
+        Towards later blocks the consumer counts, and towards earlier ones (gradients) the producer:
+        among n equal blocks, n consume from the block before, and n hand on to it.
+        """
+        into, out_of = self.repeat_of(consumer), self.repeat_of(producer)
+        if into is None:
+            if out_of is None or consumer not in self.place:
+                return 1
+            later = self.rank(self.place[consumer][0]) > self.rank(self.place[producer][0])
+            return 1 if later else out_of.times
+        if out_of is None and producer in self.place:
+            source = self.place[producer][0]
+            if source.container == into.container and self.unit(source) > 0:
+                return 1
+        return into.times
+
+    def _members(self) -> dict[Block, list[fx.Node]]:
+        members: dict[Block, list[fx.Node]] = {}
+        inside: set[fx.Node] = set()
+        for node in self.traced.graph.nodes:
+            block = None
+            if node.op == "placeholder":
+                spec = self.specs[node.name]
+                block = block_of(spec.target) if spec.kind == "parameter" else None
+            elif node.op == "call_function":
+                block = block_of(node_info(self.traced, node).module)
+            # an alias of what no block made (a mask) serves all blocks, though the first one asked
+            shared = node.target is torch.ops.aten.alias.default and not (
+                inside & set(node.all_input_nodes)
+            )
+            if block is not None and not shared:
+                members.setdefault(block, []).append(node)
+                inside.add(node)
+        return members
+
+    def _classes(self) -> dict[str, str]:
+        owners: dict[Any, Block] = {}
+        representative: dict[str, str] = {}
+        for block, nodes in self.members.items():
+            signature = (block.container, tuple(self.describe(block, node) for node in nodes))
+            owner = owners.setdefault(signature, block)
+            for node, twin in zip(nodes, self.members[owner], strict=True):
+                representative[node.name] = twin.name
+        return representative
+
+    def describe(self, block: Block, node: fx.Node) -> Any:
+        """What two nodes of equal blocks have in common."""
+        value = tensor_meta(node)
+        shape = (tuple(value.shape), value.dtype) if value is not None else None
+        if node.op == "placeholder":
+            spec = self.specs[node.name]
+            path = spec.target[len(f"{block.container}.{block.number}") :]
+            return (path, shape, spec.trainable)
+        args = node.args
+        if node.target in _SALTED:
+            salt = 3 if node.target is _SALTED[0] else 1
+            args = (*args[:salt], 0, *args[salt + 1 :])
+        wired = map_aggregate((args, dict(node.kwargs)), lambda a: self._wire(block, a))
+        phase = node_info(self.traced, node).phase
+        return (str(node.target), shape, phase, str(wired))
+
+    def _wire(self, block: Block, operand: Any) -> Any:
+        if not isinstance(operand, fx.Node):
+            return repr(operand)
+        if operand.name not in self.place:
+            return ("outside", operand.name)
+        source, position = self.place[operand.name]
+        if source.container != block.container:
+            return (source.container, source.number, position)
+        if source.number != block.number:
+            # by kind: the first and last blocks have a few nodes more or less
+            value = tensor_meta(operand)
+            shape = tuple(value.shape) if value is not None else None
+            distance = self.rank(source) - self.rank(block)
+            return ("neighbour", distance, str(operand.target), shape)
+        return ("block", position)

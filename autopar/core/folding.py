@@ -1,0 +1,153 @@
+"""From a plan of a folded graph to one of the whole graph, node by node."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from torch import fx
+
+from autopar.core.blocks import Block, Blocks, block_of
+from autopar.core.graph import Repeat, TracedModel, tensor_meta
+from autopar.core.plan import Plan
+from autopar.errors import PlanMismatchError
+
+__all__ = ["every_instance", "same_for_all_instances", "unfolded"]
+
+T = TypeVar("T")
+
+
+def every_instance(named: Mapping[str, T], repeats: Sequence[Repeat]) -> dict[str, T]:
+    """Add the FQNs of the blocks that others stand for, with the values of the stand-ins."""
+    by_container = {r.container: r for r in repeats}
+    found: dict[str, T] = {}
+    waiting: list[tuple[str, T]] = []  # of the blocks that repeat
+
+    def flush() -> None:
+        for turn in range(1, repeat.times if waiting else 1):
+            for name, value in waiting:
+                found[_shifted(name, turn * repeat.period)] = value
+        waiting.clear()
+
+    repeat = Repeat(container="", first=0, period=1, times=1)
+    for name, value in named.items():
+        block = block_of(name)
+        owner = by_container.get(block.container) if block else None
+        inside = owner is not None and block is not None and owner.holds(block.number)
+        if not inside or owner != repeat:
+            flush()
+        found[name] = value
+        if inside and owner is not None:
+            repeat = owner
+            waiting.append((name, value))
+    flush()
+    return found
+
+
+def _shifted(name: str, by: int) -> str:
+    block = block_of(name)
+    assert block is not None
+    rest = name[len(f"{block.container}.{block.number}") :]
+    return f"{block.container}.{block.number + by}{rest}"
+
+
+def same_for_all_instances(matches: Mapping[str, Sequence[str]], repeats: Sequence[Repeat]) -> bool:
+    """True if every pattern that matches a name in a repeated block matches it in all of them.
+
+    Args:
+        matches: names by pattern.
+        repeats: to be folded.
+    """
+    by_container = {r.container: r for r in repeats}
+    for names in matches.values():
+        found = set(names)
+        for name in names:
+            block = block_of(name)
+            repeat = by_container.get(block.container) if block else None
+            if repeat is None or block is None:
+                continue
+            offset = block.number - repeat.first
+            if -repeat.period <= offset < repeat.period * repeat.times:
+                turns = range(-1, repeat.times)
+                start = -(offset // repeat.period) * repeat.period
+                if any(_shifted(name, start + t * repeat.period) not in found for t in turns):
+                    return False
+    return True
+
+
+def unfolded(plan: Plan, folded: TracedModel, whole: TracedModel) -> Plan:
+    """The plan of the whole graph, where every instance does as its stand-in.
+
+    Args:
+        plan: of the folded graph.
+        folded: that graph.
+        whole: the graph of the same model and input, not folded.
+
+    Raises:
+        PlanMismatchError: the whole graph does not consist of what the folded one holds.
+    """
+    nodes = {
+        mine.name: plan.nodes[twin.name]
+        for mine, twin in _pairs(Blocks(folded), Blocks(whole))
+        if twin.name in plan.nodes
+    }
+    kept = {spec.node for spec in whole.inputs}
+    return replace(
+        plan,
+        nodes=nodes,
+        inputs={name: layout for name, layout in plan.inputs.items() if name in kept},
+        fingerprint=whole.fingerprint(),
+        repeats=(),
+    )
+
+
+def _pairs(folded: Blocks, whole: Blocks) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Each call of the whole graph with the one of the folded graph that it does as."""
+    yield from _zipped("outside of blocks", _outside(whole), _outside(folded))
+    for block, nodes in whole.members.items():
+        twin = _stand_in(folded, block)
+        members = folded.members.get(twin)
+        if members is None:
+            raise PlanMismatchError(f"the plan knows no {block.container}.{block.number}")
+        where = f"in {block.container}.{block.number}"
+        yield from _zipped(where, _calls(nodes), _calls(members))
+
+
+def _stand_in(folded: Blocks, block: Block) -> Block:
+    repeat = folded.repeats.get(block.container)
+    if repeat is None:
+        return block
+    offset = block.number - repeat.first
+    if not 0 <= offset < repeat.period * repeat.times:
+        return block
+    return Block(block.container, repeat.first + offset % repeat.period)
+
+
+def _calls(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    return [n for n in nodes if n.op == "call_function" and n.target is not operator.getitem]
+
+
+def _outside(blocks: Blocks) -> list[fx.Node]:
+    graph = blocks.traced.graph
+    return [n for n in _calls(list(graph.nodes)) if n.name not in blocks.place]
+
+
+def _zipped(
+    where: str, mine: list[fx.Node], twins: list[fx.Node]
+) -> Iterator[tuple[fx.Node, fx.Node]]:
+    same = len(mine) == len(twins) and all(
+        _kind(a) == _kind(b) for a, b in zip(mine, twins, strict=True)
+    )
+    if not same:
+        raise PlanMismatchError(
+            f"the ops {where} are not those of the block that the plan has for them: blocks that "
+            "looked alike compute different things"
+        )
+    yield from zip(mine, twins, strict=True)
+
+
+def _kind(node: fx.Node) -> Any:
+    value = tensor_meta(node)
+    return str(node.target), tuple(value.shape) if value is not None else None

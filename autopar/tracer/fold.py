@@ -1,0 +1,281 @@
+"""Folding: of many equal blocks a graph holds four periods, and one of them stands for the rest.
+
+The blocks behind the third period, up to the last, are skipped while the model is captured: each
+hands on the output of the block before. What is captured so is checked: equal blocks must have
+equal nodes, nobody but the neighbours may see inside them, and every skipped block must have been
+called as the one that stands for it. A model that fails a check is traced whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autopar.core.blocks import Block, Blocks
+from autopar.core.graph import Repeat, TracedModel
+
+__all__ = ["Shortening", "find_repeats", "is_sound", "shortened"]
+
+_KEPT_PERIODS = 4
+_LONGEST_PERIOD = 8
+_SCALARS = (int, float, bool, str, type(None), torch.dtype)
+
+
+def find_repeats(model: nn.Module) -> tuple[Repeat, ...]:
+    """Runs of equal blocks that are worth folding, at most one per container."""
+    found: list[Repeat] = []
+    for path, module in model.named_modules():
+        if any(part.isdigit() for part in path.split(".")):
+            continue
+        names = list(module._modules)
+        if names != [str(i) for i in range(len(names))] or len(names) <= _KEPT_PERIODS + 1:
+            continue
+        blocks = [b for b in module._modules.values() if b is not None]
+        if len(blocks) == len(names) and _separate(model, blocks):
+            repeat = _longest_run(path, _kinds(blocks))
+            if repeat is not None:
+                found.append(repeat)
+    return tuple(found)
+
+
+def _separate(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
+    """True where no parameter of a block is another's, or is used elsewhere in the model."""
+    owned = [id(p) for block in blocks for p in block.parameters()]
+    everywhere = [id(p) for _, p in model.named_parameters(remove_duplicate=False)]
+    names = sum(1 for b in blocks for _ in b.named_parameters(remove_duplicate=False))
+    inside = set(owned)
+    return len(inside) == len(owned) and sum(p in inside for p in everywhere) == names
+
+
+def _kinds(blocks: Sequence[nn.Module]) -> list[int]:
+    """A number for each block, the same for blocks of the same structure and settings."""
+    seen: list[dict[Any, Any]] = []
+    kinds: list[int] = []
+    indices: list[int] = []
+    for index, block in enumerate(blocks):
+        described = _described(block)
+        for kind, other in enumerate(seen):
+            if _alike(described, index, other, indices[kind]):
+                kinds.append(kind)
+                break
+        else:
+            kinds.append(len(seen))
+            seen.append(described)
+            indices.append(index)
+    return kinds
+
+
+def _described(block: nn.Module) -> dict[Any, Any]:
+    out: dict[Any, Any] = {}
+    for path, module in block.named_modules():
+        out[path] = type(module)
+        for name, value in vars(module).items():
+            simple = isinstance(value, _SCALARS) or (
+                isinstance(value, (list, tuple)) and all(isinstance(v, _SCALARS) for v in value)
+            )
+            if simple and not name.startswith("_"):
+                out[path, name] = value
+    for name, parameter in block.named_parameters():
+        out["parameter", name] = (parameter.shape, parameter.dtype, parameter.requires_grad)
+    for name, buffer in block.named_buffers():
+        out["buffer", name] = (buffer.shape, buffer.dtype)
+    return out
+
+
+def _alike(one: dict[Any, Any], i: int, other: dict[Any, Any], j: int) -> bool:
+    """Equal settings; an attribute that holds the block's own number may differ."""
+    if one.keys() != other.keys():
+        return False
+    return all(
+        a == other[key] or (type(a) is int and a == i and other[key] == j) for key, a in one.items()
+    )
+
+
+def _longest_run(path: str, kinds: Sequence[int]) -> Repeat | None:
+    best: Repeat | None = None
+    for period in range(1, min(_LONGEST_PERIOD, len(kinds) // (_KEPT_PERIODS + 1)) + 1):
+        start = 0
+        while start < len(kinds):
+            end = start + period
+            while end < len(kinds) and kinds[end] == kinds[end - period]:
+                end += 1
+            times = (end - start) // period
+            if times > _KEPT_PERIODS:
+                run = Repeat(
+                    container=path,
+                    first=start + 2 * period,
+                    period=period,
+                    times=times - _KEPT_PERIODS + 1,
+                )
+                if best is None or run.skipped > best.skipped:
+                    best = run
+            start = max(end - period + 1, start + 1)
+    return best
+
+
+@dataclass(slots=True)
+class _Call:
+    """Leaves of one block's arguments and results."""
+
+    inputs: list[Any]
+    spec: Any
+    output: Any = None
+
+    def results(self) -> list[Any]:
+        return pytree.tree_leaves(self.output)
+
+
+@dataclass(slots=True)
+class Shortening:
+    """What the blocks of folded containers were called with; `fault` says what did not fit."""
+
+    calls: dict[tuple[str, int], _Call] = field(default_factory=dict)
+    latest: dict[str, _Call] = field(default_factory=dict)
+    fault: str = ""
+
+    def enter(self, container: str, index: int, args: Any, kwargs: Any) -> _Call:
+        """Note a call of a block that stands for others, or of one that it stands for."""
+        inputs, spec = pytree.tree_flatten((args, kwargs))
+        call = _Call(inputs, spec)
+        if (container, index) in self.calls:
+            self.fault = f"{container}.{index} is called twice"
+        self.calls[container, index] = call
+        return call
+
+    def skip(self, repeat: Repeat, index: int, args: Any, kwargs: Any) -> Any:
+        """Hand on what the block before returned, if the call is like that of the stand-in."""
+        call = self.enter(repeat.container, index, args, kwargs)
+        stand_in = repeat.first + (index - repeat.first) % repeat.period
+        like = self.calls.get((repeat.container, stand_in))
+        before = self.calls.get((repeat.container, stand_in - 1))
+        latest = self.latest.get(repeat.container)
+        if like is None or before is None or latest is None:
+            self.fault = f"{repeat.container}.{index} runs before {stand_in}"
+            raise RuntimeError(self.fault)
+        if not _same_call(call, like, latest.results(), before.results()):
+            self.fault = f"{repeat.container}.{index} is not called as {stand_in} is"
+        return latest.output
+
+
+def _same_call(call: _Call, like: _Call, handed: list[Any], handed_to_like: list[Any]) -> bool:
+    """Leaf by leaf: the same tensor, the same result of the block before, or an equal constant."""
+    if call.spec != like.spec:
+        return False
+
+    def source(leaf: Any, results: list[Any]) -> int:
+        return next((k for k, r in enumerate(results) if r is leaf), -1)
+
+    for mine, other in zip(call.inputs, like.inputs, strict=True):
+        if not isinstance(mine, torch.Tensor):
+            if isinstance(mine, _SCALARS) and mine != other:
+                return False
+            continue
+        came_from = source(other, handed_to_like)
+        if mine is not other and (came_from < 0 or source(mine, handed) != came_from):
+            return False
+    return True
+
+
+class _Skipped(nn.Module):
+    """Stands where a block is that the capture leaves out; answers for its attributes."""
+
+    def __init__(self, real: nn.Module, repeat: Repeat, index: int, notes: Shortening) -> None:
+        super().__init__()
+        # past nn.Module's own setter, which would register the block
+        self.__dict__.update(_real=real, _repeat=repeat, _index=index, _notes=notes)
+        self.training = real.training
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_real"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._notes.skip(self._repeat, self._index, args, kwargs)
+
+
+@contextmanager
+def shortened(model: nn.Module, repeats: Sequence[Repeat]) -> Iterator[Shortening]:
+    """Inside, the blocks that the repeats leave out hand on their input."""
+    notes = Shortening()
+    undo: list[tuple[nn.Module, str, nn.Module]] = []
+    watched: list[nn.Module] = []
+    try:
+        for repeat in repeats:
+            container = model.get_submodule(repeat.container)
+            behind = repeat.first + repeat.period
+            for index in range(repeat.first - repeat.period, behind):
+                block = container.get_submodule(str(index))
+                _watch(block, repeat.container, index, notes)
+                watched.append(block)
+            for index in range(behind, behind + repeat.skipped):
+                block = container.get_submodule(str(index))
+                undo.append((container, str(index), block))
+                container._modules[str(index)] = _Skipped(block, repeat, index, notes)
+        yield notes
+    finally:
+        for container, name, block in undo:
+            container._modules[name] = block
+        for block in watched:
+            vars(block).pop("forward", None)
+
+
+def _watch(block: nn.Module, container: str, index: int, notes: Shortening) -> None:
+    original = block.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        call = notes.enter(container, index, args, kwargs)
+        call.output = original(*args, **kwargs)
+        notes.latest[container] = call
+        return call.output
+
+    vars(block)["forward"] = forward
+
+
+def is_sound(traced: TracedModel) -> bool:
+    """True if the folded blocks have equal nodes and only their neighbours see inside them."""
+    blocks = Blocks(traced)
+    for repeat in traced.repeats:
+        for index in range(repeat.first, repeat.first + repeat.period):
+            if not _equal_nodes(blocks, repeat, index):
+                return False
+    results = {spec.node for spec in traced.outputs if spec.kind != "gradient"}
+    for node in traced.graph.nodes:
+        if node.name not in blocks.place:
+            continue
+        block = blocks.place[node.name][0]
+        if block.container not in blocks.repeats:
+            continue
+        inside = blocks.unit(block) in (-1, 0)
+        if inside and node.name in results:
+            return False
+        for user in node.users:
+            if user.op == "output":
+                continue
+            if not _may_see(blocks, block, inside, user.name):
+                return False
+    return True
+
+
+def _equal_nodes(blocks: Blocks, repeat: Repeat, index: int) -> bool:
+    mine = blocks.members.get(Block(repeat.container, index), [])
+    before = blocks.members.get(Block(repeat.container, index - repeat.period), [])
+    return len(mine) == len(before) > 0 and all(
+        blocks.classes[a.name] == blocks.classes[b.name] for a, b in zip(mine, before, strict=True)
+    )
+
+
+def _may_see(blocks: Blocks, block: Block, inside: bool, user: str) -> bool:
+    if user not in blocks.place:
+        return not inside
+    other = blocks.place[user][0]
+    if other.container != block.container:
+        return not inside
+    ours, theirs = blocks.unit(block), blocks.unit(other)
+    if inside or (theirs in (-1, 0) and ours > 0):
+        return abs(ours - theirs) <= 1
+    return True

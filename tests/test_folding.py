@@ -1,0 +1,203 @@
+"""Folded graphs: one block stands for many, and costs, memory, bytes and numbers are the same."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import autopar
+from autopar.core.constraints import Constraints, assign_mesh
+from autopar.core.folding import unfolded
+from autopar.cost_model import Cluster
+from autopar.errors import PlanMismatchError
+from autopar.solver.candidates import Candidate
+from autopar.solver.price import Decision, price
+from autopar.solver.solve import solve
+from autopar.solver.step import build_step
+from autopar.tracer.fold import find_repeats
+from autopar.tracer.trace import trace
+
+TEXT = {"input_ids": 1 + torch.arange(64).reshape(4, 16), "labels": torch.ones(4, 16).long()}
+
+
+def llama(layers: int) -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def gpt2(layers: int, **settings: Any) -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=96, n_embd=32, n_layer=layers, n_head=4, n_positions=16, **settings
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def gemma(layers: int) -> nn.Module:
+    config = transformers.Gemma3TextConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"] * (layers // 2),
+    )
+    return transformers.Gemma3ForCausalLM(config)
+
+
+class Branches(nn.Module):
+    """Equal blocks that do not follow each other: nothing may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(9))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([part(x) for part in self.parts]).square().mean()
+
+
+class Numbered(nn.Module):
+    """A block that depends on its place, unseen until it is traced whole."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = x + self.linear(x)
+        return out.tanh() if self.index == 5 else out
+
+
+class NumberedStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Numbered(i) for i in range(9))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def cluster(*mesh: int) -> Cluster:
+    return Cluster.from_profile("h100-sxm", devices_per_node=math.prod(mesh), mesh_shape=mesh)
+
+
+CASES = {
+    "llama": (lambda: llama(9), 1),
+    "gpt2": (lambda: gpt2(8), 1),
+    "gemma": (lambda: gemma(14), 2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("mesh", [(8,), (2, 4)], ids=str)
+def test_folded_costs_are_those_of_the_whole_model(name: str, mesh: tuple[int, ...]) -> None:
+    build, period = CASES[name]
+    model = build()
+    folded = trace(model, TEXT, training=True, fold=True)
+    whole = trace(model, TEXT, training=True)
+    (repeat,) = folded.repeats
+    assert repeat.period == period
+    assert len(folded.graph.nodes) < len(whole.graph.nodes)
+    at = cluster(*mesh)
+    plan = solve(folded, at)
+    full = unfolded(plan, folded, whole)
+    step = build_step(whole)
+    chosen = {
+        name: Candidate(n.inputs, n.outputs, n.variants, _inner(name, n, step, at))
+        for name, n in full.nodes.items()
+    }
+    storages = {s.node: full.parameters[s.target] for s in whole.parameters()}
+    found = price(step, at, Decision(chosen, storages), "adamw")
+    assert found.total_s == pytest.approx(plan.predicted.step_time_s, rel=1e-9)
+    assert found.comm_bytes == plan.predicted.comm_bytes
+    assert found.peak.peak_bytes == plan.predicted.peak_memory_bytes
+    assert list(plan.parameters) == [s.target for s in whole.parameters()]
+
+
+def _inner(name: str, node: Any, step: Any, at: Cluster) -> Any:
+    from autopar.solver.candidates import expand
+
+    for candidate in expand(step.ops[name].call, at.mesh_shape):
+        if candidate[:3] == (node.inputs, node.outputs, node.variants):
+            return candidate.comm
+    raise AssertionError(f"no candidate of {name} is the plan's")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_folded_plan_gives_the_same_numbers(name: str) -> None:
+    model = CASES[name][0]().double()
+    plan = autopar.plan(model, Cluster.from_profile("cpu-gloo", devices_per_node=2), TEXT)
+    assert plan.repeats
+    found = autopar.verify(plan, model, TEXT)
+    assert len(found.gradients) == len(list(model.parameters()))
+    assert found.worst[1] < 1e-6  # the losses compute in float32
+
+
+def test_plan_time_graph_does_not_grow_with_depth() -> None:
+    small, large = (trace(llama(n), TEXT, training=True, fold=True) for n in (6, 24))
+    assert len(small.graph.nodes) == len(large.graph.nodes)
+    assert small.fingerprint() != large.fingerprint()
+    two = cluster(2, 4)
+    plans = [solve(traced, two) for traced in (small, large)]
+    assert len(plans[0].parameters) < len(plans[1].parameters) == len(list(llama(24).parameters()))
+
+
+def test_blocks_side_by_side_are_not_folded() -> None:
+    model = Branches()
+    assert find_repeats(model)
+    traced = trace(model, (torch.ones(4, 8),), training=True, fold=True)
+    assert not traced.repeats
+    assert len(list(traced.parameters())) == 18
+
+
+def test_shared_and_scaled_blocks_are_not_folded() -> None:
+    block = nn.Linear(8, 8)
+    assert not find_repeats(nn.Sequential(nn.ModuleList([block] * 9)))
+    scaled = gpt2(8, scale_attn_by_inverse_layer_idx=True)
+    assert not trace(scaled, TEXT, training=True, fold=True).repeats
+
+
+def test_a_block_that_turns_out_to_differ() -> None:
+    model, x = NumberedStack().double(), (torch.ones(4, 8).double(),)
+    plan = autopar.plan(model, Cluster.from_profile("cpu-gloo", devices_per_node=2), x)
+    assert plan.repeats  # nothing shows it before the whole model is traced
+    with pytest.raises(PlanMismatchError, match=r"layers\.5"):
+        autopar.verify(plan, model, x)
+
+
+def test_a_pin_on_one_block_keeps_it_apart() -> None:
+    model = llama(9)
+    pins = {"params": {"model.layers.6.mlp.up_proj.weight": ["S0"]}}
+    at = Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    plan = autopar.plan(model, at, TEXT, constraints=pins)
+    assert not plan.repeats
+    assert plan.parameters["model.layers.6.mlp.up_proj.weight"][0].short == "S0"
+    everywhere = {"params": {"*.mlp.up_proj.weight": ["S0"]}}
+    plan = autopar.plan(model, at, TEXT, constraints=everywhere)
+    assert plan.repeats
+    assert {plan.parameters[n][0].short for n in plan.parameters if "up_proj" in n} == {"S0"}
+
+
+def test_constraints_are_met_in_folded_plans() -> None:
+    wanted = Constraints.parse({"tensor": {"mode": "1d", "size": 4}})
+    traced = trace(llama(9), TEXT, training=True, fold=True)
+    plan = solve(traced, cluster(4), constraints=wanted)
+    assert plan.mesh_shape == tuple(r.size for r in assign_mesh(wanted, (4,)))
+    assert plan.modes["model.layers.5.mlp.up_proj.weight"].startswith("1D")
