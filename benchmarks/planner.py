@@ -1,7 +1,8 @@
 """Planner speed: seconds for trace and solve, memory, problem size and gap, per model and mesh.
 
-    python -m benchmarks.planner                      # the small rows
-    python -m benchmarks.planner --rows gpt-3b-p100x4 gpt-12b-p100x16
+    python -m benchmarks.planner                      # nine rows
+    python -m benchmarks.planner --rows all           # every model × mesh
+    python -m benchmarks.planner --rows gpt-3b-p100x4 llama3-70b@32x8
 
 Models are built from transformers configs on the meta device; nothing is downloaded.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import resource
@@ -66,8 +68,8 @@ def _images(batch: int, size: int) -> Callable[[], Inputs]:
     return make
 
 
-def _gpt2(layers: int, hidden: int, heads: int) -> Callable[[], nn.Module]:
-    config = hf.GPT2Config(n_layer=layers, n_embd=hidden, n_head=heads, n_positions=1024)
+def _gpt2(layers: int, hidden: int, heads: int, length: int = 1024) -> Callable[[], nn.Module]:
+    config = hf.GPT2Config(n_layer=layers, n_embd=hidden, n_head=heads, n_positions=length)
     return lambda: hf.GPT2LMHeadModel(config)
 
 
@@ -96,9 +98,62 @@ def _vit(layers: int, hidden: int, heads: int) -> Callable[[], nn.Module]:
     return lambda: hf.ViTForImageClassification(config)
 
 
+def _mixtral() -> nn.Module:
+    config = hf.MixtralConfig(max_position_embeddings=8192)  # its defaults are 8x7B
+    return hf.MixtralForCausalLM(config)
+
+
+def _t5() -> nn.Module:
+    config = hf.T5Config(
+        d_model=1024, d_kv=128, d_ff=65536, num_layers=24, num_heads=128, dropout_rate=0.0
+    )
+    return hf.T5ForConditionalGeneration(config)
+
+
+def _pairs(batch: int, length: int) -> Callable[[], Inputs]:
+    """Source and target, each half as long as `length`."""
+    return _tokens(batch, length // 2)
+
+
 _P100_4 = {"profile": "p100", "nodes": 1, "devices_per_node": 4, "mesh": (4,)}
 _P100_16 = {"profile": "p100", "nodes": 4, "devices_per_node": 4, "mesh": (4, 4)}
 _F16 = torch.float16
+
+# model, its inputs for a batch, and sequences (images) per device
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Callable[[], Inputs]], float]] = {
+    "gpt2-1.5b": (_gpt2(48, 1600, 25), lambda b: _tokens(b, 1024), 2),
+    "llama3-8b": (_llama(32, 4096, 14336, 32, 8), lambda b: _tokens(b, 4096), 1),
+    "llama3-70b": (_llama(80, 8192, 28672, 64, 8), lambda b: _tokens(b, 4096), 0.25),
+    "llama3-405b": (_llama(126, 16384, 53248, 128, 8), lambda b: _tokens(b, 4096), 0.0625),
+    "mixtral-8x7b": (_mixtral, lambda b: _tokens(b, 4096), 1),
+    "vit-22b": (_vit(48, 6144, 48), lambda b: _images(b, 224), 4),
+    "t5-11b": (_t5, lambda b: _pairs(b, 4096), 0.5),
+    "gpt3-175b": (_gpt2(96, 12288, 96, 2048), lambda b: _tokens(b, 2048), 0.125),
+}
+MESHES: dict[str, tuple[int, ...]] = {
+    "8": (8,),
+    "32x8": (32, 8),
+    "64x8": (64, 8),
+    "4x4x4": (4, 4, 4),
+    "16x8x8": (16, 8, 8),
+}
+
+
+def _grid() -> dict[str, Row]:
+    rows: dict[str, Row] = {}
+    for name, (build, inputs, share) in MODELS.items():
+        for text, mesh in MESHES.items():
+            devices = math.prod(mesh)
+            rows[f"{name}@{text}"] = Row(
+                build=build,
+                inputs=inputs(max(int(devices * share), 8)),
+                profile="h100-sxm",
+                nodes=devices // 8,
+                devices_per_node=8,
+                mesh=mesh,
+            )
+    return rows
+
 
 ROWS: dict[str, Row] = {
     "gpt-3b-p100x4": Row(
@@ -113,19 +168,17 @@ ROWS: dict[str, Row] = {
     "vit-12b-p100x16": Row(
         build=_vit(40, 4992, 52), inputs=_images(16, 224), dtype=_F16, **_P100_16
     ),
-    "gpt2-1.5b-h100x8": Row(
-        build=_gpt2(48, 1600, 25), inputs=_tokens(8, 1024), profile="h100-sxm", nodes=1,
-        devices_per_node=8, mesh=(8,),
+    "llama3-405b-16-layers@64x8": Row(
+        build=_llama(16, 16384, 53248, 128, 8), inputs=_tokens(32, 4096), profile="h100-sxm",
+        nodes=64, devices_per_node=8, mesh=(64, 8),
     ),
-    "llama3-8b-h100x8": Row(
-        build=_llama(32, 4096, 14336, 32, 8), inputs=_tokens(8, 4096), profile="h100-sxm",
-        nodes=1, devices_per_node=8, mesh=(8,),
-    ),
-    "llama3-8b-h100x32x8": Row(
-        build=_llama(32, 4096, 14336, 32, 8), inputs=_tokens(256, 4096), profile="h100-sxm",
-        nodes=32, devices_per_node=8, mesh=(32, 8),
-    ),
+    **_grid(),
 }  # fmt: skip
+DEFAULT = [
+    "gpt-3b-p100x4", "vit-3b-p100x4", "gpt-12b-p100x16", "vit-12b-p100x16",
+    "llama3-8b@8", "llama3-8b@32x8", "llama3-8b@16x8x8", "llama3-405b-16-layers@64x8",
+    "llama3-405b@64x8",
+]  # fmt: skip
 
 
 def measure(row: Row) -> dict[str, Any]:
@@ -138,7 +191,7 @@ def measure(row: Row) -> dict[str, Any]:
     if "pixel_values" in inputs:
         inputs["pixel_values"] = inputs["pixel_values"].to(row.dtype)
     built = time.perf_counter()
-    traced = trace(model, inputs)
+    traced = trace(model, inputs, fold=True)
     traced_at = time.perf_counter()
     cluster = autopar.Cluster.from_profile(
         row.profile, nodes=row.nodes, devices_per_node=row.devices_per_node, mesh_shape=row.mesh
@@ -153,6 +206,9 @@ def measure(row: Row) -> dict[str, Any]:
             "limit_gib": plan.memory_limit_bytes / 2**30,
             "gap": plan.solver.gap,
             "status": plan.solver.status,
+            "objective_s": plan.solver.objective,
+            "bound_s": plan.solver.bound,
+            "ilp_s": plan.solver.seconds,
             "variables": plan.solver.variables,
         }
     except autopar.InfeasiblePlanError as error:
@@ -182,17 +238,18 @@ def _in_child(name: str) -> dict[str, Any]:
 def main() -> None:
     """Print the table; `--json FILE` keeps it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=list(ROWS))
+    parser.add_argument("--rows", nargs="*", default=DEFAULT, choices=["all", *ROWS])
     parser.add_argument("--json")
     parser.add_argument("--child", choices=list(ROWS))
     options = parser.parse_args()
     if options.child:
         print(json.dumps(measure(ROWS[options.child])))
         return
-    results = {name: _in_child(name) for name in options.rows}
+    names = list(ROWS) if options.rows == ["all"] else options.rows
+    results = {name: _in_child(name) for name in names}
     table = Table(title=f"planner, {os.cpu_count()} cores, {platform.machine()}")
-    columns = ("total_s", "trace_s", "solve_s", "rss_gib", "result", "step_s", "peak_gib",
-               "limit_gib", "needs_gib", "gap", "variables")  # fmt: skip
+    columns = ("total_s", "trace_s", "solve_s", "ilp_s", "rss_gib", "result", "objective_s",
+               "bound_s", "gap", "peak_gib", "limit_gib", "needs_gib", "variables")  # fmt: skip
     table.add_column("row")
     for column in columns:
         table.add_column(column, justify="right")
@@ -202,7 +259,16 @@ def main() -> None:
     Console(width=180).print(table)
     if options.json:
         with open(options.json, "w") as file:
-            json.dump({"torch": torch.__version__, "rows": results}, file, indent=1)
+            json.dump(
+                {
+                    "torch": torch.__version__,
+                    "machine": platform.processor() or platform.machine(),
+                    "cores": os.cpu_count(),
+                    "rows": results,
+                },
+                file,
+                indent=1,
+            )
 
 
 if __name__ == "__main__":

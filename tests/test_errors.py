@@ -65,6 +65,44 @@ def test_data_dependent_shape_names_the_line() -> None:
     assert f"test_errors.py:{line}" in str(caught.value)
 
 
+class Looking(nn.Module):
+    """Takes a number out of a tensor and does nothing with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(self.linear(x), labels)
+        self.seen = 2 * x.mean().item()
+        return loss
+
+
+def test_a_number_that_nothing_depends_on_is_no_data_dependence() -> None:
+    autopar.plan(Looking(), cluster(), hw.vectors())
+
+
+class Marking(nn.Module):
+    """Writes one learned vector to places that data chooses: all shapes are known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+        self.mark = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = x.clone()
+        x[labels > 0] = self.mark
+        return nn.functional.cross_entropy(self.linear(x), labels)
+
+
+def test_a_masked_assignment_is_no_data_dependence() -> None:
+    model, inputs = Marking(), hw.vectors()
+    plan = autopar.plan(model, cluster(), inputs, constraints={"data": 4})
+    name, error = autopar.verify(plan, model, inputs).worst
+    assert error < 1e-5, name
+
+
 @pytest.mark.parametrize(
     ("constraints", "words"),
     [

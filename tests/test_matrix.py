@@ -92,7 +92,9 @@ def check(name: str, plan: Plan) -> None:
     last = mesh_coords(plan.mesh_shape)[-1]
     sent = traffic_of_a_rank(traced, plan, model, inputs, last)
     assert sent == plan.predicted.comm_bytes
-    if len(plan.mesh_shape) <= 2:
+    # under a memory limit the bound is that of a relaxation, which toy sizes leave loose
+    limited = plan.memory_limit_bytes < plan.cluster["device"]["memory_bytes"]
+    if len(plan.mesh_shape) <= 2 and not limited:
         assert plan.solver.gap <= 0.01
 
 

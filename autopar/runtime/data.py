@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
+from autopar.core.graph import node_info
 from autopar.core.placement import Layout, Replicate, Shard
 from autopar.core.strategy import op_call
 from autopar.errors import AutoparError
@@ -63,6 +66,15 @@ class _RowsOfBatches:
         return len(self.batches)  # type: ignore[arg-type]
 
 
+def _source(node: fx.Node) -> str:
+    """The op that a value comes from, which is not the node where the op has several outputs."""
+    if node.op == "call_function" and node.target is operator.getitem:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return source.name
+    return node.name
+
+
 class ShardedLoader:
     """Iterates a loader's batches as this rank's shares, wrapped as DTensors.
 
@@ -81,22 +93,40 @@ class ShardedLoader:
             self._whole = False
 
     def _row_layout(self) -> Layout | None:
-        """The finest split of rows that some op wants of an input; None where none does.
+        """The finest split of rows that some op of the forward has; None where none does.
 
-        An input that the program takes otherwise is gathered when it is fed.
+        An op that takes an input whole does not stop the split: the input is then gathered when
+        it is fed.
         """
         step = next(iter(self.module._steps.values()))
-        nodes = {node.name: node for node in step.traced.graph.nodes}
-        split = [False] * len(step.plan.mesh_shape)
-        for spec in step.traced.inputs:
-            for user in nodes[spec.node].users if spec.kind == "input" else ():
-                chosen = step.plan.nodes.get(user.name)
-                operands = op_call(user, 1).nodes if chosen is not None else ()
-                for operand, layout in zip(operands, chosen.inputs if chosen else (), strict=True):
-                    for axis, placement in enumerate(layout):
-                        split[axis] |= operand.name == spec.node and placement == Shard(0)
-        layout = tuple(Shard(0) if rows else Replicate() for rows in split)
-        return layout if any(split) else None
+        rows = {s.node: s.shape[0] for s in step.traced.inputs if s.kind == "input" and s.shape}
+        smallest = math.gcd(*rows.values())
+        split: dict[int, None] = {}
+        for node in step.traced.graph.nodes:
+            chosen = step.plan.nodes.get(node.name)
+            if chosen is None:
+                continue
+            call = op_call(node, 1)
+            held = [rows.get(_source(operand), 0) for operand in call.nodes]
+            found = [layout for n, layout in zip(held, chosen.inputs, strict=True) if n]
+            batch = max(held, default=0)
+            # a value made of the batch with as many rows holds the batch in its dim 0
+            if batch and node_info(step.traced, node).phase == "forward":
+                if call.outputs[0].shape[:1] == (batch,):
+                    rows[node.name] = batch
+                    found.append(chosen.outputs[0])
+                for layout in found:
+                    split.update(dict.fromkeys(a for a, p in enumerate(layout) if p == Shard(0)))
+        mesh_shape = step.plan.mesh_shape
+        for axis in sorted(split):  # ops may split different axes, and all together too many
+            if smallest % mesh_shape[axis]:
+                del split[axis]
+            else:
+                smallest //= mesh_shape[axis]
+        layout = tuple(
+            Shard(0) if axis in split else Replicate() for axis in range(len(mesh_shape))
+        )
+        return layout if split else None
 
     def _rebuilt(self, loader: DataLoader[Any], layout: Layout) -> DataLoader[Any]:
         batch_size = loader.batch_size or len(next(iter(loader.batch_sampler)))  # type: ignore[arg-type]

@@ -177,6 +177,7 @@ class _Builder:
             if contraction is None or contraction.core:
                 raise self.pins.refuse(op)
             allowed = everything
+        allowed = self.pins.prefer(op, allowed)
         cost = self.pricer.compute(op.call, allowed) + self.pricer.inner(allowed)
         self.candidates[op.name] = allowed
         count = self.count[op.name]

@@ -202,6 +202,8 @@ class Pins:
         for contraction in self.contractions.values():
             self.by_weight.setdefault(contraction.weight, []).append(contraction)
         self.gradients = find_gradients(step, self.by_weight)
+        shapes = [spec.shape for spec in step.inputs.values() if spec.kind == "input"]
+        self.rows = next((shape[:1] for shape in shapes if shape), ())
         self._check_attention(traced)
 
     def _check_attention(self, traced: TracedModel) -> None:
@@ -231,6 +233,25 @@ class Pins:
         if not op.backward and _is_attention(op):
             return self._attention_allows(op, candidate)
         return True
+
+    def prefer(self, op: Op, candidates: list[Candidate]) -> list[Candidate]:
+        """Of an op's candidates, those that read only a data rank's share of the user's inputs.
+
+        All of them where none does: what has no rows to share is read whole.
+        """
+        readers = [
+            index
+            for index, (name, _) in enumerate(op.operands)
+            if name in self.step.inputs
+            and self.step.inputs[name].kind == "input"
+            and self.step.inputs[name].shape[:1] == self.rows
+        ]
+        sharing = [
+            candidate
+            for candidate in candidates
+            if all(_shards(candidate.inputs[i][a], 0) for i in readers for a in self.data_axes)
+        ]
+        return sharing or candidates
 
     def _contraction_allows(self, c: Contraction, candidate: Candidate) -> bool:
         kinds = [kind_on_axis(c, candidate, axis) for axis in range(len(self.roles))]
