@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
+from autopar.cache import PlanCache
 from autopar.codegen.emit import emit
 from autopar.core.constraints import Constraints
 from autopar.core.folding import every_instance, same_for_all_instances, unfolded
@@ -52,6 +53,7 @@ def plan(
     optimizer: object = "adamw",
     loss_fn: Callable[..., Any] | None = None,
     training: bool = True,
+    cache: bool = True,
 ) -> Plan:
     """Plan a training step. Needs no devices and no process group.
 
@@ -65,14 +67,13 @@ def plan(
         loss_fn: `loss_fn(output, target)` for a model that returns no loss; `target` is then
             the keyword input of that name or the last positional one.
         training: plan forward and backward, else inference.
+        cache: look for the plan in `$AUTOPAR_CACHE_DIR` first, and keep it there.
 
     Raises:
         TraceError: the model cannot be captured.
         ConstraintError: a constraint is unknown, matches nothing or cannot hold.
         InfeasiblePlanError: nothing fits; carries the smallest limit that would.
     """
-    from autopar.solver.solve import solve
-
     described = cluster if isinstance(cluster, Cluster) else Cluster.from_mesh(cluster)
     parsed = Constraints.parse(constraints)
     traced = trace(
@@ -82,14 +83,32 @@ def plan(
         loss_fn=loss_fn,
         fold=_may_fold(model, parsed),
     )
-    found = solve(
-        traced,
-        described,
-        constraints=parsed,
-        memory_limit=memory_limit,
-        optimizer=optimizer,
-    )
+    found = _solved(traced, described, parsed, memory_limit, optimizer, cache)
     emit(traced, found, [0] * len(found.mesh_shape))
+    return found
+
+
+def _solved(
+    traced: TracedModel,
+    cluster: Cluster,
+    constraints: Constraints,
+    memory_limit: int | None,
+    optimizer: object,
+    cache: bool,
+) -> Plan:
+    """The plan from the cache, or solved and kept there."""
+    plans = PlanCache() if cache else None
+    key = plans.key(traced, cluster, constraints, memory_limit, optimizer) if plans else ""
+    known = plans.get(key) if plans else None
+    if known is not None:
+        return known
+    from autopar.solver.solve import solve
+
+    found = solve(
+        traced, cluster, constraints=constraints, memory_limit=memory_limit, optimizer=optimizer
+    )
+    if plans is not None:
+        plans.put(key, found)
     return found
 
 
@@ -113,6 +132,7 @@ def parallelize(
     init_weights: Callable[[nn.Module], Any] | None = None,
     cluster: Cluster | None = None,
     seed: int | None = None,
+    cache: bool = True,
 ) -> ParallelModule:
     """Turn a module into one that trains on all devices of a mesh. Call it on every rank.
 
@@ -122,7 +142,7 @@ def parallelize(
         mesh: device mesh of any number of axes, covering the whole world.
         example_inputs: tuple or dict of tensors with the global batch; without it, the first call
             plans.
-        constraints, memory_limit, optimizer, loss_fn: see `autopar.plan`.
+        constraints, memory_limit, optimizer, loss_fn, cache: see `autopar.plan`.
         plan: a plan or its file, instead of solving.
         init_weights: called with each module of a meta model, on the CPU, to fill its tensors.
         cluster: what the mesh is made of; default: described from the mesh.
@@ -135,7 +155,7 @@ def parallelize(
     """
     _check_world(mesh)
     given, parsed, base = _agreed_settings(model, mesh, plan, constraints, seed)
-    planner = _Planner(model, mesh, given, parsed, memory_limit, optimizer, loss_fn, cluster)
+    planner = _Planner(model, mesh, given, parsed, memory_limit, optimizer, loss_fn, cluster, cache)
 
     def create(chosen: Plan) -> Any:
         planned = planner.device_mesh(chosen)
@@ -233,6 +253,7 @@ class _Planner:
         optimizer: object,
         loss_fn: Callable[..., Any] | None,
         cluster: Cluster | None,
+        cache: bool,
     ) -> None:
         self.model = model
         self.mesh = mesh
@@ -243,6 +264,7 @@ class _Planner:
         self.optimizer = optimizer
         self.loss_fn = loss_fn
         self.cluster = cluster
+        self.cache = cache
         self._mesh_of: dict[tuple[int, ...], DeviceMesh] = {tuple(mesh.mesh.shape): mesh}
 
     def device_mesh(self, chosen: Plan) -> DeviceMesh:
@@ -340,8 +362,6 @@ class _Planner:
         return chosen
 
     def _solve(self, traced: TracedModel) -> Plan:
-        from autopar.solver.solve import solve
-
         described = self.cluster or Cluster.from_mesh(self.mesh)
         constraints = self.constraints
         if self.first is not None:
@@ -352,12 +372,8 @@ class _Planner:
                     for name, layout in self.first.parameters.items()
                 }
             )
-        return solve(
-            traced,
-            described,
-            constraints=constraints,
-            memory_limit=self.memory_limit,
-            optimizer=self.optimizer,
+        return _solved(
+            traced, described, constraints, self.memory_limit, self.optimizer, self.cache
         )
 
     def _check_given(self, chosen: Plan, traced: TracedModel) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 import autopar
 from autopar.core.constraints import Constraints, assign_mesh
 from autopar.core.folding import unfolded
+from autopar.core.recompute import recomputed
 from autopar.cost_model import Cluster
 from autopar.errors import PlanMismatchError
 from autopar.solver.candidates import Candidate
@@ -107,7 +108,10 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("mesh", [(8,), (2, 4)], ids=str)
-def test_folded_costs_are_those_of_the_whole_model(name: str, mesh: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("kind", ["none", "selective", "full"])
+def test_folded_costs_are_those_of_the_whole_model(
+    name: str, mesh: tuple[int, ...], kind: str
+) -> None:
     build, period = CASES[name]
     model = build()
     folded = trace(model, TEXT, training=True, fold=True)
@@ -116,9 +120,9 @@ def test_folded_costs_are_those_of_the_whole_model(name: str, mesh: tuple[int, .
     assert repeat.period == period
     assert len(folded.graph.nodes) < len(whole.graph.nodes)
     at = cluster(*mesh)
-    plan = solve(folded, at)
+    plan = solve(folded, at, constraints=Constraints(checkpoint=kind))
     full = unfolded(plan, folded, whole)
-    step = build_step(whole)
+    step = build_step(recomputed(whole, kind))
     chosen = {
         name: Candidate(n.inputs, n.outputs, n.variants, _inner(name, n, step, at))
         for name, n in full.nodes.items()

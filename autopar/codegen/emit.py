@@ -27,6 +27,7 @@ from autopar.core.blocks import Blocks
 from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info
 from autopar.core.placement import Layout, Replicate, local_shape
 from autopar.core.plan import CommBytes, Plan
+from autopar.core.recompute import recomputed
 from autopar.core.strategy import op_call
 from autopar.errors import AutoparError, PlanMismatchError
 
@@ -100,6 +101,7 @@ def emit(
             f"the plan is for graph {plan.fingerprint}, this model and input traces to "
             f"{traced.fingerprint()}: another model, input shape, dtype or version of the code"
         )
+    traced = recomputed(traced, plan.checkpoint)
     program = _Emitter(traced, plan, coords, group_names, torch.device(device)).run()
     found = program.comm_bytes()
     if found != plan.predicted.comm_bytes:

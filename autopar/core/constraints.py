@@ -14,7 +14,8 @@ __all__ = ["AxisRole", "Constraints", "assign_mesh"]
 
 TENSOR_MODES = ("1d", "2d", "2.5d", "3d")
 SEQUENCE_MODES = ("megatron", "ulysses", "ring")
-_KEYS = ("tensor", "sequence", "data", "zero", "params")
+_KEYS = ("tensor", "sequence", "data", "zero", "checkpoint", "params")
+CHECKPOINTS = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,7 @@ class Constraints:
         sequence_size: devices of the sequence axis; None takes all that is left.
         data: devices that split the batch; None is free.
         zero: 0 keeps every parameter whole on the data axes, 3 shards every one.
+        checkpoint: recomputation of activations, "none", "selective" or "full"; None is free.
         params: storage placements by FQN glob, one per mesh axis.
     """
 
@@ -47,6 +49,7 @@ class Constraints:
     sequence_size: int | None = None
     data: int | None = None
     zero: int | None = None
+    checkpoint: str | None = None
     params: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
@@ -80,6 +83,12 @@ class Constraints:
                     f"zero={zero!r}: 0 (whole parameters) and 3 (sharded parameters) can be pinned"
                 )
             fields["zero"] = zero
+        if (checkpoint := value.get("checkpoint")) is not None:
+            if checkpoint not in CHECKPOINTS:
+                raise ConstraintError(
+                    f"checkpoint={checkpoint!r}: known are {', '.join(CHECKPOINTS)}"
+                )
+            fields["checkpoint"] = checkpoint
         params = value.get("params") or {}
         fields["params"] = {
             glob: tuple([p] if isinstance(p, str) else p) for glob, p in params.items()
@@ -94,9 +103,9 @@ class Constraints:
         for key, value in (("tensor", tensor), ("sequence", sequence)):
             if value["mode"] is not None:
                 found[key] = {k: v for k, v in value.items() if v is not None}
-        for key, number in (("data", self.data), ("zero", self.zero)):
-            if number is not None:
-                found[key] = number
+        for key in ("data", "zero", "checkpoint"):
+            if getattr(self, key) is not None:
+                found[key] = getattr(self, key)
         if self.params:
             found["params"] = {glob: list(wanted) for glob, wanted in self.params.items()}
         return found

@@ -12,6 +12,7 @@ from torch import fx
 from autopar.core.blocks import Block, Blocks, block_of
 from autopar.core.graph import Repeat, TracedModel, tensor_meta
 from autopar.core.plan import Plan
+from autopar.core.recompute import recomputed
 from autopar.errors import PlanMismatchError
 
 __all__ = ["every_instance", "same_for_all_instances", "unfolded"]
@@ -88,6 +89,9 @@ def unfolded(plan: Plan, folded: TracedModel, whole: TracedModel) -> Plan:
     Raises:
         PlanMismatchError: the whole graph does not consist of what the folded one holds.
     """
+    folded = recomputed(folded, plan.checkpoint)
+    fingerprint = whole.fingerprint()
+    whole = recomputed(whole, plan.checkpoint)
     nodes = {
         mine.name: plan.nodes[twin.name]
         for mine, twin in _pairs(Blocks(folded), Blocks(whole))
@@ -98,7 +102,7 @@ def unfolded(plan: Plan, folded: TracedModel, whole: TracedModel) -> Plan:
         plan,
         nodes=nodes,
         inputs={name: layout for name, layout in plan.inputs.items() if name in kept},
-        fingerprint=whole.fingerprint(),
+        fingerprint=fingerprint,
         repeats=(),
     )
 

@@ -71,11 +71,13 @@ class NodeInfo:
         phase: forward, or backward where the node depends on an output gradient.
         module: FQN of the innermost module that the op runs in.
         source: the user's line, `file:line`, or "" where unknown.
+        recomputed: it repeats a forward op in the backward.
     """
 
     phase: Phase
     module: str
     source: str
+    recomputed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +158,17 @@ class TracedModel:
                 shape = tuple(value.shape) if value is not None else ()
                 digest.update(repr((node.name, str(node.target), shape)).encode())
         return digest.hexdigest()[:16]
+
+    def digest(self) -> str:
+        """Hash of everything that a plan's price depends on: arguments and wiring too."""
+        digest = hashlib.sha256(self.fingerprint().encode())
+        digest.update(repr((self.training, self.loss_index, self.tied)).encode())
+        for spec in (*self.inputs, *self.outputs):
+            digest.update(repr(spec).encode())
+        for node in self.graph.nodes:
+            digest.update(repr((node.name, node.args, node.kwargs)).encode())
+            digest.update(repr(self.info.get(node.name)).encode())
+        return digest.hexdigest()
 
 
 def node_info(traced: TracedModel, node: fx.Node) -> NodeInfo:

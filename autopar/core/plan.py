@@ -92,6 +92,7 @@ class Plan:
         constraints: what the user pinned.
         memory_limit_bytes: what it had to fit.
         optimizer: name of the optimizer that memory was priced for.
+        checkpoint: recomputation of activations: "none", "selective" or "full".
         repeats: blocks of `nodes` that stand for others (`parameters` names all of them).
     """
 
@@ -111,6 +112,7 @@ class Plan:
     constraints: Mapping[str, Any] = field(default_factory=dict)
     memory_limit_bytes: int = 0
     optimizer: str = "adamw"
+    checkpoint: str = "none"
     repeats: tuple[Repeat, ...] = ()
     version: int = PLAN_VERSION
 

@@ -297,7 +297,7 @@ class _Builder:
         if arrives is not None and storage_of(self.step.ops, value)[0] not in self.step.inputs:
             known = [[arrives(p, c) for c in targets] for p in produced]
             matrix = np.where(np.array(known), matrix, np.inf)
-        if leaves is not None and not op.backward:
+        if leaves is not None and op.forward:
             known = [[leaves(p, w) for w in wanted] for p in produced]
             matrix = np.where(np.array(known), matrix, np.inf)
         return matrix

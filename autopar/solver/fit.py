@@ -15,6 +15,7 @@ and the plan that λ yields brings its own peak as a new row. Rows are made only
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -34,7 +35,9 @@ _ROUNDS = 20
 _POLISH_ROUNDS = 4
 _RECOMBINED = 8  # plans
 _ILP_SECONDS = 10.0
-_CLOSE = 2e-3  # relative gap at which the search stops
+_HOPELESS_AFTER = 3
+_HOPELESS = 1.2
+_CLOSE = 5e-3  # relative gap at which the search stops
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +74,19 @@ class MemorySearch:
         self.rows: dict[int, Row] = {}
         self.fits: list[Fit] = []
         self.free: Fit | None = None
+        self._rough: Fit | None = None
 
     def fastest(self) -> Fit:
         """The plan without any limit."""
         if self.free is None:
             self.free = self._keep(solve_problem(self.problem))
         return self.free
+
+    def rough(self) -> Fit:
+        """A plan without any limit, near the fastest, with a looser bound."""
+        if self._rough is None:
+            self._rough = self.free or self._keep(solve_problem(self.problem, exact=False))
+        return self._rough
 
     def _keep(self, solution: Solution) -> Fit:
         """Price a solution, remember it, and make the row of the op where it peaks."""
@@ -106,13 +116,16 @@ class MemorySearch:
     def least(self, enough: int = 0) -> Fit:
         """The plan of least peak found, or the first whose peak is at most `enough` bytes.
 
+        With `enough`, it gives up early where the first rounds come nowhere near.
+
         Prices grow on the rows where the plans peak (multiplicative weights).
         """
-        free = self.fastest()
+        free = self.rough()
         best = free
         prices = {free.price.peak.index: 1.0}
-        for _ in range(_LEAST_ROUNDS):
-            if best.peak <= enough:
+        for turn in range(_LEAST_ROUNDS):
+            hopeless = enough and turn >= _HOPELESS_AFTER and best.peak > _HOPELESS * enough
+            if best.peak <= enough or hopeless:
                 break
             total = sum(prices.values())
             # a little of the seconds, so that ties in memory go to the faster plan
@@ -125,11 +138,16 @@ class MemorySearch:
             prices[index] = 2.0 * prices.get(index, total / len(prices) / 2.0)
         return best
 
-    def within(self, limit: int) -> Fit | None:
-        """The fastest plan whose peak is at most `limit` bytes; None if none was found."""
-        free = self.fastest()
-        if free.peak <= limit:
-            return free
+    def within(self, limit: int, beat: float = math.inf) -> Fit | None:
+        """The fastest plan whose peak is at most `limit` bytes; None if none was found.
+
+        None too where no plan costs less than `beat` seconds.
+        """
+        free = self.rough()
+        if free.solution.bound >= beat:
+            return None
+        if free.peak <= limit and self.fastest().peak <= limit:
+            return self.fastest()
         best = self.least(enough=limit)
         if best.peak > limit:
             return None
@@ -151,6 +169,8 @@ class MemorySearch:
             value = found.bound - sum(prices.values()) * limit
             if value > bound:
                 bound, center = value, prices
+            if bound >= beat:
+                return None
             self._keep(self._as_plan(found.chosen, found, 0.0, "candidate"))
         best = self._recombine(best, limit, bound)
         solution = self._as_plan(best.solution.chosen, best.solution, bound, "bounded")

@@ -130,7 +130,7 @@ class Liveness:
                         row.add(owner, (span.times - 1) * self._bytes(spec, layouts))
                     else:
                         self._copies(row, op, span.times - 1)
-        if position >= span.last:
+        if position > span.last:
             for name in span.parameters:
                 if name in self.step.gradients:
                     owner = self.built.classes[name]

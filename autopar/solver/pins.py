@@ -65,7 +65,7 @@ def find_contractions(traced: TracedModel, step: Step) -> dict[str, Contraction]
     nodes = {n.name: n for n in traced.graph.nodes}
     found: dict[str, Contraction] = {}
     for op in step.ops.values():
-        if op.backward or op.call.target not in (
+        if not op.forward or op.call.target not in (
             autopar_ops.einsum.default,
             aten.convolution.default,
             aten.mm.default,
@@ -148,14 +148,16 @@ def find_gradients(step: Step, by_weight: dict[str, list[Contraction]]) -> dict[
     completed = {unview(step.ops, step.gradients[w])[0] for w in single if w in step.gradients}
     found: dict[str, Gradient] = {}
     for op in step.ops.values():
-        if not op.backward or op.call.target is not autopar_ops.einsum.default:
+        if op.forward or op.call.target is not autopar_ops.einsum.default:
             continue
         sources = [unview(step.ops, value)[0] for value in op.operands[:2]]
         weights = [i for i, name in enumerate(sources) if name in single]
         if len(weights) == 1:
             found[op.name] = Gradient(1 - weights[0], weights[0], False)
         elif op.name in completed and not weights:
-            backward = [i for i, n in enumerate(sources) if n in step.ops and step.ops[n].backward]
+            backward = [
+                i for i, n in enumerate(sources) if n in step.ops and not step.ops[n].forward
+            ]
             if len(backward) == 1:
                 found[op.name] = Gradient(backward[0], 1 - backward[0], True)
     return found
@@ -200,7 +202,8 @@ class Pins:
         self.first = next((c.op.name for c in self.contractions.values() if c.core), None)
         self.by_weight: dict[str, list[Contraction]] = {}
         for contraction in self.contractions.values():
-            self.by_weight.setdefault(contraction.weight, []).append(contraction)
+            if not contraction.op.recomputed:
+                self.by_weight.setdefault(contraction.weight, []).append(contraction)
         self.gradients = find_gradients(step, self.by_weight)
         shapes = [spec.shape for spec in step.inputs.values() if spec.kind == "input"]
         self.rows = next((shape[:1] for shape in shapes if shape), ())
@@ -230,7 +233,7 @@ class Pins:
             return self._kinds_allowed(
                 self.gradients[op.name].kinds(candidate, len(self.roles)), None
             )
-        if not op.backward and _is_attention(op):
+        if op.forward and _is_attention(op):
             return self._attention_allows(op, candidate)
         return True
 

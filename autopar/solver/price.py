@@ -202,7 +202,7 @@ class _Schedule:
         """Add what the other instances of folded blocks keep while the one in the graph runs.
 
         It is the last to run forward and the first backward: the others' saved activations are
-        there from its first op to its last, their gradients from its last on.
+        there from its first op to its last, their gradients after its last.
         """
         size = {buffer: num_bytes for op in schedule for buffer, num_bytes in op.alloc}
         for span in folded_spans(self.step, self.order):
@@ -220,12 +220,14 @@ class _Schedule:
                 if name in self.step.gradients
             ]
             self.kinds.update(dict.fromkeys((buffer for buffer, _ in kept), "gradients"))
-            first, last = schedule[span.first], schedule[span.last]
+            first = schedule[span.first]
             schedule[span.first] = replace(first, alloc=(*alloc, *first.alloc))
             last = schedule[span.last]
-            schedule[span.last] = replace(
-                last, alloc=(*last.alloc, *kept), free=(*last.free, *(b for b, _ in alloc))
-            )
+            schedule[span.last] = replace(last, free=(*last.free, *(b for b, _ in alloc)))
+            if span.last + 1 == len(schedule):
+                schedule.append(ScheduledOp(name="end"))
+            behind = schedule[span.last + 1]
+            schedule[span.last + 1] = replace(behind, alloc=(*kept, *behind.alloc))
         return schedule
 
     def _share(self, name: str) -> int:

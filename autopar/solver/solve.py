@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from autopar.core.constraints import AxisRole, Constraints, assign_mesh
@@ -10,6 +11,7 @@ from autopar.core.folding import every_instance
 from autopar.core.graph import TracedModel
 from autopar.core.placement import Layout, Placement, Replicate
 from autopar.core.plan import NodePlan, Plan, Prediction, SolverReport
+from autopar.core.recompute import RECOMPUTATIONS, recomputed
 from autopar.core.units import format_bytes
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError
@@ -52,12 +54,64 @@ def solve(
     wanted = constraints or Constraints()
     roles = assign_mesh(wanted, cluster.mesh_shape)
     planned = _with_roles(cluster, roles)
-    step = build_step(traced)
-    pins = Pins(wanted, roles, traced, step)
-    built = build_problem(traced, step, planned, pins, optimizer)
     limit = planned.memory_bytes if memory_limit is None else int(memory_limit)
-    solver = _Search(step, planned, built, optimizer, pins)
-    best = solver.within(limit)
+    kinds = [wanted.checkpoint] if wanted.checkpoint else list(RECOMPUTATIONS)
+    if not traced.training:
+        kinds = ["none"]
+    best: _Found | None = None
+    for kind in kinds:
+        tried = _Found.search_for(traced, planned, wanted, roles, optimizer, kind)
+        beat = best.best.solution.objective if best else math.inf
+        fit = tried.search.within(limit, beat)
+        if fit is not None:
+            best = replace(tried, fit=fit)
+        # recomputing costs time: an unlimited plan without it is the fastest of all
+        if fit is not None and fit is tried.search.memory.free:
+            break
+        last = tried
+    if best is None:
+        raise last.search.does_not_fit(limit)
+    return _as_plan(best, planned, wanted, limit, optimizer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A search with one kind of recomputation, and the best plan that it found."""
+
+    traced: TracedModel
+    kind: str
+    step: Step
+    pins: Pins
+    search: _Search
+    fit: Fit | None = None
+
+    @classmethod
+    def search_for(
+        cls,
+        traced: TracedModel,
+        cluster: Cluster,
+        wanted: Constraints,
+        roles: tuple[AxisRole, ...],
+        optimizer: object,
+        kind: str,
+    ) -> _Found:
+        """States, costs and edges of the step with a kind of recomputation."""
+        graph = recomputed(traced, kind)
+        step = build_step(graph)
+        pins = Pins(wanted, roles, graph, step)
+        built = build_problem(graph, step, cluster, pins, optimizer)
+        return cls(traced, kind, step, pins, _Search(step, cluster, built, optimizer, pins))
+
+    @property
+    def best(self) -> Fit:
+        assert self.fit is not None
+        return self.fit
+
+
+def _as_plan(
+    found: _Found, planned: Cluster, wanted: Constraints, limit: int, optimizer: object
+) -> Plan:
+    traced, step, best = found.traced, found.step, found.best
     report = best.solution
     prediction = Prediction(
         step_time_s=best.price.total_s,
@@ -86,7 +140,7 @@ def solve(
         shapes=whole({s.target: s.shape for s in parameters}),
         dtypes=whole({s.target: str(s.dtype).removeprefix("torch.") for s in parameters}),
         inputs=_input_layouts(step, best.decision, len(planned.mesh_shape)),
-        modes=whole(mode_names(step, pins, best.decision)),
+        modes=whole(mode_names(step, found.pins, best.decision)),
         cluster=planned.to_dict(),
         predicted=prediction,
         solver=SolverReport(
@@ -101,6 +155,7 @@ def solve(
         constraints=wanted.to_dict(),
         memory_limit_bytes=limit,
         optimizer=optimizer if isinstance(optimizer, str) else _name(optimizer),
+        checkpoint=found.kind,
         repeats=traced.repeats,
     )
 
@@ -134,23 +189,22 @@ class _Search:
         self.pins = pins
         granularity = cluster.device.allocation_granularity_bytes
         liveness = Liveness(step, built, optimizer, granularity)
-        self.search = MemorySearch(built.problem, liveness, self._fit)
+        self.memory = MemorySearch(built.problem, liveness, self._fit)
 
-    def within(self, limit: int) -> Fit:
-        """The fastest plan found whose peak is at most `limit` bytes."""
+    def within(self, limit: int, beat: float) -> Fit | None:
+        """The fastest plan found whose peak is at most `limit` bytes, if it beats some seconds."""
         try:
-            self.search.fastest()
+            self.memory.rough()
         except Infeasible as error:
             raise ConstraintError(
                 f"{self.pins.describe()} cannot hold for the model as a whole: no combination of "
                 "placements connects its ops"
             ) from error
-        found = self.search.within(limit)
-        if found is None:
-            raise self._does_not_fit(limit, self.search.least())
-        return found
+        return self.memory.within(limit, beat)
 
-    def _does_not_fit(self, limit: int, smallest: Fit) -> InfeasiblePlanError:
+    def does_not_fit(self, limit: int) -> InfeasiblePlanError:
+        """The error, with the least memory that some plan was found to need."""
+        smallest = self.memory.least()
         need = smallest.peak
         parts = ", ".join(
             f"{kind} {format_bytes(size)}" for kind, size in smallest.price.peak.breakdown[:4]

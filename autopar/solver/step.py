@@ -33,12 +33,19 @@ class Op:
         call: with axis size 1; the solver sets the size.
         operands: the value behind each tensor operand.
         backward: runs in the backward pass.
+        recomputed: repeats a forward op there.
     """
 
     name: str
     call: OpCall
     operands: tuple[Value, ...]
     backward: bool
+    recomputed: bool = False
+
+    @property
+    def forward(self) -> bool:
+        """A forward op, or a copy of one."""
+        return self.recomputed or not self.backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +145,9 @@ def build_step(traced: TracedModel) -> Step:
         elif node.op == "call_function" and node.target is not operator.getitem:
             call = op_call(node, 1)
             operands = tuple(resolve(n) for n in call.nodes)
-            backward = node_info(traced, node).phase == "backward"
-            ops[node.name] = Op(node.name, call, operands, backward)
+            info = node_info(traced, node)
+            backward = info.phase == "backward"
+            ops[node.name] = Op(node.name, call, operands, backward, info.recomputed)
             for index, spec in enumerate(call.outputs):
                 specs[node.name, index] = spec
     nodes = {n.name: n for n in traced.graph.nodes}

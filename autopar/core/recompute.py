@@ -1,0 +1,124 @@
+"""Recomputation of activations, as a rewrite of the traced graph.
+
+Before the first backward op of a block, what its backward reads of its forward is computed again
+from the block's inputs (Chen et al. 2016, arXiv 1604.06174). "full" keeps a block's inputs only;
+"selective" keeps the results of contractions, convolutions and attention too, and repeats what is
+cheap (after Korthikanti et al. 2022, arXiv 2205.05198, who repeat the ops that hold much memory and
+cost little). The copies are backward ops like any other, so the solver, the price, the live memory
+and the emitted program need to know no more. Random ops are functions of a counter: a copy draws
+the same numbers.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import fx
+
+from autopar.core.blocks import Blocks
+from autopar.core.graph import NodeInfo, TracedModel
+
+__all__ = ["RECOMPUTATIONS", "Recomputation", "recomputed"]
+
+Recomputation = Literal["none", "selective", "full"]
+RECOMPUTATIONS: tuple[Recomputation, ...] = ("none", "selective", "full")
+
+_KEPT_BY_SELECTIVE = (
+    torch.ops.autopar.einsum.default,
+    torch.ops.autopar.attention.default,
+    torch.ops.aten.convolution.default,
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.baddbmm.default,
+)
+
+
+def recomputed(traced: TracedModel, kind: str) -> TracedModel:
+    """The step with the copies of one kind of recomputation; the step itself for "none"."""
+    if kind == "none" or not traced.training:
+        return traced
+    graph = fx.Graph()
+    twins: dict[fx.Node, fx.Node] = {}
+    results = graph.graph_copy(traced.graph, twins)
+    old_output = next(iter(reversed(traced.graph.nodes)))
+    graph.output(results).meta = dict(old_output.meta)
+    info = dict(traced.info)
+    copied = replace(
+        traced,
+        graph_module=fx.GraphModule(torch.nn.Module(), graph),
+        info=info,
+    )
+    names = {twin.name: node.name for node, twin in twins.items()}
+    assert all(new == old for new, old in names.items()), "a copied graph keeps its names"
+    for nodes in Blocks(copied).members.values():
+        _Repeater(graph, info, nodes, kind).run()
+    copied.graph_module.recompile()
+    return copied
+
+
+class _Repeater:
+    """Puts the copies of one block into the graph."""
+
+    def __init__(
+        self, graph: fx.Graph, info: dict[str, NodeInfo], nodes: list[fx.Node], kind: str
+    ) -> None:
+        self.graph = graph
+        self.info = info
+        self.kind = kind
+        calls = [n for n in nodes if n.op == "call_function"]
+        self.forward = {n for n in calls if info[n.name].phase == "forward"}
+        self.backward = [n for n in calls if info[n.name].phase == "backward"]
+        self.copies: dict[fx.Node, fx.Node] = {}
+
+    def run(self) -> None:
+        inside = set(self.backward)
+        # what another block's backward reads is saved for it already
+        self.kept = {
+            node
+            for node in self.forward
+            if any(
+                self.info[u.name].phase == "backward" and u not in inside
+                for u in node.users
+                if u.op == "call_function"
+            )
+        }
+        readers = [n for n in self.backward if any(self._again(a) for a in n.all_input_nodes)]
+        if not readers:
+            return
+        with self.graph.inserting_before(readers[0]):
+            for node in readers:
+                for operand in node.all_input_nodes:
+                    if self._again(operand):
+                        self._copy(operand)
+        for node in readers:
+            node.args = fx.map_arg(node.args, lambda n: self.copies.get(n, n))
+            node.kwargs = fx.map_arg(node.kwargs, lambda n: self.copies.get(n, n))
+
+    def _again(self, node: fx.Node) -> bool:
+        if node not in self.forward or node in self.kept:
+            return False
+        source = node
+        while source.target in (operator.getitem, torch.ops.aten.alias.default):
+            source = source.all_input_nodes[0]
+        return self.kind == "full" or source.target not in _KEPT_BY_SELECTIVE
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        """The copy of a forward node, after those of what it reads."""
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            waiting = [a for a in top.all_input_nodes if self._again(a) and a not in self.copies]
+            if waiting and top not in self.copies:
+                stack.extend(waiting)
+                continue
+            stack.pop()
+            if top not in self.copies:
+                twin = self.graph.node_copy(top, lambda n: self.copies.get(n, n))
+                origin = self.info[top.name]
+                self.info[twin.name] = replace(origin, phase="backward", recomputed=True)
+                self.copies[top] = twin
+        return self.copies[node]

@@ -1,0 +1,108 @@
+"""The chosen plan beside hand-written ones, priced by the same cost model under the same limit.
+
+    python -m benchmarks.plan_quality [--rows llama3-8b@32x8 …] [--json FILE]
+
+A hand-written plan is a set of constraints; what it leaves open is still chosen, in its favour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import autopar
+from autopar.core.constraints import Constraints
+from autopar.core.graph import TracedModel
+from autopar.solver.solve import solve
+from autopar.tracer.trace import trace
+from benchmarks.planner import ROWS, Row
+
+DEFAULT = ["gpt2-1.5b@8", "llama3-8b@8", "llama3-8b@32x8", "mixtral-8x7b@32x8", "vit-22b@32x8"]
+
+
+def hand_written(mesh: tuple[int, ...]) -> dict[str, dict[str, Any]]:
+    """Constraints of the usual recipes on a mesh whose last axis is a node."""
+    devices, node = math.prod(mesh), mesh[-1]
+    tensor = {"tensor": {"mode": "1d", "size": node}, "sequence": "megatron"}
+    plans: dict[str, dict[str, Any]] = {
+        "DDP": {"data": devices, "zero": 0},
+        "FSDP": {"data": devices, "zero": 3},
+    }
+    if devices == node:
+        plans["Megatron TP+SP"] = tensor
+    else:
+        plans["Megatron TP+SP, DDP"] = {"data": devices // node, **tensor, "zero": 0}
+        plans["TP+SP, FSDP"] = {"data": devices // node, **tensor, "zero": 3}
+    return plans
+
+
+def trace_row(row: Row) -> TracedModel:
+    """The folded graph of a row's model."""
+    with torch.device("meta"):
+        model = row.build().to(row.dtype).train()
+    inputs = row.inputs()
+    if "pixel_values" in inputs:
+        inputs["pixel_values"] = inputs["pixel_values"].to(row.dtype)
+    return trace(model, inputs, fold=True)
+
+
+def price(traced: TracedModel, row: Row, wanted: dict[str, Any] | None) -> dict[str, Any]:
+    """Predicted seconds and peak of the best plan under constraints."""
+    cluster = autopar.Cluster.from_profile(
+        row.profile, nodes=row.nodes, devices_per_node=row.devices_per_node, mesh_shape=row.mesh
+    )
+    try:
+        plan = solve(traced, cluster, constraints=Constraints.parse(wanted))
+    except autopar.InfeasiblePlanError as error:
+        return {"result": "does not fit", "needs_gib": (error.required_bytes or 0) / 2**30}
+    except autopar.ConstraintError as error:
+        return {"result": f"cannot hold: {error}"}
+    return {
+        "result": "plan",
+        "step_s": plan.predicted.step_time_s,
+        "comm_s": plan.predicted.comm_time_s,
+        "peak_gib": plan.predicted.peak_memory_bytes / 2**30,
+        "gap": plan.solver.gap,
+    }
+
+
+def main() -> None:
+    """Print one table per row."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", nargs="*", default=DEFAULT, choices=list(ROWS))
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    everything: dict[str, Any] = {}
+    for name in options.rows:
+        row = ROWS[name]
+        traced = trace_row(row)
+        results = {"autopar": price(traced, row, None)}
+        for plan, wanted in hand_written(row.mesh).items():
+            results[plan] = price(traced, row, wanted)
+        everything[name] = results
+        table = Table(
+            "plan", "step (s)", "communication (s)", "peak (GiB)", "× autopar", title=name
+        )
+        chosen = results["autopar"].get("step_s")
+        for plan, found in results.items():
+            if found["result"] != "plan":
+                needs = found.get("needs_gib")
+                table.add_row(plan, found["result"][:60], "", f"needs {needs:.1f}" if needs else "")
+                continue
+            ratio = f"{found['step_s'] / chosen:.3f}" if chosen else ""
+            cells = [found[k] for k in ("step_s", "comm_s", "peak_gib")]
+            table.add_row(plan, *(f"{x:.4g}" for x in cells), ratio)
+        Console(width=110).print(table)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"torch": torch.__version__, "rows": everything}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""Plans that tests make are cached in a folder of their own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    before = os.environ.get("AUTOPAR_CACHE_DIR")
+    os.environ["AUTOPAR_CACHE_DIR"] = str(tmp_path_factory.mktemp("plans"))
+    yield
+    if before is None:
+        del os.environ["AUTOPAR_CACHE_DIR"]
+    else:
+        os.environ["AUTOPAR_CACHE_DIR"] = before
