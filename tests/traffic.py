@@ -112,5 +112,5 @@ def traffic_of_a_rank(
     with traffic, torch.no_grad():
         values = program.forward(*feeds[False])
         if program.backward is not None:
-            program.backward(*values[program.num_results :], *feeds[True])
+            program.backward([*values[program.num_results :], *feeds[True]])
     return traffic.total()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.graph import CodeGen
 
 __all__ = ["split_phases"]
 
@@ -15,9 +17,10 @@ def split_phases(
     num_results: int,
     tangents: Collection[str],
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """`forward(*inputs) -> (*results, *saved)` and `backward(*saved, *tangents) -> gradients`.
+    """`forward(*inputs) -> (*results, *saved)` and `backward([*saved, *tangents]) -> gradients`.
 
-    Saved is every forward value or input that a backward node reads, each once.
+    Saved is every forward value or input that a backward node reads, each once. The backward
+    empties the list that it is given, so that an activation goes with its last use.
     """
     output = next(iter(reversed(joint.nodes)))
     results, gradients = output.args[0][:num_results], output.args[0][num_results:]
@@ -42,7 +45,21 @@ def split_phases(
         [n for n in joint.nodes if n.meta.get("phase") == "backward"],
         tuple(gradients),
     )
+    backward.graph.set_codegen(_EmptiesItsList())
+    backward.recompile()
     return forward, backward
+
+
+class _EmptiesItsList(CodeGen):
+    """Arguments come in one list, which is emptied at once ("boxed")."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **options: Any) -> str:
+        names = [v.split(":")[0].split("=")[0].strip() for v in free_vars if v != "self"]
+        lines = [f"def {self._func_name}(self, values){maybe_return_annotation}:"]
+        if names:
+            lines.append(f"{', '.join(names)}, = values")
+        lines.append("values.clear()")
+        return "\n    ".join(lines)
 
 
 def _copy(

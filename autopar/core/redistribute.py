@@ -9,12 +9,13 @@ that codegen emits, on any machine.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
 from autopar.core.placement import Layout, Placement, Replicate
 
-__all__ = ["Move", "canonical", "canonical_path", "move_kind", "path"]
+__all__ = ["Move", "canonical", "canonical_path", "move_kind", "packing_fraction", "path"]
 
 _STEP_COST = 1e-3  # of the whole tensor's bytes, so that fewer collectives win a tie
 _SLICE_COST = 1e-6
@@ -35,6 +36,22 @@ class Move(NamedTuple):
     @property
     def kind(self) -> str:
         return move_kind(self.src, self.dst)
+
+
+def packing_fraction(moves: Iterable[Move]) -> float:
+    """Largest buffer that a move copies into rank order, as a fraction of the whole tensor.
+
+    Collectives stack the ranks' parts: only a plain shard of dim 0 is in that order already.
+    """
+    return max((m.fraction for m in moves if _is_packed(m)), default=0.0)
+
+
+def _is_packed(move: Move) -> bool:
+    kind = move.kind
+    if kind == "all_to_all":
+        return True
+    placement = {"all_gather": move.src, "reduce_scatter": move.dst}.get(kind)
+    return placement is not None and (placement.dim != 0 or placement.split > 1)
 
 
 def move_kind(src: Placement, dst: Placement) -> str:

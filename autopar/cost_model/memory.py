@@ -5,7 +5,8 @@ Liveness: with L(i) the buffers live before op i, each rounded up to the allocat
     peak = resident + max over i of ( sum of L(i) + alloc(i) + transient(i) )
     L(i+1) = L(i) + alloc(i) - free(i)
 
-so an op's inputs, outputs and scratch are live together, and what it frees is free after it.
+so an op's inputs, outputs and scratch are live together, and what it frees is free after it. What
+arrives for an op is live before its outputs are.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ class ScheduledOp:
         alloc: (buffer id, bytes) of the buffers that it creates.
         free: ids of the buffers that nobody needs after it.
         transient_bytes: scratch that lives only inside the op.
+        arriving_bytes: what lives before it runs, while its operands arrive.
     """
 
     name: str
     alloc: tuple[tuple[str, int], ...] = ()
     free: tuple[str, ...] = ()
     transient_bytes: int = 0
+    arriving_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +89,11 @@ def peak_bytes(
     live_bytes = sum(totals.values())
     best = _peak(live_bytes, -1, "", totals)
     for index, op in enumerate(schedule):
+        arriving = _rounded(op.arriving_bytes, granularity_bytes, f"operands of op {index}")
+        if arriving and live_bytes + arriving > best.peak_bytes:
+            at_peak = dict(totals)
+            _add(at_peak, "transient", arriving)
+            best = _peak(live_bytes + arriving, index, op.name, at_peak)
         for buffer, size in op.alloc:
             if buffer in live:
                 raise ClusterError(f"op {index} ({op.name}) creates {buffer!r}, which is live")

@@ -58,8 +58,8 @@ class _Step(torch.autograd.Function):
     def forward(ctx: Any, run: _Run, *parameters: Tensor) -> Any:
         results, saved = run.forward()
         ctx.run = run
-        tensors = [s for s in saved if isinstance(s, Tensor)]
-        ctx.save_for_backward(*tensors)
+        # not save_for_backward: autograd would hold all of it until the backward has ended
+        run.saved = list(saved)
         differentiable = run.differentiable
         outputs = tuple(results)
         ctx.mark_non_differentiable(
@@ -70,7 +70,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        gradients = ctx.run.backward(ctx.saved_tensors, grads)
+        gradients = ctx.run.backward(grads)
         return (None, *gradients)
 
 
@@ -81,6 +81,7 @@ class _Run:
         self.module = module
         self.step = step
         self.feed = feed
+        self.saved: list[Any] | None = None
         self.tangents = [s for s, _ in step.program.inputs if s.kind == "tangent"]
         self.differentiable = {int(s.target) for s in self.tangents}
 
@@ -105,9 +106,15 @@ class _Run:
                 out.append(value)
         return out
 
-    def backward(self, saved: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Any]:
+    def backward(self, grads: Sequence[Tensor | None]) -> list[Any]:
         program, plan = self.step.program, self.step.plan
         assert program.backward is not None
+        if self.saved is None:
+            raise RuntimeError(
+                "backward was called twice on one step of a parallel module: its activations are "
+                "freed by the first call. Call the module again, or add the losses up first."
+            )
+        values, self.saved = self.saved, None
         tangents = []
         for spec, layout in program.inputs:
             if spec.kind == "tangent":
@@ -115,7 +122,8 @@ class _Run:
                 if grad is None:
                     grad = torch.zeros(spec.shape, dtype=spec.dtype, device=self.module.device)
                 tangents.append(take_shard(grad, layout, plan.mesh_shape, self.module.coords))
-        values = program.backward(*saved, *tangents)
+        values += tangents
+        values = program.backward(values)
         by_name = {
             spec.target: (value, layout)
             for value, (spec, layout) in zip(

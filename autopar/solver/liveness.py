@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from autopar.core.placement import Layout, shard_factor
+from autopar.core.redistribute import packing_fraction, path
 from autopar.core.strategy import TensorSpec
 from autopar.cost_model import optimizer_state_bytes
 from autopar.solver.build import StepProblem
-from autopar.solver.candidates import is_view
 from autopar.solver.problem import Array, ChoiceProblem, Row
-from autopar.solver.step import FoldedSpan, Op, Step, Value, folded_spans, ordered
+from autopar.solver.step import FoldedSpan, Op, Step, Value, folded_spans, input_bytes, ordered
 
 __all__ = ["Liveness", "priced"]
 
@@ -52,6 +52,7 @@ class Liveness:
         for name, value in step.gradients.items():
             self.born[value[0]].append(name)
         self._sizes: dict[tuple[int, Layout], float] = {}
+        self._fractions: dict[tuple[Layout, Layout], float] = {}
         self.spans = folded_spans(step, self.order)
         self.residents = self._residents()
 
@@ -59,21 +60,17 @@ class Liveness:
         """Last op that reads a value or anything that shows it."""
         ops = self.step.ops
         reads = [(value, p) for p, op in enumerate(self.order) for value in op.operands]
-        reads += [(value, len(self.order)) for value in self.step.required]
+        reads += [(value, len(self.order)) for value in self.step.results]
         for value, position in reads:
             while True:
                 self.ends[value] = max(self.ends.get(value, -1), position)
-                if value[0] not in ops or not is_view(ops[value[0]].call.target):
-                    break
-                if not ops[value[0]].operands:
+                if value[0] not in ops or not ops[value[0]].view:
                     break
                 value = ops[value[0]].operands[0]
 
     def _residents(self) -> Row:
         row = Row()
-        row.constant = float(
-            sum(TensorSpec(s.shape, s.dtype).num_bytes for s in self.step.inputs.values())
-        )
+        row.constant = float(input_bytes(self.step))
         for name, spec in self.step.parameters.items():
             owner = self.built.classes[name]
             layouts = self.built.storages[owner]
@@ -105,11 +102,11 @@ class Liveness:
         residents = self.residents
         row = Row(residents.constant, dict(residents.nodes), dict(residents.edges))
         for born, op in enumerate(self.order[: position + 1]):
-            view = is_view(op.call.target)
+            view = op.view
             if not view:
                 self._outputs(row, op, born, position)
             if born == position or (view and self.ends.get((op.name, 0), -1) >= position):
-                self._copies(row, op)
+                self._copies(row, op, just=born == position)
             for name in self.born[op.name]:
                 self._gradient(row, name, just=born == position)
         for span in self.spans:
@@ -124,7 +121,7 @@ class Liveness:
                 for index, spec in enumerate(op.call.outputs):
                     if self.ends.get((name, index), -1) < span.backward:
                         continue
-                    if not is_view(op.call.target):
+                    if not op.view:
                         owner = self.built.classes[name]
                         layouts = [c.outputs[index] for c in self.built.candidates[owner]]
                         row.add(owner, (span.times - 1) * self._bytes(spec, layouts))
@@ -149,7 +146,7 @@ class Liveness:
             if position == born or self.ends.get(value, -1) >= position:
                 row.add(owner, self._bytes(spec, [c.outputs[index] for c in candidates]))
 
-    def _copies(self, row: Row, op: Op, times: int = 1) -> None:
+    def _copies(self, row: Row, op: Op, times: int = 1, just: bool = False) -> None:
         """Operands that arrive by a collective have buffers of their own."""
         consumer = self.built.classes[op.name]
         targets = self.built.candidates[consumer]
@@ -160,8 +157,25 @@ class Liveness:
             wanted = [c.inputs[index] for c in targets]
             spec = self.step.specs[value]
             sizes = np.where(self._moved(sources, wanted, spec), self._bytes(spec, wanted), 0.0)
+            if just:
+                sizes = sizes + self._packed(sources, wanted, spec)
             if sizes.any():
                 row.add_pair(self.built.classes[value[0]], consumer, sizes * times)
+
+    def _packed(
+        self, sources: Sequence[Layout], wanted: Sequence[Layout], spec: TensorSpec
+    ) -> Array:
+        """Bytes that a redistribution packs into another order on its way."""
+        rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(wanted))
+        small = np.array([[self._fraction(s, t) for t in columns] for s in rows])
+        at = np.ix_([rows.index(s) for s in sources], [columns.index(t) for t in wanted])
+        return np.asarray(small[at] * spec.num_bytes)
+
+    def _fraction(self, src: Layout, dst: Layout) -> float:
+        key = (src, dst)
+        if key not in self._fractions:
+            self._fractions[key] = packing_fraction(path(src, dst, self.mesh) or ())
+        return self._fractions[key]
 
     def _moved(
         self, sources: Sequence[Layout], wanted: Sequence[Layout], spec: TensorSpec
@@ -182,6 +196,7 @@ class Liveness:
             return
         moved = self._moved(sources, storages, whole)
         sizes = np.where(moved, self._bytes(whole, sources)[:, None], 0.0)
+        sizes = sizes + self._packed(sources, storages, whole)
         row.add_pair(self.built.classes[value[0]], owner, sizes)
 
 

@@ -10,15 +10,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from autopar.core.placement import Layout, Replicate, shard_factor
+from autopar.core.placement import Layout, Placement, Replicate, shard_factor
 from autopar.core.plan import CommBytes
-from autopar.core.redistribute import Move, path
-from autopar.core.strategy import TensorSpec
+from autopar.core.redistribute import Move, packing_fraction, path
 from autopar.cost_model import Cluster, PeakMemory, ScheduledOp, optimizer_state_bytes, peak_bytes
-from autopar.solver.candidates import Candidate, Pricer, is_view
+from autopar.solver.candidates import Candidate, Pricer
 from autopar.solver.step import FoldedSpan, Op, Step, Value, folded_spans, ordered
 
-__all__ = ["Decision", "Price", "price"]
+__all__ = ["Decision", "Price", "input_layouts", "price"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +130,19 @@ def _states(pricing: _Pricing, optimizer: object) -> dict[str, int]:
         if name in pricing.step.gradients:
             numel = share // spec.dtype.itemsize
             states += optimizer_state_bytes(optimizer, numel, spec.dtype) * times
-    inputs = sum(
-        TensorSpec(spec.shape, spec.dtype).num_bytes for spec in pricing.step.inputs.values()
-    )
-    return {"parameters": parameters, "optimizer": states, "inputs": inputs}
+    return {"parameters": parameters, "optimizer": states, "inputs": _input_bytes(pricing)}
+
+
+def _input_bytes(pricing: _Pricing) -> int:
+    """The global batch, which the caller holds, and the share of it that the step reads."""
+    layouts = input_layouts(pricing.step, pricing.decision, len(pricing.mesh))
+    total = 0
+    for name, spec in pricing.step.inputs.items():
+        whole = pricing.step.specs[name, 0].num_bytes
+        total += whole
+        if spec.kind == "input":
+            total += whole // shard_factor(layouts[name], pricing.mesh)
+    return total
 
 
 class _Schedule:
@@ -157,7 +165,7 @@ class _Schedule:
         """The value whose memory this one shows: views of a redistributed copy show that copy."""
         name, _ = value
         ops = self.step.ops
-        while name in ops and is_view(ops[name].call.target) and ops[name].operands:
+        while name in ops and ops[name].view:
             if self._moved(ops[name], 0):
                 return name, 0
             value = ops[name].operands[0]
@@ -176,7 +184,7 @@ class _Schedule:
         for position, op in enumerate(self.order):
             for value in op.operands:
                 last[self._base(value)] = position
-        for value in self.step.required:
+        for value in self.step.results:
             last[self._base(value)] = len(self.order)
         return last
 
@@ -193,7 +201,8 @@ class _Schedule:
                     name=op.name,
                     alloc=(*alloc, *self._reduced_gradients(op)),
                     free=tuple(dict.fromkeys((*ending[position], *unread))),
-                    transient_bytes=self._copies(op),
+                    transient_bytes=self._copies(op) + self._packed_gradients(op),
+                    arriving_bytes=self._arriving(op),
                 )
             )
         return self._with_copies(schedule)
@@ -245,7 +254,7 @@ class _Schedule:
         alloc: list[tuple[str, int]] = []
         unread: list[str] = []
         candidate = self.pricing.decision.candidates[op.name]
-        if is_view(op.call.target):
+        if op.view:
             if self._base((op.name, 0)) == (op.name, 0) and (op.name, 0) in self.last_use:
                 copy = self.pricing.local_bytes(op.operands[0], candidate.inputs[0])
                 alloc.append((self._id((op.name, 0)), copy))
@@ -274,11 +283,35 @@ class _Schedule:
             self.kinds[buffer] = "gradients"
         return kept
 
+    def _packed_gradients(self, op: Op) -> int:
+        """What a gradient is packed into while it is reduced to its storage layout."""
+        return max(
+            (
+                self._packing(self.step.gradients[name], self.pricing.decision.storages[name])
+                for name in self.gradients[op.name]
+            ),
+            default=0,
+        )
+
+    def _packing(self, value: Value, target: Layout) -> int:
+        fraction = packing_fraction(self.pricing.moves(value, target))
+        return round(self.step.specs[value].num_bytes * fraction)
+
+    def _arriving(self, op: Op) -> int:
+        """Redistributed operands, and the largest buffer that one of them is packed into."""
+        candidate = self.pricing.decision.candidates[op.name]
+        copies = packing = 0
+        for index, (value, layout) in enumerate(zip(op.operands, candidate.inputs, strict=True)):
+            if self._moved(op, index):
+                copies += self.pricing.local_bytes(value, layout)
+                packing = max(packing, self._packing(value, layout))
+        return copies + packing if packing else 0
+
     def _copies(self, op: Op) -> int:
         """Redistributed operands, which live while the op runs."""
         candidate = self.pricing.decision.candidates[op.name]
         total = 0
-        if is_view(op.call.target):
+        if op.view:
             return total  # counted as a buffer
         for index, (value, layout) in enumerate(zip(op.operands, candidate.inputs, strict=True)):
             if self._moved(op, index):
@@ -295,3 +328,28 @@ def _peak(pricing: _Pricing, optimizer: object) -> PeakMemory:
         granularity_bytes=pricing.cluster.device.allocation_granularity_bytes,
         kinds=schedule.kinds,
     )
+
+
+def input_layouts(step: Step, decision: Decision, num_axes: int) -> dict[str, Layout]:
+    """Shard an input on an axis where every use of it wants that same shard."""
+    wanted: dict[str, list[Layout]] = {}
+    for value, op, index in step.consumers():
+        if value[0] in step.inputs:
+            layout = decision.candidates[op.name].inputs[index]
+            wanted.setdefault(value[0], []).append(layout)
+    layouts: dict[str, Layout] = {}
+    for name, spec in step.inputs.items():
+        uses = wanted.get(name, [])
+        layouts[name] = tuple(_common(uses, axis) for axis in range(num_axes))
+        if spec.kind not in ("input", "tangent"):
+            layouts[name] = tuple(Replicate() for _ in range(num_axes))
+    return layouts
+
+
+def _common(uses: list[Layout], axis: int) -> Placement:
+    found = {layout[axis] for layout in uses}
+    if len(found) == 1:
+        (placement,) = found
+        if placement.is_shard and placement.dim == 0 and placement.split == 1:
+            return placement
+    return Replicate()

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from autopar.core.constraints import AxisRole, Constraints, assign_mesh
 from autopar.core.folding import every_instance
 from autopar.core.graph import TracedModel
-from autopar.core.placement import Layout, Placement, Replicate
 from autopar.core.plan import NodePlan, Plan, Prediction, SolverReport
 from autopar.core.recompute import RECOMPUTATIONS, recomputed
 from autopar.core.units import format_bytes
@@ -22,7 +21,7 @@ from autopar.solver.ilp import Infeasible, Solution
 from autopar.solver.liveness import Liveness
 from autopar.solver.modes import mode_names
 from autopar.solver.pins import Pins
-from autopar.solver.price import Decision, price
+from autopar.solver.price import Decision, input_layouts, price
 from autopar.solver.step import Step, build_step
 
 __all__ = ["solve"]
@@ -139,7 +138,7 @@ def _as_plan(
         parameters=whole({s.target: best.decision.storages[s.node] for s in parameters}),
         shapes=whole({s.target: s.shape for s in parameters}),
         dtypes=whole({s.target: str(s.dtype).removeprefix("torch.") for s in parameters}),
-        inputs=_input_layouts(step, best.decision, len(planned.mesh_shape)),
+        inputs=input_layouts(step, best.decision, len(planned.mesh_shape)),
         modes=whole(mode_names(step, found.pins, best.decision)),
         cluster=planned.to_dict(),
         predicted=prediction,
@@ -240,28 +239,3 @@ class _Search:
                 for name in self.step.parameters
             },
         )
-
-
-def _input_layouts(step: Step, decision: Decision, num_axes: int) -> dict[str, Layout]:
-    """Shard an input on an axis where every use of it wants that same shard."""
-    wanted: dict[str, list[Layout]] = {}
-    for value, op, index in step.consumers():
-        if value[0] in step.inputs:
-            layout = decision.candidates[op.name].inputs[index]
-            wanted.setdefault(value[0], []).append(layout)
-    layouts: dict[str, Layout] = {}
-    for name, spec in step.inputs.items():
-        uses = wanted.get(name, [])
-        layouts[name] = tuple(_common(uses, axis) for axis in range(num_axes))
-        if spec.kind not in ("input", "tangent"):
-            layouts[name] = tuple(Replicate() for _ in range(num_axes))
-    return layouts
-
-
-def _common(uses: list[Layout], axis: int) -> Placement:
-    found = {layout[axis] for layout in uses}
-    if len(found) == 1:
-        (placement,) = found
-        if placement.is_shard and placement.dim == 0 and placement.split == 1:
-            return placement
-    return Replicate()

@@ -15,11 +15,11 @@ import torch
 from torch import fx
 
 from autopar.core.blocks import Blocks
-from autopar.core.graph import InputSpec, TracedModel, node_info
+from autopar.core.graph import InputSpec, TracedModel, node_info, tensor_meta
 from autopar.core.strategy import OpCall, TensorSpec, op_call
 from autopar.solver.candidates import is_view
 
-__all__ = ["FoldedSpan", "Op", "Step", "Value", "folded_spans", "ordered", "resolve"]
+__all__ = ["FoldedSpan", "Op", "Step", "Value", "folded_spans", "input_bytes", "ordered", "resolve"]
 
 Value = tuple[str, int]
 
@@ -34,6 +34,7 @@ class Op:
         operands: the value behind each tensor operand.
         backward: runs in the backward pass.
         recomputed: repeats a forward op there.
+        view: shows the memory of its operand.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Op:
     operands: tuple[Value, ...]
     backward: bool
     recomputed: bool = False
+    view: bool = False
 
     @property
     def forward(self) -> bool:
@@ -58,6 +60,7 @@ class Step:
         inputs: other placeholders, by name.
         gradients: value of each parameter's gradient, by placeholder name.
         required: values that must end up replicated (loss, outputs, updated buffers).
+        results: all values that the user gets, who may hold them to the end of the step.
         saved: forward values that the backward uses, with their global bytes.
         blocks: where ops and parameters stand, and how often each counts.
     """
@@ -67,6 +70,7 @@ class Step:
     inputs: dict[str, InputSpec]
     gradients: dict[str, Value]
     required: tuple[Value, ...]
+    results: tuple[Value, ...]
     saved: dict[Value, int]
     specs: dict[Value, TensorSpec]
     blocks: Blocks
@@ -124,6 +128,14 @@ def folded_spans(step: Step, order: list[Op]) -> list[FoldedSpan]:
     return spans
 
 
+def input_bytes(step: Step) -> int:
+    """Bytes of the global batch, which the caller holds, and at most of the copy that is read."""
+    return sum(
+        TensorSpec(spec.shape, spec.dtype).num_bytes * (2 if spec.kind == "input" else 1)
+        for spec in step.inputs.values()
+    )
+
+
 def resolve(node: fx.Node) -> Value:
     """The value that a graph node yields, looking through `getitem`."""
     if node.op == "call_function" and node.target is operator.getitem:
@@ -147,20 +159,24 @@ def build_step(traced: TracedModel) -> Step:
             operands = tuple(resolve(n) for n in call.nodes)
             info = node_info(traced, node)
             backward = info.phase == "backward"
-            ops[node.name] = Op(node.name, call, operands, backward, info.recomputed)
+            view = is_view(call.target) and bool(operands) and not _copies(node)
+            ops[node.name] = Op(node.name, call, operands, backward, info.recomputed, view)
             for index, spec in enumerate(call.outputs):
                 specs[node.name, index] = spec
     nodes = {n.name: n for n in traced.graph.nodes}
     owner = {spec.target: spec.node for spec in traced.parameters()}
     gradients: dict[str, Value] = {}
     required: list[Value] = []
+    results: list[Value] = []
     for output in traced.outputs:
         if output.node is None:
             continue
         value = resolve(nodes[output.node])
         if output.kind == "gradient":
             gradients[owner[output.target]] = value
-        elif output.kind == "buffer" or is_required(traced, output.target):
+            continue
+        results.append(value)
+        if output.kind == "buffer" or is_required(traced, output.target):
             required.append(value)
     return Step(
         ops=ops,
@@ -168,10 +184,32 @@ def build_step(traced: TracedModel) -> Step:
         inputs={s.node: s for s in traced.inputs if s.kind != "parameter"},
         gradients=gradients,
         required=tuple(required),
+        results=tuple(results),
         saved=_saved(ops, specs),
         specs=specs,
         blocks=Blocks(traced),
     )
+
+
+_RESHAPES = (
+    torch.ops.aten.view.default,
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.reshape.default,
+)
+
+
+def _copies(node: fx.Node) -> bool:
+    """True for a reshape that the strides of its operand do not allow: it makes a copy."""
+    source = node.args[0] if node.target in _RESHAPES else None
+    given = tensor_meta(source) if isinstance(source, fx.Node) else None
+    wanted = tensor_meta(node)
+    if given is None or wanted is None:
+        return False
+    try:
+        torch.empty_strided(given.shape, given.stride(), device="meta").view(wanted.shape)
+    except RuntimeError:
+        return True
+    return False
 
 
 def is_required(traced: TracedModel, index: str) -> bool:
@@ -182,7 +220,7 @@ def is_required(traced: TracedModel, index: str) -> bool:
 def storage_of(ops: dict[str, Op], value: Value) -> Value:
     """The value whose memory a view shows."""
     name, _ = value
-    while name in ops and is_view(ops[name].call.target) and ops[name].operands:
+    while name in ops and ops[name].view:
         value = ops[name].operands[0]
         name, _ = value
     return value
