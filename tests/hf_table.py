@@ -21,10 +21,11 @@ classes list, {listed} in all. The page is written by
 python -m tests.hf_sweep --json outcomes.jsonl --write docs/models.md
 ```
 
-which takes more than an hour on one core. `--json` keeps each outcome as soon as it is there, and
-a second run goes on where the first one stopped; `--only REGEX` takes some classes, `--again
-STATUS` runs those of one outcome again. `pytest -m slow tests/test_hf_sweep.py` fails if any class
-is wrong.
+which takes hours on one core. Outcomes are those of the code that ran them, and the table was
+filled while it still changed: delete the file of outcomes to run all of them again. `--json` keeps
+each outcome as soon as it is there, and a second run goes on where the first one stopped;
+`--only REGEX` takes some classes, `--again STATUS` runs those of one outcome again.
+`pytest -m slow tests/test_hf_sweep.py` fails if any class is wrong.
 
 A configuration is made tiny by the names of its fields: one layer (or one of each kind), width 64,
 no dropout. The unmodified module is then traced with its backward pass and planned twice for two
