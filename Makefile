@@ -39,7 +39,7 @@ check: venv
 	$(BIN)/lint-imports
 
 test: check
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test-slow: venv
 	$(BIN)/python -m pytest -m slow -n $(WORKERS)

@@ -108,6 +108,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add("--constraints", metavar="JSON|FILE", help="what to pin, such as '{\"data\": 4}'")
     add("--memory-limit", type=_size, metavar="16GiB", help="default: the device's memory")
     add("--optimizer", default="adamw", help="whose states count in memory")
+    add("--frontier", type=_positive, metavar="N", help="print N plans of less and less memory")
     add("--out", type=Path, metavar="PLAN.JSON", help="file to write")
     add("--width", type=_positive, help="columns (default: the terminal's)")
     parser.set_defaults(command=_plan)
@@ -151,6 +152,9 @@ def _plan(args: argparse.Namespace) -> None:
 
     from autopar.api import plan
 
+    if args.frontier is not None:
+        _frontier(args, model, cluster, inputs, constraints)
+        return
     try:
         found = plan(
             model,
@@ -174,6 +178,21 @@ def _plan(args: argparse.Namespace) -> None:
     print(render_summary(found, args.width), end="")
     if args.out is not None:
         print(f"\nsaved to {args.out}")
+
+
+def _frontier(
+    args: argparse.Namespace, model: nn.Module, cluster: Any, inputs: Any, constraints: Any
+) -> None:
+    from autopar.frontier import frontier, render_frontier
+
+    if args.frontier < 2 or args.out is not None or args.memory_limit is not None:
+        raise AutoparError(
+            "--frontier takes 2 points or more, and neither --out nor --memory-limit: it prints "
+            "plans for limits of its own"
+        )
+    options = {"constraints": constraints, "optimizer": args.optimizer}
+    points = frontier(model, cluster, inputs, points=args.frontier, **options)
+    print(render_frontier(points, args.width), end="")
 
 
 def _show(args: argparse.Namespace) -> None:

@@ -240,3 +240,16 @@ def test_runs_as_a_module() -> None:
         [sys.executable, "-m", "autopar", "profiles"], capture_output=True, text=True, check=True
     )
     assert "h100-sxm" in done.stdout
+
+
+def test_frontier(capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["plan", "--model", "cli_models:gpt2", "--cluster", "h100-sxm"]
+    base += ["--devices-per-node", "2", "--batch-size", "8", "--seq-len", "16"]
+    assert main([*base, "--frontier", "3", "--width", "100"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if "iB" in line]
+    assert 2 <= len(rows) <= 3
+    assert "1.000" in rows[0]
+    slower = [float(row.split("│")[3]) for row in rows]
+    assert slower == sorted(slower) and slower[-1] > 1
+    assert main([*base, "--frontier", "3", "--out", "plan.json"]) == 2
+    assert "--frontier" in capsys.readouterr().err

@@ -186,6 +186,18 @@ def test_a_block_that_turns_out_to_differ() -> None:
         autopar.verify(plan, model, x)
 
 
+def test_the_model_is_left_as_it_was() -> None:
+    model = llama(9)
+    blocks = model.model.layers
+    own = blocks[2].forward
+    vars(blocks[2])["forward"] = own
+    before = [id(block) for block in blocks]
+    assert trace(model, TEXT, training=True, fold=True).repeats
+    assert [id(block) for block in blocks] == before
+    assert vars(blocks[2])["forward"] is own
+    assert all("forward" not in vars(block) for i, block in enumerate(blocks) if i != 2)
+
+
 def test_a_pin_on_one_block_keeps_it_apart() -> None:
     model = llama(9)
     pins = {"params": {"model.layers.6.mlp.up_proj.weight": ["S0"]}}

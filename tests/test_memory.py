@@ -21,19 +21,20 @@ from tests import zoo
 CLUSTER = Cluster.from_profile("cpu-gloo", devices_per_node=4)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet"])
-def test_impossible_limit_names_one_that_does(name: str) -> None:
+@pytest.mark.parametrize(("name", "checkpoint"), [("gpt2", None), ("resnet", "none")])
+def test_impossible_limit_names_one_that_does(name: str, checkpoint: str | None) -> None:
     model, inputs = zoo.MODELS[name]()
     traced = trace(model, inputs)
+    wanted = Constraints(checkpoint=checkpoint)
     with pytest.raises(InfeasiblePlanError, match="smallest limit") as caught:
-        solve(traced, CLUSTER, memory_limit=1000)
+        solve(traced, CLUSTER, memory_limit=1000, constraints=wanted)
     least = caught.value.required_bytes
     assert str(least) in str(caught.value)
-    found = solve(traced, CLUSTER, memory_limit=least)
+    found = solve(traced, CLUSTER, memory_limit=least, constraints=wanted)
     assert found.predicted.peak_memory_bytes <= least
-    free = solve(traced, CLUSTER)
+    free = solve(traced, CLUSTER, constraints=wanted)
     between = (least + free.predicted.peak_memory_bytes) // 2
-    middle = solve(traced, CLUSTER, memory_limit=between)
+    middle = solve(traced, CLUSTER, memory_limit=between, constraints=wanted)
     assert middle.predicted.peak_memory_bytes <= between
     assert free.solver.objective <= middle.solver.objective
     assert middle.solver.objective <= found.solver.objective * (1 + 1e-9)

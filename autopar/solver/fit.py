@@ -32,6 +32,8 @@ __all__ = ["Fit", "MemorySearch"]
 
 _LEAST_ROUNDS = 12
 _ROUNDS = 20
+_PATIENCE = 3  # rounds that close the gap by less than _PROGRESS
+_PROGRESS = 0.02
 _POLISH_ROUNDS = 4
 _RECOMBINED = 8  # plans
 _ILP_SECONDS = 10.0
@@ -153,11 +155,17 @@ class MemorySearch:
             return None
         best = self._polish(best, limit)
         bound, center = free.solution.bound, dict[int, float]()
+        gap, stalled = math.inf, 0
         for _ in range(_ROUNDS):
             best = min(
                 (f for f in self.fits if f.peak <= limit), key=lambda f: f.solution.objective
             )
             if best.solution.objective - bound <= _CLOSE * best.solution.objective:
+                break
+            left = best.solution.objective - bound
+            stalled = 0 if left < gap * (1 - _PROGRESS) else stalled + 1
+            gap = min(gap, left)
+            if stalled >= _PATIENCE:
                 break
             proposal, reachable = self._master(limit)
             if reachable - bound <= _CLOSE * best.solution.objective:

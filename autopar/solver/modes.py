@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from autopar.core.placement import Layout
-from autopar.solver.pins import Contraction, Pins, kind_on_axis
+from autopar.solver.contractions import Contraction, kind_on_axis
+from autopar.solver.pins import Pins
 from autopar.solver.price import Decision
 from autopar.solver.step import Step
 

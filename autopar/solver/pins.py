@@ -21,157 +21,28 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 
 import torch
 
-from autopar.core.blocks import block_of
 from autopar.core.constraints import AxisRole, Constraints
-from autopar.core.graph import TracedModel, node_info
+from autopar.core.graph import TracedModel
 from autopar.core.placement import Layout, Placement, format_layout, is_valid, parse_placement
 from autopar.errors import ConstraintError
 from autopar.solver.candidates import Candidate
-from autopar.solver.step import Op, Step, Value, unview
+from autopar.solver.contractions import (
+    Contraction,
+    find_contractions,
+    find_gradients,
+    is_attention,
+    kind_on_axis,
+)
+from autopar.solver.step import Op, Step, Value
 
-__all__ = ["Contraction", "Pins", "find_contractions", "kind_on_axis"]
+__all__ = ["Pins"]
 
 aten = torch.ops.aten
 autopar_ops = torch.ops.autopar
 _SEQUENCE_DIM = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Contraction:
-    """A forward contraction of an activation with a weight.
-
-    Attributes:
-        op: the op.
-        weight: placeholder of the parameter.
-        activation_index, weight_index: which operand is which.
-        core: it stands inside a repeated block.
-        batch_dim: of the activation; behind the groups that a grouped linear has in front.
-    """
-
-    op: Op
-    weight: str
-    activation_index: int
-    weight_index: int
-    core: bool
-    batch_dim: int = 0
-
-
-def find_contractions(traced: TracedModel, step: Step) -> dict[str, Contraction]:
-    """Weight contractions of the forward pass, by op name."""
-    nodes = {n.name: n for n in traced.graph.nodes}
-    found: dict[str, Contraction] = {}
-    for op in step.ops.values():
-        if not op.forward or op.call.target not in (
-            autopar_ops.einsum.default,
-            aten.convolution.default,
-            aten.mm.default,
-        ):
-            continue
-        sources = [unview(step.ops, value)[0] for value in op.operands[:2]]
-        weights = [i for i, name in enumerate(sources) if name in step.parameters]
-        if len(weights) != 1:
-            continue
-        module = node_info(traced, nodes[op.name]).module
-        found[op.name] = Contraction(
-            op,
-            sources[weights[0]],
-            1 - weights[0],
-            weights[0],
-            block_of(module) is not None,
-            _batch_dim(op, weights[0]),
-        )
-    if found and not any(c.core for c in found.values()):
-        found = {k: replace(c, core=True) for k, c in found.items()}
-    return found
-
-
-def _batch_dim(op: Op, weight_index: int) -> int:
-    """The first dim of the activation that the weight has not."""
-    if op.call.target is not autopar_ops.einsum.default:
-        return 0
-    labels = str(op.call.args[0]).split("->")[0].split(",")
-    activation, weight = labels[1 - weight_index], labels[weight_index]
-    return next((dim for dim, label in enumerate(activation) if label not in weight), 0)
-
-
-def kind_on_axis(contraction: Contraction, candidate: Candidate, axis: int) -> str:
-    """`M`, `N`, `K`, `B` (a dim of all three), `R` (all replicated) or `P`."""
-    x = candidate.inputs[contraction.activation_index][axis]
-    w = candidate.inputs[contraction.weight_index][axis]
-    out = candidate.outputs[0][axis]
-    if x.is_partial or w.is_partial:
-        return "P"
-    shape = (x.is_shard, w.is_shard, out.is_shard)
-    return {
-        (True, False, True): "M",
-        (False, True, True): "N",
-        (True, True, False): "K",
-        (True, True, True): "B",
-    }.get(shape, "R")
-
-
-@dataclass(frozen=True, slots=True)
-class Gradient:
-    """A backward contraction of a weight: for the activation, or for the weight itself.
-
-    Attributes:
-        grad, other: operand indices of the output gradient, and of the weight or activation.
-        of_weight: it yields the weight's gradient.
-    """
-
-    grad: int
-    other: int
-    of_weight: bool
-
-    def kinds(self, candidate: Candidate, num_axes: int) -> list[str]:
-        """`M`, `N`, `K`, `B` or `R` of each axis, in terms of the forward contraction."""
-        table = {
-            # (dY, W) -> dX, and (dY, X) -> dW
-            False: {(1, 0, 1): "M", (1, 1, 0): "N", (0, 1, 1): "K", (1, 1, 1): "B"},
-            True: {(1, 1, 0): "M", (1, 0, 1): "N", (0, 1, 1): "K", (1, 1, 1): "B"},
-        }[self.of_weight]
-        found = []
-        for axis in range(num_axes):
-            dy, other = candidate.inputs[self.grad][axis], candidate.inputs[self.other][axis]
-            shape = (dy.is_shard, other.is_shard, candidate.outputs[0][axis].is_shard)
-            found.append("P" if dy.is_partial or other.is_partial else table.get(shape, "R"))
-        return found
-
-
-def find_gradients(step: Step, by_weight: dict[str, list[Contraction]]) -> dict[str, Gradient]:
-    """The two gradient contractions of each core weight that one linear alone uses."""
-    single = {w: uses[0] for w, uses in by_weight.items() if len(uses) == 1 and uses[0].core}
-    completed = {unview(step.ops, step.gradients[w])[0] for w in single if w in step.gradients}
-    found: dict[str, Gradient] = {}
-    for op in step.ops.values():
-        if op.forward or op.call.target is not autopar_ops.einsum.default:
-            continue
-        sources = [unview(step.ops, value)[0] for value in op.operands[:2]]
-        weights = [i for i, name in enumerate(sources) if name in single]
-        if len(weights) == 1:
-            found[op.name] = Gradient(1 - weights[0], weights[0], False)
-        elif op.name in completed and not weights:
-            backward = [
-                i for i, n in enumerate(sources) if n in step.ops and not step.ops[n].forward
-            ]
-            if len(backward) == 1:
-                found[op.name] = Gradient(backward[0], 1 - backward[0], True)
-    return found
-
-
-def _is_attention(op: Op) -> bool:
-    """A contraction of two activations with batch and heads in front, or the attention op."""
-    if op.call.target is autopar_ops.attention.default:
-        return True
-    return (
-        op.call.target is autopar_ops.einsum.default
-        and len(op.call.operands[0].shape) == 4
-        and len(op.call.operands[1].shape) == 4
-    )
 
 
 class Pins:
@@ -220,7 +91,7 @@ class Pins:
                 "sequence 'ring' needs attention that torch's scaled_dot_product_attention "
                 "computes without dropout and without a learned bias; this model has none"
             )
-        if not any(_is_attention(op) for op in ops):
+        if not any(is_attention(op) for op in ops):
             raise ConstraintError(f"sequence {mode!r}: this model has no attention")
 
     # --- contractions --------------------------------------------------------------------------
@@ -233,7 +104,7 @@ class Pins:
             return self._kinds_allowed(
                 self.gradients[op.name].kinds(candidate, len(self.roles)), None
             )
-        if op.forward and _is_attention(op):
+        if op.forward and is_attention(op):
             return self._attention_allows(op, candidate)
         return True
 

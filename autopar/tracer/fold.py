@@ -203,15 +203,15 @@ def shortened(model: nn.Module, repeats: Sequence[Repeat]) -> Iterator[Shortenin
     """Inside, the blocks that the repeats leave out hand on their input."""
     notes = Shortening()
     undo: list[tuple[nn.Module, str, nn.Module]] = []
-    watched: list[nn.Module] = []
+    watched: list[tuple[nn.Module, Any]] = []
     try:
         for repeat in repeats:
             container = model.get_submodule(repeat.container)
             behind = repeat.first + repeat.period
             for index in range(repeat.first - repeat.period, behind):
                 block = container.get_submodule(str(index))
+                watched.append((block, vars(block).get("forward")))
                 _watch(block, repeat.container, index, notes)
-                watched.append(block)
             for index in range(behind, behind + repeat.skipped):
                 block = container.get_submodule(str(index))
                 undo.append((container, str(index), block))
@@ -220,8 +220,11 @@ def shortened(model: nn.Module, repeats: Sequence[Repeat]) -> Iterator[Shortenin
     finally:
         for container, name, block in undo:
             container._modules[name] = block
-        for block in watched:
+        for block, own in watched:
+            # a forward of the instance's own (a hook that somebody put there) goes back
             vars(block).pop("forward", None)
+            if own is not None:
+                vars(block)["forward"] = own
 
 
 def _watch(block: nn.Module, container: str, index: int, notes: Shortening) -> None:

@@ -8,9 +8,7 @@ works on. Hooks on the autograd nodes tell which forward op a backward op belong
 
 from __future__ import annotations
 
-import inspect
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +20,18 @@ from torch.utils import _pytree as pytree
 
 from autopar.core.graph import InputSpec, NodeInfo, OutputSpec, Repeat, TracedModel
 from autopar.errors import TraceError
+from autopar.tracer.capture import PREFIX, Capture, export, normalize_inputs
+from autopar.tracer.cleanup import (
+    clean,
+    drop_unread,
+    lift_constants,
+    module_of,
+    rename,
+    renamed_outputs,
+    source_of,
+    tied_parameters,
+)
 from autopar.tracer.decompositions import REPLACEMENTS, RandomContext, decomposition_table
-from autopar.tracer.diagnose import explain_failure, refuse_data_dependent
 from autopar.tracer.fanout import insert_fanouts
 from autopar.tracer.fold import find_repeats, is_sound, shortened
 from autopar.tracer.functional import remove_mutations
@@ -33,64 +41,6 @@ from autopar.tracer.rewrites import prepare_graph
 __all__ = ["normalize_inputs", "trace"]
 
 aten = torch.ops.aten
-
-
-def normalize_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`(args, kwargs)` of example inputs given as a tuple, a dict, or a single tensor."""
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, Tensor):
-        return (example_inputs,), {}
-    if isinstance(example_inputs, Sequence):
-        return tuple(example_inputs), {}
-    raise TraceError(
-        f"example_inputs is a {type(example_inputs).__name__}; pass a tuple of positional "
-        "arguments or a dict of keyword arguments, with the global batch"
-    )
-
-
-_PREFIX = "wrapped."
-
-
-class _Notes:
-    """What a capture learns on the side."""
-
-    out_spec: Any = None
-    dropped: Sequence[str] = ()
-
-
-class _Capture(nn.Module):
-    """The model, then the loss function if there is one, with the output flattened to leaves.
-
-    Leaves that are neither tensors nor plain constants (a key-value cache) become None: they
-    cannot leave a compiled step. The structure of the output is kept on the side.
-    """
-
-    def __init__(self, wrapped: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
-        super().__init__()
-        self.wrapped = wrapped
-        self.loss_fn = loss_fn
-        # Export restores attributes and containers after the call, but not opaque objects.
-        self.notes = _Notes()
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.loss_fn is None:
-            output = self.wrapped(*args, **kwargs)
-        else:
-            target = kwargs.pop("target") if "target" in kwargs else args[-1]
-            output = self._with_loss(args, kwargs, target)
-        leaves, self.notes.out_spec = pytree.tree_flatten(output)
-        self.notes.dropped = [
-            type(x).__name__
-            for x in leaves
-            if not isinstance(x, (Tensor, int, float, bool, str, type(None)))
-        ]
-        return [x if isinstance(x, (Tensor, int, float, bool)) else None for x in leaves]
-
-    def _with_loss(self, args: Any, kwargs: Any, target: Any) -> Any:
-        assert self.loss_fn is not None
-        inputs = args[:-1] if args and args[-1] is target else args
-        return self.loss_fn(self.wrapped(*inputs, **kwargs), target)
 
 
 def trace(
@@ -125,11 +75,11 @@ def trace(
             return folded
     args, kwargs = normalize_inputs(example_inputs)
     with_grad = model.training if training is None else training
-    capture = _Capture(model, loss_fn)
+    capture = Capture(model, loss_fn)
     capture.training = model.training  # not .train(): submodules keep modes of their own
     calls = FunctionCalls()
     with calls.recording():
-        exported = _export(capture, args, kwargs)
+        exported = export(capture, args, kwargs)
     return _JointTrace(capture, exported, with_grad, loss, calls).run()
 
 
@@ -149,46 +99,6 @@ def _trace_folded(
             return None  # tracing it whole tells whether the model is at fault
     folded = replace(traced, repeats=repeats)
     return folded if not notes.fault and is_sound(folded) else None
-
-
-def _to_meta(value: Any) -> Any:
-    return value.to("meta") if isinstance(value, Tensor) else value
-
-
-def _export(capture: _Capture, args: Any, kwargs: Any) -> Any:
-    on_meta = any(p.is_meta for p in capture.parameters())
-    if on_meta:
-        args, kwargs = pytree.tree_map(_to_meta, (args, kwargs))
-    for name, value in kwargs.items():
-        if isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
-            raise TraceError(
-                f"input {name!r} requires a gradient; gradients of inputs are not produced. "
-                "Detach it, or register it as an nn.Parameter of the model."
-            )
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            exported = torch.export.export(capture, args, kwargs, strict=False)
-            refuse_data_dependent(capture.wrapped, exported.graph_module)
-            if any(_mutates(node) for node in exported.graph.nodes):
-                exported = exported.run_decompositions({})
-    except TraceError:
-        raise
-    except Exception as error:
-        raise TraceError(explain_failure(capture.wrapped, error)) from error
-    return exported
-
-
-def _mutates(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    if node.target in (aten.detach_.default, aten.lift_fresh.default):
-        return False
-    if node.target is aten.batch_norm.default:
-        return bool(node.args[5])
-    if node.target is aten.instance_norm.default:
-        return node.args[3] is not None and bool(node.args[5])
-    return node.target._schema.is_mutable
 
 
 class _Replay(fx.Interpreter):
@@ -250,7 +160,7 @@ class _JointTrace:
 
     def __init__(
         self,
-        capture: _Capture,
+        capture: Capture,
         exported: Any,
         with_grad: bool,
         loss: str,
@@ -304,7 +214,7 @@ class _JointTrace:
         trainable = {
             name: p.requires_grad for name, p in self.model.named_parameters(remove_duplicate=False)
         }
-        owner = dict(_tied_parameters(self.model))
+        owner = dict(tied_parameters(self.model))
         specs: list[InputSpec] = []
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         for node in self.exported.graph.nodes:
@@ -318,10 +228,10 @@ class _JointTrace:
             target = node.name
             if node.name in signature.inputs_to_parameters:
                 kind = "parameter"
-                target = signature.inputs_to_parameters[node.name].removeprefix(_PREFIX)
+                target = signature.inputs_to_parameters[node.name].removeprefix(PREFIX)
                 target = owner.get(target, target)
             elif node.name in signature.inputs_to_buffers:
-                target = signature.inputs_to_buffers[node.name].removeprefix(_PREFIX)
+                target = signature.inputs_to_buffers[node.name].removeprefix(PREFIX)
                 kind = "buffer" if target in buffers else "constant"
             elif node.name in signature.inputs_to_lifted_tensor_constants:
                 kind = "constant"
@@ -368,7 +278,7 @@ class _JointTrace:
         user: list[tuple[int, Any]] = []
         for spec, value in zip(signature.output_specs, results, strict=True):
             if spec.kind.name == "BUFFER_MUTATION":
-                updates.append((spec.target.removeprefix(_PREFIX), value))
+                updates.append((spec.target.removeprefix(PREFIX), value))
             else:
                 user.append((len(user), value))
         return user, updates
@@ -444,13 +354,13 @@ class _JointTrace:
         names = [s.node for s in specs] + ["autopar_seed"]
         inputs: list[InputSpec] = []
         for node, name in zip(placeholders, names, strict=True):
-            _rename(node, name)
+            rename(node, name)
         inputs.extend(specs)
         inputs.append(
             InputSpec(node="autopar_seed", kind="seed", target="seed", shape=(), dtype=torch.int64)
         )
         inputs.extend(self._lift_tangents(graph, placeholders[-1]))
-        inputs.extend(_lift_constants(gm))
+        inputs.extend(lift_constants(gm))
         results = list(pytree.tree_leaves(output.args[0], is_leaf=lambda x: x is None))
         outputs = tuple(
             OutputSpec(
@@ -462,8 +372,8 @@ class _JointTrace:
             for spec, r in zip(self.output_kinds, results, strict=True)
         )
         output.args = (tuple(results),)
-        _clean(graph)
-        inputs = _drop_unread(graph, inputs)
+        clean(graph)
+        inputs = drop_unread(graph, inputs)
         order = {n.name: i for i, n in enumerate(graph.nodes) if n.op == "placeholder"}
         inputs.sort(key=lambda s: order[s.node])
         forward = {
@@ -484,13 +394,13 @@ class _JointTrace:
         return TracedModel(
             graph_module=gm,
             inputs=tuple(inputs),
-            outputs=_renamed_outputs(outputs, output),
+            outputs=renamed_outputs(outputs, output),
             info=self.info,
             in_spec=self.exported.call_spec.in_spec,
             out_spec=self.capture.notes.out_spec,
             training=self.with_grad,
             loss_index=self.loss_index,
-            tied=tuple(_tied_parameters(self.model)),
+            tied=tuple(tied_parameters(self.model)),
             state_values=values,
         )
 
@@ -510,7 +420,7 @@ class _JointTrace:
             current = origin
         for node in graph.nodes:
             if node.op == "call_function" and current is not None:
-                self.info[node.name] = NodeInfo("forward", _module_of(current), _source_of(current))
+                self.info[node.name] = NodeInfo("forward", module_of(current), source_of(current))
             for origin in starts.get(node, []):
                 current = origin
 
@@ -561,138 +471,3 @@ class _JointTrace:
             if node not in needed and (started or not forward_results):
                 info = NodeInfo("backward", info.module, info.source)
             self.info[node.name] = info
-
-
-def _renamed_outputs(outputs: tuple[OutputSpec, ...], output: fx.Node) -> tuple[OutputSpec, ...]:
-    """Descriptors with the names that the nodes have after the clean-up."""
-    values: Any = output.args[0]
-    return tuple(
-        OutputSpec(
-            node=arg.name if isinstance(arg, fx.Node) else None,
-            kind=spec.kind,
-            target=spec.target,
-            constant=spec.constant,
-        )
-        for spec, arg in zip(outputs, values, strict=True)
-    )
-
-
-def _rename(node: fx.Node, name: str) -> None:
-    node.name = node.graph._graph_namespace.create_name(name, None)
-    node.target = node.name
-    if node.name != name:
-        raise TraceError(f"two inputs of the graph are called {name!r}")
-
-
-_IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default)
-
-
-def _same_as_input(node: fx.Node) -> fx.Node | None:
-    """The input that a call merely repeats, if it does."""
-    if node.target in _IDENTITIES or node.target is aten.clone.default:
-        return node.args[0]  # type: ignore[return-value]
-    source = node.args[0] if node.args else None
-    if node.target in (aten.slice.Tensor, aten.expand.default, aten.view.default):
-        assert isinstance(source, fx.Node)
-        same = tuple(source.meta["val"].shape) == tuple(node.meta["val"].shape)
-        return source if same else None
-    if node.target is aten.cat.default and isinstance(source, (list, tuple)):
-        filled = [x for x in source if x.meta["val"].numel()]
-        if len(filled) == 1:
-            return filled[0]
-        node.args = (filled, *node.args[1:])
-    return None
-
-
-def _clean(graph: fx.Graph) -> None:
-    """Drop calls that repeat their input, and what nothing uses."""
-    for node in list(graph.nodes):
-        same = _same_as_input(node) if node.op == "call_function" else None
-        if same is not None:
-            node.replace_all_uses_with(same)
-            graph.erase_node(node)
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users:
-            graph.erase_node(node)
-
-
-def _drop_unread(graph: fx.Graph, inputs: list[InputSpec]) -> list[InputSpec]:
-    """Drop placeholders that nothing reads: tied names beyond the one in use, unused state."""
-    by_name = {n.name: n for n in graph.nodes if n.op == "placeholder"}
-    read = {s.target for s in inputs if s.kind == "parameter" and by_name[s.node].users}
-    kept: list[InputSpec] = []
-    seen: set[str] = set()
-    for spec in inputs:
-        node = by_name[spec.node]
-        unread = not node.users
-        if spec.kind == "parameter":
-            drop = unread and (spec.target in read or spec.target in seen)
-            seen.add(spec.target)
-        else:
-            drop = unread and spec.kind in ("buffer", "constant")
-        if drop:
-            graph.erase_node(node)
-        else:
-            kept.append(spec)
-    return kept
-
-
-def _lift_constants(gm: fx.GraphModule) -> list[InputSpec]:
-    """Turn `get_attr` tensors into placeholders, so that codegen sees inputs only."""
-    specs: list[InputSpec] = []
-    graph = gm.graph
-    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
-    for node in list(graph.nodes):
-        if node.op != "get_attr":
-            continue
-        value = getattr(gm, str(node.target))
-        with graph.inserting_after(last):
-            placeholder = graph.placeholder(str(node.target))
-        placeholder.meta = {"val": node.meta.get("val", value)}
-        node.replace_all_uses_with(placeholder)
-        graph.erase_node(node)
-        last = placeholder
-        specs.append(
-            InputSpec(
-                node=placeholder.name,
-                kind="constant",
-                target=str(node.target),
-                shape=tuple(value.shape),
-                dtype=value.dtype,
-            )
-        )
-    return specs
-
-
-def _tied_parameters(model: nn.Module) -> list[tuple[str, str]]:
-    """`(alias, owner)` for each name of a parameter beyond its first."""
-    owners: dict[int, str] = {}
-    tied: list[tuple[str, str]] = []
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner = owners.setdefault(id(parameter), name)
-        if owner != name:
-            tied.append((name, owner))
-    return tied
-
-
-def _module_of(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [entry[0] for entry in stack.values()]
-    return paths[-1].removeprefix(_PREFIX.rstrip(".")).lstrip(".") if paths else ""
-
-
-def _source_of(node: fx.Node) -> str:
-    """`file:line` of the innermost frame outside torch."""
-    trace_text = node.meta.get("stack_trace") or ""
-    lines = [line for line in trace_text.splitlines() if line.strip().startswith("File ")]
-    for line in reversed(lines):
-        if "/torch/" in line:
-            continue
-        path, _, rest = line.strip()[5:].partition(", line ")
-        return f"{path.strip(chr(34))}:{rest.split(',')[0]}"
-    return ""
-
-
-def signature_names(model: nn.Module) -> list[str]:
-    """Names of the parameters of `model.forward`."""
-    return list(inspect.signature(model.forward).parameters)

@@ -1,0 +1,116 @@
+"""The module as `torch.export` sees it: inputs by name, outputs as flat leaves."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from autopar.errors import TraceError
+from autopar.tracer.diagnose import explain_failure, refuse_data_dependent
+
+__all__ = ["PREFIX", "Capture", "export", "normalize_inputs"]
+
+aten = torch.ops.aten
+
+
+def normalize_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`(args, kwargs)` of example inputs given as a tuple, a dict, or a single tensor."""
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, Tensor):
+        return (example_inputs,), {}
+    if isinstance(example_inputs, Sequence):
+        return tuple(example_inputs), {}
+    raise TraceError(
+        f"example_inputs is a {type(example_inputs).__name__}; pass a tuple of positional "
+        "arguments or a dict of keyword arguments, with the global batch"
+    )
+
+
+PREFIX = "wrapped."
+
+
+class Notes:
+    """What a capture learns on the side."""
+
+    out_spec: Any = None
+    dropped: Sequence[str] = ()
+
+
+class Capture(nn.Module):
+    """The model, then the loss function if there is one, with the output flattened to leaves.
+
+    Leaves that are neither tensors nor plain constants (a key-value cache) become None: they
+    cannot leave a compiled step. The structure of the output is kept on the side.
+    """
+
+    def __init__(self, wrapped: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+        self.loss_fn = loss_fn
+        # Export restores attributes and containers after the call, but not opaque objects.
+        self.notes = Notes()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.loss_fn is None:
+            output = self.wrapped(*args, **kwargs)
+        else:
+            target = kwargs.pop("target") if "target" in kwargs else args[-1]
+            output = self._with_loss(args, kwargs, target)
+        leaves, self.notes.out_spec = pytree.tree_flatten(output)
+        self.notes.dropped = [
+            type(x).__name__
+            for x in leaves
+            if not isinstance(x, (Tensor, int, float, bool, str, type(None)))
+        ]
+        return [x if isinstance(x, (Tensor, int, float, bool)) else None for x in leaves]
+
+    def _with_loss(self, args: Any, kwargs: Any, target: Any) -> Any:
+        assert self.loss_fn is not None
+        inputs = args[:-1] if args and args[-1] is target else args
+        return self.loss_fn(self.wrapped(*inputs, **kwargs), target)
+
+
+def _to_meta(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, Tensor) else value
+
+
+def export(capture: Capture, args: Any, kwargs: Any) -> Any:
+    on_meta = any(p.is_meta for p in capture.parameters())
+    if on_meta:
+        args, kwargs = pytree.tree_map(_to_meta, (args, kwargs))
+    for name, value in kwargs.items():
+        if isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
+            raise TraceError(
+                f"input {name!r} requires a gradient; gradients of inputs are not produced. "
+                "Detach it, or register it as an nn.Parameter of the model."
+            )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exported = torch.export.export(capture, args, kwargs, strict=False)
+            refuse_data_dependent(capture.wrapped, exported.graph_module)
+            if any(_mutates(node) for node in exported.graph.nodes):
+                exported = exported.run_decompositions({})
+    except TraceError:
+        raise
+    except Exception as error:
+        raise TraceError(explain_failure(capture.wrapped, error)) from error
+    return exported
+
+
+def _mutates(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target in (aten.detach_.default, aten.lift_fresh.default):
+        return False
+    if node.target is aten.batch_norm.default:
+        return bool(node.args[5])
+    if node.target is aten.instance_norm.default:
+        return node.args[3] is not None and bool(node.args[5])
+    return node.target._schema.is_mutable
