@@ -37,7 +37,8 @@ class Constraints:
         sequence: "megatron", "ulysses" or "ring", or None.
         sequence_size: devices of the sequence axis; None takes all that is left.
         data: devices that split the batch; None is free.
-        zero: 0 keeps every parameter whole on the data axes, 3 shards every one.
+        zero: stage on the data axes. 0 keeps every parameter whole; the others shard optimizer
+            state and gradient, and gather the parameter once a step (1, 2) or at each use (3).
         checkpoint: recomputation of activations, "none", "selective" or "full"; None is free.
         params: storage placements by FQN glob, one per mesh axis.
     """
@@ -78,10 +79,8 @@ class Constraints:
         if value.get("data") is not None:
             fields["data"] = _positive(value["data"], "data")
         if (zero := value.get("zero")) is not None:
-            if zero not in (0, 3):
-                raise ConstraintError(
-                    f"zero={zero!r}: 0 (whole parameters) and 3 (sharded parameters) can be pinned"
-                )
+            if isinstance(zero, bool) or zero not in (0, 1, 2, 3):
+                raise ConstraintError(f"zero={zero!r}: the stages are 0, 1, 2 and 3")
             fields["zero"] = zero
         if (checkpoint := value.get("checkpoint")) is not None:
             if checkpoint not in CHECKPOINTS:

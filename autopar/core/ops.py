@@ -24,7 +24,7 @@ from torch import Tensor
 from autopar.core.einsum import contract, gradient_equations, output_shape
 from autopar.core.random import keep_mask, uniform_numbers
 
-__all__ = ["LIBRARY_NAME", "ops"]
+__all__ = ["LIBRARY_NAME", "REARRANGING", "ops"]
 
 LIBRARY_NAME = "autopar"
 
@@ -52,6 +52,20 @@ _lib.define(
     " -> Tensor"
 )
 ops = torch.ops.autopar
+
+# one tensor in, all of its elements out, in another shape, order or dtype
+REARRANGING = frozenset(
+    {
+        torch.ops.aten.view.default,
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.reshape.default,
+        torch.ops.aten.transpose.int,
+        torch.ops.aten.permute.default,
+        torch.ops.aten.t.default,
+        torch.ops.aten.unsqueeze.default,
+        torch.ops.aten._to_copy.default,
+    }
+)
 
 _IMPL = "CompositeExplicitAutograd"
 

@@ -104,6 +104,8 @@ class _Repeater:
         source = node
         while source.target in (operator.getitem, torch.ops.aten.alias.default):
             source = source.all_input_nodes[0]
+        if source.op == "placeholder":
+            return False  # whether a parameter's copy is kept is the solver's choice
         return self.kind == "full" or source.target not in _KEPT_BY_SELECTIVE
 
     def _copy(self, node: fx.Node) -> fx.Node:

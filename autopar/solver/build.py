@@ -147,11 +147,14 @@ class _Builder:
     def build(self) -> StepProblem:
         self.pins.check_params()
         for op in self.step.ops.values():
-            if self.classes[op.name] == op.name:
+            if self.classes[op.name] == op.name and op.name not in self.step.copies:
                 self._add_op(op)
         for name in self.step.parameters:
             if self.classes[name] == name:
                 self._add_parameter(name)
+        for name in self.step.copies:
+            if self.classes[name] == name:
+                self._add_copy(self.step.ops[name])
         self._add_edges()
         return self.built
 
@@ -216,6 +219,23 @@ class _Builder:
         tie = memory * 1e-21
         self.problem.add_node(name, tie * self.count[name], memory * self.count[name])
 
+    def _add_copy(self, op: Op) -> None:
+        """The copy of a parameter that compute reads, in any layout that it may arrive in."""
+        none = ("",) * len(self.mesh)
+        (source,) = op.operands
+        layouts = self._layouts(op.name, op.call.outputs[0].shape)
+        if source[0] in self.step.ops:
+            arriving = self.built.produced(source) or ()
+            layouts = list(dict.fromkeys((*layouts, *arriving)))
+        allowed = [
+            Candidate((layout,), (layout,), none, ())
+            for layout in layouts
+            if not any(p.is_partial for p in layout)
+        ]
+        self.candidates[op.name] = allowed
+        held = self._saved_bytes(op, allowed) * self.count[op.name]
+        self.problem.add_node(op.name, np.zeros(len(allowed)), held)
+
     def _state_bytes(self, name: str, layout: Layout) -> float:
         """Parameter, gradient and optimizer state of one rank."""
         spec = self.step.parameters[name]
@@ -235,10 +255,12 @@ class _Builder:
             for layout in itertools.product(options, repeat=len(self.mesh))
             if is_valid(layout, shape, self.mesh)
         ]
+        copies = self.step.copies
+        readable = {name, *(c for c in copies if self.step.ops[c].operands[0][0] == name)}
         wanted = [
             candidate.inputs[index]
             for value, op, index in self.step.consumers()
-            if value == (name, 0)
+            if op.name not in copies and value[0] in readable
             for candidate in self.candidates[self.classes[op.name]]
             if not any(p.is_partial for p in candidate.inputs[index])
         ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autopar.core.placement import Layout
 from autopar.solver.contractions import Contraction, kind_on_axis
 from autopar.solver.pins import Pins
@@ -18,19 +20,36 @@ def mode_names(step: Step, pins: Pins, decision: Decision) -> dict[str, str]:
         uses = pins.by_weight.get(name, [])
         layout = decision.storages[name]
         if uses:
-            names[spec.target] = _contraction_name(uses[0], decision, layout)
+            held = _held(step, name, decision)
+            names[spec.target] = _contraction_name(uses[0], decision, layout, held)
         else:
             names[spec.target] = "sharded" if any(p.is_shard for p in layout) else "replicated"
     return names
 
 
-def _contraction_name(contraction: Contraction, decision: Decision, layout: Layout) -> str:
+def _held(step: Step, name: str, decision: Decision) -> list[int]:
+    """Axes on which a parameter is stored sharded and gathered once for the whole step."""
+    stored = decision.storages[name]
+    copies = [
+        decision.candidates[copy].inputs[0] for copy, owner in step.copies.items() if owner == name
+    ]
+    return [
+        axis
+        for axis, placement in enumerate(stored)
+        if placement.is_shard and copies and all(c[axis].is_replicate for c in copies)
+    ]
+
+
+def _contraction_name(
+    contraction: Contraction, decision: Decision, layout: Layout, held: Sequence[int]
+) -> str:
     candidate = decision.candidates[contraction.op.name]
     kinds = [kind_on_axis(contraction, candidate, axis) for axis in range(len(layout))]
     x = candidate.inputs[contraction.activation_index]
     parts: list[str] = []
     tensor = [k for k in kinds if k in "NK"]
-    gathered = [a for a, k in enumerate(kinds) if k == "M" and layout[a].is_shard]
+    sharded = [a for a, k in enumerate(kinds) if k == "M" and layout[a].is_shard]
+    gathered = [a for a in sharded if a not in held]
     if len(tensor) == 2 and gathered:
         parts.append("3D")
         gathered = gathered[1:]
@@ -46,4 +65,6 @@ def _contraction_name(contraction: Contraction, decision: Decision, layout: Layo
             parts.append("data" if x[axis].dim == 0 else "sequence")
     if gathered:
         parts.append("ZeRO-3")
+    elif sharded and set(sharded) <= set(held):
+        parts.append("ZeRO-2")
     return " + ".join(dict.fromkeys(parts)) or "replicated"

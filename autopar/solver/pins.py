@@ -166,6 +166,8 @@ class Pins:
 
     def arrives(self, op: Op, index: int) -> Callable[[Layout, Candidate], bool] | None:
         """Filter on the layout that an operand has before redistribution, if there is one."""
+        if op.name in self.step.copies or op.name in self.step.prepared:
+            return self._copy_arrives(op)
         c = self.contractions.get(op.name)
         if c is None or index != c.activation_index or not c.core:
             return None
@@ -196,6 +198,20 @@ class Pins:
             return True
 
         return blocked
+
+    def _copy_arrives(self, op: Op) -> Callable[[Layout, Candidate], bool] | None:
+        """Filter on `(layout, candidate)` of a parameter on its way to what compute reads."""
+        zero = self.constraints.zero
+        as_stored = list(self.data_axes) if zero == 3 else []
+        if self.constraints.tensor_mode in ("2d", "2.5d", "3d"):
+            as_stored += self.tensor_axes
+        whole = self.data_axes if zero in (1, 2) and op.name in self.step.copies else []
+        if not as_stored and not whole:
+            return None
+        return lambda source, candidate: (
+            all(candidate.inputs[0][axis] == source[axis] for axis in as_stored)
+            and all(candidate.inputs[0][axis].is_replicate for axis in whole)
+        )
 
     def leaves(self, value: Value) -> Callable[[Layout, Layout], bool] | None:
         """Filter on `(produced, wanted)` layouts of a value that a pinned op produces."""
@@ -232,7 +248,7 @@ class Pins:
         for axis in self.data_axes:
             if zero == 0 and layout[axis].is_shard:
                 return False
-            if zero == 3 and shardable and not layout[axis].is_shard:
+            if zero and shardable and not layout[axis].is_shard:
                 return False
         core = any(c.core for c in self.by_weight.get(placeholder, ()))
         mode = self.constraints.tensor_mode

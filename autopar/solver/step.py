@@ -9,19 +9,20 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 
 from autopar.core.blocks import Blocks
 from autopar.core.graph import InputSpec, TracedModel, node_info, tensor_meta
+from autopar.core.ops import REARRANGING
 from autopar.core.strategy import OpCall, TensorSpec, op_call
 from autopar.solver.candidates import is_view
 
 __all__ = ["FoldedSpan", "Op", "Step", "Value", "folded_spans", "input_bytes", "ordered", "resolve"]
 
 Value = tuple[str, int]
+_ALIAS = torch.ops.aten.alias.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,8 @@ class Step:
         required: values that must end up replicated (loss, outputs, updated buffers).
         results: all values that the user gets, who may hold them to the end of the step.
         saved: forward values that the backward uses, with their global bytes.
+        prepared: parameter behind each op that only brings one into another shape or dtype.
+        copies: parameter behind each alias that forward and backward read it by.
         blocks: where ops and parameters stand, and how often each counts.
     """
 
@@ -73,6 +76,8 @@ class Step:
     results: tuple[Value, ...]
     saved: dict[Value, int]
     specs: dict[Value, TensorSpec]
+    prepared: dict[str, str]
+    copies: dict[str, str]
     blocks: Blocks
 
     def consumers(self) -> Iterator[tuple[Value, Op, int]]:
@@ -178,15 +183,19 @@ def build_step(traced: TracedModel) -> Step:
         results.append(value)
         if output.kind == "buffer" or is_required(traced, output.target):
             required.append(value)
+    parameters = {s.node: s for s in traced.parameters()}
+    prepared = _prepared(ops, parameters)
     return Step(
         ops=ops,
-        parameters={s.node: s for s in traced.parameters()},
+        parameters=parameters,
         inputs={s.node: s for s in traced.inputs if s.kind != "parameter"},
         gradients=gradients,
         required=tuple(required),
         results=tuple(results),
         saved=_saved(ops, specs),
         specs=specs,
+        prepared=prepared,
+        copies=_copies_read(ops, parameters, prepared),
         blocks=Blocks(traced),
     )
 
@@ -240,17 +249,34 @@ def _saved(ops: dict[str, Op], specs: dict[Value, TensorSpec]) -> dict[Value, in
 
 def unview(ops: dict[str, Op], value: Value) -> Value:
     """Look through views that keep every element (not slices): to a parameter, for instance."""
-    keeps: set[Any] = {
-        torch.ops.aten.view.default,
-        torch.ops.aten.transpose.int,
-        torch.ops.aten.permute.default,
-        torch.ops.aten.t.default,
-        torch.ops.aten.unsqueeze.default,
-        torch.ops.aten._to_copy.default,
-        torch.ops.aten.alias.default,
-    }
     name, _ = value
-    while name in ops and ops[name].call.target in keeps:
+    while name in ops and (ops[name].call.target in REARRANGING or ops[name].call.target is _ALIAS):
         value = ops[name].operands[0]
         name, _ = value
     return value
+
+
+def _prepared(ops: dict[str, Op], parameters: dict[str, InputSpec]) -> dict[str, str]:
+    """Parameter behind each op that only brings one into another shape, order or dtype."""
+    found: dict[str, str] = {}
+    for op in ops.values():
+        if op.call.target in REARRANGING:
+            source = op.operands[0][0]
+            owner = source if source in parameters else found.get(source)
+            if owner is not None:
+                found[op.name] = owner
+    return found
+
+
+def _copies_read(
+    ops: dict[str, Op], parameters: dict[str, InputSpec], prepared: dict[str, str]
+) -> dict[str, str]:
+    """Parameter behind each alias that stands for it in forward and backward."""
+    found: dict[str, str] = {}
+    for op in ops.values():
+        if op.call.target is _ALIAS:
+            source = op.operands[0][0]
+            owner = source if source in parameters else prepared.get(source)
+            if owner is not None:
+                found[op.name] = owner
+    return found

@@ -1,7 +1,9 @@
 """Fan-out points: one redistribution may serve several readers of a tensor.
 
-Two kinds of alias give the solver a place to redistribute once:
+Three kinds of alias give the solver a place to redistribute once:
 
+- behind a parameter that forward and backward read: the copy that compute reads may be gathered
+  once a step (ZeRO stages 1 and 2) or at each use (stage 3; Rajbhandari et al. 2020, 1910.02054);
 - behind a contraction whose result, perhaps a partial sum, is read more than once: it is reduced
   before it is saved, not once for the forward and again for the backward;
 - in front of contractions that read one activation (query, key and value projections): it is
@@ -11,12 +13,13 @@ Two kinds of alias give the solver a place to redistribute once:
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Collection, MutableMapping
 
 import torch
 from torch import fx
 
 from autopar.core.graph import NodeInfo
+from autopar.core.ops import REARRANGING
 
 __all__ = ["insert_fanouts"]
 
@@ -36,8 +39,23 @@ _SUMMING = (
 )
 
 
-def insert_fanouts(graph: fx.Graph, info: MutableMapping[str, NodeInfo]) -> None:
-    """Insert both kinds of alias, in place."""
+def insert_fanouts(
+    graph: fx.Graph, info: MutableMapping[str, NodeInfo], parameters: Collection[str]
+) -> None:
+    """Insert all kinds of alias, in place.
+
+    Args:
+        graph: forward and backward.
+        info: origin of each node; those of the aliases are added.
+        parameters: names of their placeholders.
+    """
+    for parameter in [n for n in graph.nodes if n.op == "placeholder" and n.name in parameters]:
+        node = _as_read(parameter)
+        users = [n for n in node.users if n.op == "call_function"]
+        first = min(users, default=None)
+        if first is not None and {info[u.name].phase for u in users} == {"forward", "backward"}:
+            _alias(graph, node, first, users)
+            info[first.prev.name] = info[first.name]
     for node in list(graph.nodes):
         if node.target in _SUMMING and len(node.users) > 1:
             _alias(graph, node, node.next, list(node.users))
@@ -55,6 +73,17 @@ def insert_fanouts(graph: fx.Graph, info: MutableMapping[str, NodeInfo]) -> None
                 first = next(n for n in graph.nodes if n in readers)
                 _alias(graph, node, first, readers)
                 info[first.prev.name] = info[first.name]
+
+
+def _as_read(parameter: fx.Node) -> fx.Node:
+    """The parameter in the shape and dtype that compute reads it in."""
+    node = parameter
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.target not in REARRANGING:
+            break
+        node = user
+    return node
 
 
 def _alias(

@@ -382,7 +382,7 @@ class _JointTrace:
             if spec.kind != "gradient" and isinstance(arg, fx.Node)
         }
         self._phases(graph, forward)
-        insert_fanouts(graph, self.info)
+        insert_fanouts(graph, self.info, {s.node for s in inputs if s.kind == "parameter"})
         gm.recompile()
         self.info = {n.name: self.info[n.name] for n in graph.nodes if n.name in self.info}
         values = {
