@@ -278,9 +278,11 @@ def test_other_version(version: object) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        {"shapes": [1]},
+        {"parameters": [1]},
+        {"parameters": {"embed.weight": [["S0"], [4]]}},
         {"nodes": {"mm": 3}},
-        {"parameters": {"embed.weight": ["S"]}},
+        {"parameters": {"embed.weight": [["S"], [4], "float32", None]}},
+        {"predicted": {**layers(1).to_dict()["predicted"], "timeline": {"ops": [[1]]}}},
         {"predicted": {}},
         {"predicted": 1},
         {"solver": None},

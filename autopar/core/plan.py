@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from autopar.core.constraints import Constraints
 from autopar.core.graph import Repeat
 from autopar.core.placement import Layout, parse_placement
+from autopar.core.timeline import Timeline
 from autopar.errors import PlanMismatchError
 
 __all__ = ["PLAN_VERSION", "CommBytes", "NodePlan", "Plan", "Prediction", "SolverReport"]
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,7 @@ class Prediction:
         peak_memory_bytes: highest point of the step, states included.
         memory: bytes by kind at the peak.
         comm_bytes: per mesh axis and collective.
+        timeline: op by op.
     """
 
     step_time_s: float
@@ -59,6 +61,7 @@ class Prediction:
     peak_memory_bytes: int
     memory: Mapping[str, int]
     comm_bytes: tuple[CommBytes, ...]
+    timeline: Timeline = field(default_factory=Timeline)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +120,13 @@ class Plan:
     version: int = PLAN_VERSION
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types; layouts as lists of short forms such as `"S0"`."""
-        plain = asdict(self)
+        """Plain JSON types; layouts as lists of short forms such as `"S0"`.
+
+        What is known of a parameter is one row under its name: layout, shape, dtype, mode.
+        """
+        bare = replace(self.predicted, timeline=Timeline())
+        plain = asdict(replace(self, predicted=bare, nodes={}, parameters={}, inputs={}))
+        plain["predicted"]["timeline"] = self.predicted.timeline.to_dict()
         plain["nodes"] = {
             name: [
                 [_layout(x) for x in node.inputs],
@@ -127,9 +135,13 @@ class Plan:
             ]
             for name, node in self.nodes.items()
         }
-        plain["repeats"] = [asdict(repeat) for repeat in self.repeats]
-        for key in ("parameters", "inputs"):
-            plain[key] = {name: _layout(x) for name, x in getattr(self, key).items()}
+        plain["parameters"] = {
+            name: [_layout(x), list(self.shapes[name]), self.dtypes[name], self.modes.get(name)]
+            for name, x in self.parameters.items()
+        }
+        for key in ("shapes", "dtypes", "modes"):
+            del plain[key]
+        plain["inputs"] = {name: _layout(x) for name, x in self.inputs.items()}
         return plain
 
     @classmethod
@@ -156,7 +168,7 @@ class Plan:
         """Write as JSON, whole or not at all."""
         target = Path(path)
         scratch = target.with_name(target.name + ".part")
-        scratch.write_text(json.dumps(self.to_dict(), indent=1))
+        scratch.write_text(_text(self.to_dict()))
         scratch.replace(target)
 
     @classmethod
@@ -183,6 +195,18 @@ class Plan:
         return render_summary(self)
 
 
+def _text(data: Mapping[str, Any]) -> str:
+    """JSON with one line for each entry of a section: short, and plans can be compared by line."""
+
+    def section(value: Any) -> str:
+        if isinstance(value, dict) and value:
+            lines = (f" {json.dumps(key)}: {json.dumps(item)}" for key, item in value.items())
+            return "{\n" + ",\n".join(lines) + "\n}"
+        return json.dumps(value)
+
+    return "{\n" + ",\n".join(f"{json.dumps(k)}: {section(v)}" for k, v in data.items()) + "\n}\n"
+
+
 def _layout(layout: Layout) -> list[str]:
     return [p.short for p in layout]
 
@@ -195,7 +219,11 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
     fields = dict(data)
     fields["mesh_shape"] = tuple(int(x) for x in data["mesh_shape"])
     fields["axis_names"] = tuple(data["axis_names"])
-    fields["shapes"] = {k: tuple(v) for k, v in data["shapes"].items()}
+    rows = data["parameters"]
+    fields["parameters"] = {name: _parse(row[0]) for name, row in rows.items()}
+    fields["shapes"] = {name: tuple(int(n) for n in row[1]) for name, row in rows.items()}
+    fields["dtypes"] = {name: row[2] for name, row in rows.items()}
+    fields["modes"] = {name: row[3] for name, row in rows.items() if row[3] is not None}
     fields["nodes"] = {
         name: NodePlan(
             inputs=tuple(_parse(x) for x in row[0]),
@@ -204,10 +232,10 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
         )
         for name, row in data["nodes"].items()
     }
-    for key in ("parameters", "inputs"):
-        fields[key] = {name: _parse(x) for name, x in data[key].items()}
+    fields["inputs"] = {name: _parse(x) for name, x in data["inputs"].items()}
     predicted = dict(data["predicted"])
     predicted["comm_bytes"] = tuple(CommBytes(**row) for row in predicted["comm_bytes"])
+    predicted["timeline"] = Timeline.from_dict(predicted["timeline"])
     fields["predicted"] = Prediction(**predicted)
     fields["solver"] = SolverReport(**data["solver"])
     fields["repeats"] = tuple(Repeat(**row) for row in data.get("repeats", ()))

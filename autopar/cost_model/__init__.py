@@ -17,6 +17,7 @@ from autopar.cost_model.memory import (
     PeakMemory,
     ScheduledOp,
     dtype_bytes,
+    moments,
     optimizer_state_bytes,
     peak_bytes,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "compute_seconds_array",
     "dtype_bytes",
     "load_profile",
+    "moments",
     "optimizer_state_bytes",
     "peak_bytes",
     "profile_names",

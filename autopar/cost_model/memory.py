@@ -13,12 +13,19 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.cost_model.profile import ClusterError
 
-__all__ = ["PeakMemory", "ScheduledOp", "dtype_bytes", "optimizer_state_bytes", "peak_bytes"]
+__all__ = [
+    "PeakMemory",
+    "ScheduledOp",
+    "dtype_bytes",
+    "moments",
+    "optimizer_state_bytes",
+    "peak_bytes",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +86,31 @@ def peak_bytes(
     Raises:
         ClusterError: a buffer is created twice or freed when not live, or a size is negative.
     """
+    best: PeakMemory | None = None
+    for index, name, totals in moments(
+        schedule, resident=resident, granularity_bytes=granularity_bytes, kinds=kinds
+    ):
+        total = sum(totals.values())
+        # resident bytes alone are the peak of an empty schedule only
+        if best is None or total > best.peak_bytes or best.index < 0:
+            best = _peak(total, index, name, totals)
+    assert best is not None
+    return best
+
+
+def moments(
+    schedule: Iterable[ScheduledOp],
+    *,
+    resident: Mapping[str, int] | None = None,
+    granularity_bytes: int = 1,
+    kinds: Mapping[str, str] | None = None,
+) -> Iterator[tuple[int, str, dict[str, int]]]:
+    """What is live at each moment of a schedule; arguments and errors as for `peak_bytes`.
+
+    Yields:
+        `(index, name, bytes by kind)`: first -1 with the resident ones, then of each op that
+        something arrives for the moment before it runs, and of each op the moment while it runs.
+    """
     if granularity_bytes < 1:
         raise ClusterError(f"granularity_bytes must be at least 1, got {granularity_bytes}")
     kind_of = kinds or {}
@@ -86,38 +118,35 @@ def peak_bytes(
     for kind, size in totals.items():
         _rounded(size, 1, f"resident {kind!r}")
     live: dict[str, int] = {}
-    live_bytes = sum(totals.values())
-    best = _peak(live_bytes, -1, "", totals)
+    yield -1, "", dict(totals)
     for index, op in enumerate(schedule):
         arriving = _rounded(op.arriving_bytes, granularity_bytes, f"operands of op {index}")
-        if arriving and live_bytes + arriving > best.peak_bytes:
-            at_peak = dict(totals)
-            _add(at_peak, "transient", arriving)
-            best = _peak(live_bytes + arriving, index, op.name, at_peak)
+        if arriving:
+            yield index, op.name, _with(totals, "transient", arriving)
         for buffer, size in op.alloc:
             if buffer in live:
                 raise ClusterError(f"op {index} ({op.name}) creates {buffer!r}, which is live")
             live[buffer] = _rounded(size, granularity_bytes, f"buffer {buffer!r}")
-            live_bytes += live[buffer]
             _add(totals, kind_of.get(buffer, "buffer"), live[buffer])
         transient = _rounded(op.transient_bytes, granularity_bytes, f"transient of op {index}")
-        if best.index < 0 or live_bytes + transient > best.peak_bytes:
-            at_peak = dict(totals)
-            _add(at_peak, "transient", transient)
-            best = _peak(live_bytes + transient, index, op.name, at_peak)
+        yield index, op.name, _with(totals, "transient", transient)
         for buffer in op.free:
             if buffer not in live:
                 raise ClusterError(f"op {index} ({op.name}) frees {buffer!r}, which is not live")
             size = live.pop(buffer)
-            live_bytes -= size
             _add(totals, kind_of.get(buffer, "buffer"), -size)
-    return best
 
 
 def _peak(total: int, index: int, name: str, totals: Mapping[str, int]) -> PeakMemory:
     parts = [(kind, size) for kind, size in totals.items() if size]
     parts.sort(key=lambda part: (-part[1], part[0]))
     return PeakMemory(peak_bytes=total, index=index, name=name, breakdown=tuple(parts))
+
+
+def _with(totals: Mapping[str, int], kind: str, size: int) -> dict[str, int]:
+    out = dict(totals)
+    _add(out, kind, size)
+    return out
 
 
 def _add(totals: dict[str, int], kind: str, size: int) -> None:

@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from autopar.core.placement import Layout, Placement, Replicate, shard_factor
 from autopar.core.plan import CommBytes
 from autopar.core.redistribute import Move, packing_fraction, path
+from autopar.core.timeline import PlannedMove, rounded
 from autopar.cost_model import Cluster, PeakMemory, ScheduledOp, optimizer_state_bytes, peak_bytes
 from autopar.solver.candidates import Candidate, Pricer
 from autopar.solver.step import FoldedSpan, Op, Step, Value, folded_spans, ordered
 
-__all__ = ["Decision", "Price", "input_layouts", "price"]
+__all__ = ["Decision", "Price", "Pricing", "Schedule", "input_layouts", "price", "resident_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,9 @@ class Price:
         return self.compute_s + self.comm_s
 
 
-class _Pricing:
+class Pricing:
+    """Costs of one decision, from its placements alone."""
+
     def __init__(self, step: Step, cluster: Cluster, decision: Decision) -> None:
         self.step = step
         self.blocks = step.blocks
@@ -54,6 +57,7 @@ class _Pricing:
         self.sent: Counter[tuple[int, str]] = Counter()
         self.bytes: Counter[tuple[int, str]] = Counter()
         self.comm_s = 0.0
+        self.planned: dict[str, list[PlannedMove]] = defaultdict(list)
 
     def layout(self, value: Value) -> Layout:
         """Layout of a value where it is produced."""
@@ -70,46 +74,55 @@ class _Pricing:
     def local_bytes(self, value: Value, layout: Layout) -> int:
         return self.step.specs[value].num_bytes // shard_factor(layout, self.mesh)
 
-    def add_moves(self, value: Value, target: Layout, times: int) -> None:
+    def add_moves(self, value: Value, target: Layout, times: int, op: str, of: str) -> None:
         for move in self.moves(value, target):
             if move.kind != "slice" and self.mesh[move.axis] > 1:
                 num_bytes = self.step.specs[value].num_bytes * move.fraction
-                self.add(move.kind, move.axis, num_bytes, times)
+                self.add(move.kind, move.axis, num_bytes, times, op, of)
 
-    def add(self, kind: str, axis: int, num_bytes: float, times: int) -> None:
-        if num_bytes:
-            self.comm_s += self.pricer.collective(kind, axis, num_bytes) * times
+    def add(self, kind: str, axis: int, num_bytes: float, times: int, op: str, of: str) -> None:
+        seconds = self.pricer.collective(kind, axis, num_bytes) if num_bytes else 0.0
+        self.comm_s += seconds * times
         self.sent[axis, kind] += times
         self.bytes[axis, kind] += round(num_bytes) * times
+        move = PlannedMove(axis, kind, round(num_bytes), times, rounded(seconds), of)
+        self.planned[op].append(move)
 
     def communicate(self) -> None:
         for op in self.step.ops.values():
             candidate = self.decision.candidates[op.name]
             for value, layout in zip(op.operands, candidate.inputs, strict=True):
-                self.add_moves(value, layout, self.blocks.edge_weight(value[0], op.name))
+                times = self.blocks.edge_weight(value[0], op.name)
+                self.add_moves(value, layout, times, op.name, self.step.label(value[0]))
             for comm in candidate.comm:
-                self.add(comm.kind, comm.axis, comm.num_bytes, self.blocks.weight(op.name))
-        for value, target, times in self.ends():
-            self.add_moves(value, target, times)
+                times = self.blocks.weight(op.name)
+                self.add(comm.kind, comm.axis, comm.num_bytes, times, op.name, "")
+        last = next(reversed(self.step.ops), "")
+        for value, target, times, of in self.ends():
+            self.add_moves(
+                value, target, times, value[0] if value[0] in self.step.ops else last, of
+            )
 
-    def ends(self) -> Iterator[tuple[Value, Layout, int]]:
-        """Values that leave the step, with the layout that they must have, and how often."""
+    def ends(self) -> Iterator[tuple[Value, Layout, int, str]]:
+        """Values that leave the step, their layout, how often, and what they are."""
         for value in self.step.required:
-            yield value, self.whole, 1
+            yield value, self.whole, 1, "result"
         for name, value in self.step.gradients.items():
-            yield value, self.decision.storages[name], self.blocks.weight(name)
+            target = self.step.parameters[name].target
+            times = self.blocks.weight(name)
+            yield value, self.decision.storages[name], times, f"gradient of {target}"
+
+    def seconds(self, op: Op) -> float:
+        """Compute of one execution of an op."""
+        return float(self.pricer.compute(op.call, [self.decision.candidates[op.name]])[0])
 
     def compute(self) -> float:
-        return sum(
-            float(self.pricer.compute(op.call, [self.decision.candidates[op.name]])[0])
-            * self.blocks.weight(op.name)
-            for op in self.step.ops.values()
-        )
+        return sum(self.seconds(op) * self.blocks.weight(op.name) for op in self.step.ops.values())
 
 
 def price(step: Step, cluster: Cluster, decision: Decision, optimizer: object) -> Price:
     """Price a decision op by op."""
-    pricing = _Pricing(step, cluster, decision)
+    pricing = Pricing(step, cluster, decision)
     pricing.communicate()
     comm = tuple(
         CommBytes(axis=axis, kind=kind, num_bytes=pricing.bytes[axis, kind], count=count)
@@ -119,7 +132,7 @@ def price(step: Step, cluster: Cluster, decision: Decision, optimizer: object) -
     return Price(pricing.compute(), pricing.comm_s, comm, peak)
 
 
-def _states(pricing: _Pricing, optimizer: object) -> dict[str, int]:
+def resident_bytes(pricing: Pricing, optimizer: object) -> dict[str, int]:
     """Bytes that live throughout: parameters and optimizer states."""
     parameters = states = 0
     for name, spec in pricing.step.parameters.items():
@@ -133,7 +146,7 @@ def _states(pricing: _Pricing, optimizer: object) -> dict[str, int]:
     return {"parameters": parameters, "optimizer": states, "inputs": _input_bytes(pricing)}
 
 
-def _input_bytes(pricing: _Pricing) -> int:
+def _input_bytes(pricing: Pricing) -> int:
     """The global batch, which the caller holds, and the share of it that the step reads."""
     layouts = input_layouts(pricing.step, pricing.decision, len(pricing.mesh))
     total = 0
@@ -145,10 +158,10 @@ def _input_bytes(pricing: _Pricing) -> int:
     return total
 
 
-class _Schedule:
+class Schedule:
     """Allocations and frees of the local program, in execution order."""
 
-    def __init__(self, pricing: _Pricing) -> None:
+    def __init__(self, pricing: Pricing) -> None:
         self.pricing = pricing
         self.step = pricing.step
         self.order = ordered(self.step)
@@ -319,12 +332,12 @@ class _Schedule:
         return total
 
 
-def _peak(pricing: _Pricing, optimizer: object) -> PeakMemory:
-    schedule = _Schedule(pricing)
+def _peak(pricing: Pricing, optimizer: object) -> PeakMemory:
+    schedule = Schedule(pricing)
     ops = schedule.build()
     return peak_bytes(
         ops,
-        resident=_states(pricing, optimizer),
+        resident=resident_bytes(pricing, optimizer),
         granularity_bytes=pricing.cluster.device.allocation_granularity_bytes,
         kinds=schedule.kinds,
     )

@@ -15,6 +15,7 @@ from autopar.core.units import format_bytes
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError
 from autopar.solver import rules as _rules  # noqa: F401  (registers the rules)
+from autopar.solver.breakdown import timeline
 from autopar.solver.build import StepProblem, build_problem
 from autopar.solver.fit import Fit, MemorySearch
 from autopar.solver.ilp import Infeasible, Solution
@@ -75,10 +76,14 @@ def solve(
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A search with one kind of recomputation, and the best plan that it found."""
+    """A search with one kind of recomputation, and the best plan that it found.
+
+    `graph` is `traced` with the copies of that kind.
+    """
 
     traced: TracedModel
     kind: str
+    graph: TracedModel
     step: Step
     pins: Pins
     search: _Search
@@ -99,7 +104,7 @@ class _Found:
         step = build_step(graph)
         pins = Pins(wanted, roles, graph, step)
         built = build_problem(graph, step, cluster, pins, optimizer)
-        return cls(traced, kind, step, pins, _Search(step, cluster, built, optimizer, pins))
+        return cls(traced, kind, graph, step, pins, _Search(step, cluster, built, optimizer, pins))
 
     @property
     def best(self) -> Fit:
@@ -119,6 +124,9 @@ def _as_plan(
         peak_memory_bytes=best.price.peak.peak_bytes,
         memory=dict(best.price.peak.breakdown),
         comm_bytes=best.price.comm_bytes,
+        timeline=timeline(
+            found.graph, step, planned, best.decision, optimizer, found.search.built, report.chosen
+        ),
     )
     nodes = {
         name: NodePlan(inputs=c.inputs, outputs=c.outputs, variants=c.variants)

@@ -80,6 +80,10 @@ class Step:
     copies: dict[str, str]
     blocks: Blocks
 
+    def label(self, name: str) -> str:
+        """What people call the producer of a value: a parameter by its FQN, an op by its node."""
+        return self.parameters[name].target if name in self.parameters else name
+
     def consumers(self) -> Iterator[tuple[Value, Op, int]]:
         """Every use of a value by an op: `(value, op, operand index)`."""
         for op in self.ops.values():

@@ -1,0 +1,172 @@
+"""The timeline of a decided plan: seconds, collectives, live bytes and other choices of each op.
+
+An op's alternative changes its class alone. With every other choice fixed, state t of node i costs
+
+    cost_i[t] + Σ_j C_ij[t, s_j]
+
+and the least of these over t ≠ s_i is a real plan's cost, an upper bound of the best plan without
+s_i. Excluding s_i and solving again gives the latter (`solve(..., without=…)`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Mapping
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from autopar.core.graph import NodeInfo, TracedModel
+from autopar.core.timeline import Alternative, OpPhase, PlannedOp, PlannedSpan, Timeline, rounded
+from autopar.cost_model import Cluster, moments
+from autopar.solver.build import StepProblem
+from autopar.solver.candidates import op_class
+from autopar.solver.price import Decision, Pricing, Schedule, resident_bytes
+from autopar.solver.problem import Assignment, ChoiceProblem
+from autopar.solver.step import FoldedSpan, Op, Step, folded_spans
+
+__all__ = ["other_states", "timeline"]
+
+
+def timeline(
+    traced: TracedModel,
+    step: Step,
+    cluster: Cluster,
+    decision: Decision,
+    optimizer: object,
+    built: StepProblem,
+    chosen: Assignment,
+) -> Timeline:
+    """The predicted step of a decision, op by op.
+
+    Args:
+        traced: the graph that `step` was read from; it knows modules and source lines.
+        step, cluster, decision, optimizer: as for `price`.
+        built, chosen: the problem and the assignment that the decision is.
+    """
+    pricing = Pricing(step, cluster, decision)
+    pricing.communicate()
+    schedule = Schedule(pricing)
+    live, kinds = _live(schedule, pricing, optimizer)
+    others = other_states(built.problem, chosen)
+    ops = tuple(
+        _planned(op, traced.info.get(op.name), pricing, live.get(op.name, ()), others, built)
+        for op in schedule.order
+    )
+    spans = folded_spans(step, schedule.order)
+    return Timeline(
+        ops=ops,
+        kinds=kinds,
+        spans=tuple(_span(span, schedule, step) for span in spans),
+        alternatives={
+            spec.target: Alternative((), (built.storages[owner][other[0]],), rounded(other[1]))
+            for name, spec in step.parameters.items()
+            if (other := others.get(owner := built.classes[name])) is not None
+        },
+    )
+
+
+def _live(
+    schedule: Schedule, pricing: Pricing, optimizer: object
+) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
+    """Bytes by kind at the highest moment of each op, and the kinds, longest-lived first."""
+    resident = resident_bytes(pricing, optimizer)
+    highest: dict[str, dict[str, int]] = {}
+    for _, name, totals in moments(
+        schedule.build(),
+        resident=resident,
+        granularity_bytes=pricing.cluster.device.allocation_granularity_bytes,
+        kinds=schedule.kinds,
+    ):
+        if sum(totals.values()) >= sum(highest.get(name, {}).values()):
+            highest[name] = totals
+    found = dict.fromkeys(kind for totals in highest.values() for kind in totals)
+    last = [k for k in ("gradients", "activations", "backward", "gathered", "transient")
+            if k in found]  # fmt: skip
+    kinds = (*(k for k in found if k not in last), *last)
+    rows = {name: tuple(t.get(kind, 0) for kind in kinds) for name, t in highest.items()}
+    return rows, kinds
+
+
+def _planned(
+    op: Op,
+    info: NodeInfo | None,
+    pricing: Pricing,
+    live: tuple[int, ...],
+    others: Mapping[Hashable, tuple[int, float]],
+    built: StepProblem,
+) -> PlannedOp:
+    phase: OpPhase = "recompute" if op.recomputed else "backward" if op.backward else "forward"
+    owner = built.classes[op.name]
+    alternative = None
+    if owner in others:
+        state, more_s = others[owner]
+        candidate = built.candidates[owner][state]
+        alternative = Alternative(candidate.inputs, candidate.outputs, rounded(more_s))
+    return PlannedOp(
+        name=op.name,
+        op=str(op.call.target),
+        op_class=op_class(op.call),
+        phase=phase,
+        module=info.module if info is not None else "",
+        source=_portable(info.source) if info is not None else "",
+        operands=tuple(pricing.step.label(name) for name, _ in op.operands),
+        shapes=tuple(spec.shape for spec in op.call.outputs),
+        dtype=str(op.call.outputs[0].dtype).removeprefix("torch.") if op.call.outputs else "",
+        times=pricing.blocks.weight(op.name),
+        compute_s=rounded(pricing.seconds(op)),
+        moves=tuple(pricing.planned.get(op.name, ())),
+        live=live,
+        alternative=alternative,
+    )
+
+
+@cache
+def _roots() -> tuple[str, ...]:
+    """Folders that modules are imported from, the deepest first."""
+    found = {str(Path(entry or ".").resolve()) + "/" for entry in sys.path}
+    return tuple(sorted(found, key=len, reverse=True))
+
+
+def _portable(source: str) -> str:
+    """`file:line` with the file as seen from the folder that it is imported from."""
+    return next((source[len(r) :] for r in _roots() if source.startswith(r)), source)
+
+
+def _span(span: FoldedSpan, schedule: Schedule, step: Step) -> PlannedSpan:
+    """What one instance adds, from what `Schedule` adds for all others."""
+    sizes: dict[str, int] = {}
+    for op in schedule.build():
+        sizes.update(op.alloc)
+    saved = sum(
+        sizes.get(f"{name}.{index} of others", 0)
+        for name in span.saved
+        for index in range(len(step.ops[name].call.outputs))
+    )
+    gradients = sum(sizes.get(f"grad.{name} of others", 0) for name in span.parameters)
+    others = max(span.times - 1, 1)
+    repeat = step.blocks.repeat_of(span.saved[0]) if span.saved else None
+    inside = (
+        op.name for op in schedule.order if repeat and step.blocks.repeat_of(op.name) == repeat
+    )
+    return PlannedSpan(span.times, saved // others, gradients // others, frozenset(inside))
+
+
+def other_states(problem: ChoiceProblem, chosen: Assignment) -> dict[Hashable, tuple[int, float]]:
+    """The best other state of each node while all others keep theirs, and the seconds it adds.
+
+    Nodes without another possible state are left out.
+    """
+    total = {node: cost.copy() for node, cost in problem.costs.items()}
+    for (i, j), matrix in problem.edges.items():
+        total[i] = total[i] + matrix[:, chosen[j]]
+        total[j] = total[j] + matrix[chosen[i], :]
+    found: dict[Hashable, tuple[int, float]] = {}
+    for node, cost in total.items():
+        now = cost[chosen[node]]
+        cost[chosen[node]] = np.inf
+        state = int(np.argmin(cost))
+        if np.isfinite(cost[state]):
+            found[node] = (state, float(cost[state] - now))
+    return found
