@@ -29,7 +29,7 @@ from autopar.runtime.state import check_devices, materialize
 from autopar.tracer.fold import find_repeats
 from autopar.tracer.trace import normalize_inputs, trace
 
-__all__ = ["load_plan", "parallelize", "plan"]
+__all__ = ["load_plan", "parallelize", "plan", "traced_for"]
 
 ConstraintsLike = Constraints | Mapping[str, Any] | None
 
@@ -76,16 +76,30 @@ def plan(
     """
     described = cluster if isinstance(cluster, Cluster) else Cluster.from_mesh(cluster)
     parsed = Constraints.parse(constraints)
-    traced = trace(
-        model,
-        example_inputs,
-        training=training,
-        loss_fn=loss_fn,
-        fold=_may_fold(model, parsed),
+    traced = traced_for(
+        model, example_inputs, constraints=parsed, training=training, loss_fn=loss_fn
     )
     found = _solved(traced, described, parsed, memory_limit, optimizer, cache)
     emit(traced, found, [0] * len(found.mesh_shape))
     return found
+
+
+def traced_for(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    constraints: Constraints,
+    training: bool,
+    loss_fn: Callable[..., Any] | None,
+) -> TracedModel:
+    """The graph that `plan` solves for these arguments: folded where the pins allow it."""
+    return trace(
+        model,
+        example_inputs,
+        training=training,
+        loss_fn=loss_fn,
+        fold=_may_fold(model, constraints),
+    )
 
 
 def _solved(

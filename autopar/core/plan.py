@@ -194,6 +194,26 @@ class Plan:
 
         return render_summary(self)
 
+    def to_trace(self, path: str | Path, ranks: int | None = None) -> int:
+        """Write the predicted step as a Chrome trace, one process per rank.
+
+        Args:
+            path: file; compressed where the name ends in `.gz`.
+            ranks: how many of the first ranks to write. The plan expects the same of all; by
+                default all are written, or as many as make a file that a browser can open.
+
+        Returns:
+            The number of ranks written.
+
+        Raises:
+            PlanMismatchError: the plan has no timeline.
+        """
+        from autopar.core.trace_events import write_predicted
+
+        if not self.predicted.timeline.ops:
+            raise PlanMismatchError("the plan has no timeline; plan again")
+        return write_predicted(self, path, ranks)
+
 
 def _text(data: Mapping[str, Any]) -> str:
     """JSON with one line for each entry of a section: short, and plans can be compared by line."""

@@ -43,8 +43,8 @@ class PlannedMove(NamedTuple):
         num_bytes: full buffer of one execution, as in `CommBytes`.
         times: executions in one step.
         seconds: of one execution.
-        of: the operand that arrives by it, as in `PlannedOp.operands`; `"gradient of FQN"` or `"result"` for what
-            leaves by it; `""` for a collective inside the op.
+        of: the operand that arrives by it, as in `PlannedOp.operands`; `"gradient of FQN"` or
+            `"result"` for what leaves by it; `""` for a collective inside the op.
     """
 
     axis: int

@@ -17,6 +17,7 @@ from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError
 from autopar.solver import rules as _rules  # noqa: F401  (registers the rules)
 from autopar.solver.breakdown import timeline
 from autopar.solver.build import StepProblem, build_problem
+from autopar.solver.exclude import Excluded, exclude
 from autopar.solver.fit import Fit, MemorySearch
 from autopar.solver.ilp import Infeasible, Solution
 from autopar.solver.liveness import Liveness
@@ -37,6 +38,7 @@ def solve(
     constraints: Constraints | None = None,
     memory_limit: int | None = None,
     optimizer: object = "adamw",
+    without: Excluded | None = None,
 ) -> Plan:
     """Choose placements for every tensor of a traced step.
 
@@ -46,9 +48,10 @@ def solve(
         constraints: what is pinned.
         memory_limit: bytes per device; default: the device's memory.
         optimizer: whose states count in memory.
+        without: a choice that the plan must not make.
 
     Raises:
-        ConstraintError: the constraints cannot hold.
+        ConstraintError: the constraints cannot hold, or nothing is left without `without`.
         InfeasiblePlanError: nothing fits; carries the smallest limit that would.
     """
     wanted = constraints or Constraints()
@@ -59,8 +62,11 @@ def solve(
     if not traced.training:
         kinds = ["none"]
     best: _Found | None = None
+    last: _Found | None = None
     for kind in kinds:
         tried = _Found.search_for(traced, planned, wanted, roles, optimizer, kind)
+        if without is not None and not exclude(without, tried.step, tried.search.built):
+            continue
         beat = best.best.solution.objective if best else math.inf
         fit = tried.search.within(limit, beat)
         if fit is not None:
@@ -69,7 +75,11 @@ def solve(
         if fit is not None and fit is tried.search.memory.free:
             break
         last = tried
+    if last is None and best is None:
+        assert without is not None
+        raise ConstraintError(f"the step has no {without.name}")
     if best is None:
+        assert last is not None
         raise last.search.does_not_fit(limit)
     return _as_plan(best, planned, wanted, limit, optimizer)
 

@@ -1,0 +1,252 @@
+"""A plan as terminal tables: expectations and proof, memory, time, bytes sent, placements."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from autopar.core.placement import Layout
+from autopar.core.plan import Plan
+from autopar.core.units import format_bytes, format_seconds
+from autopar.report.parameters import parameter_rows
+from autopar.report.tables import bar, plain_table, render
+from autopar.report.totals import MEMORY_KINDS, communication, compute
+
+__all__ = ["facts", "mesh_text", "render_summary"]
+
+# Placeholders that are not the user's: buffers, lifted constants, dropout seed, output gradients.
+_INTERNAL_INPUT = re.compile(r"[bc]_wrapped_|autopar_seed$|tangent_\d+$")
+
+
+def render_summary(plan: Plan, width: int | None = None) -> str:
+    """Totals, communication and placements of a plan as plain text.
+
+    Args:
+        plan: the plan.
+        width: columns; default: the terminal's, or 120.
+
+    Returns:
+        Text without colour codes, ending in a newline.
+    """
+    parts = (
+        _header(plan),
+        *_memory_table(plan),
+        *_compute_table(plan),
+        *_communication(plan),
+        *_placements(plan),
+        *_inputs(plan),
+    )
+    return render(parts, width)
+
+
+# --- header
+
+
+def facts(plan: Plan) -> list[tuple[str, str]]:
+    """What holds for the plan as a whole, `(name, text)`."""
+    kind = "training step" if plan.training else "inference"
+    return [
+        ("plan", f"{kind} of model {plan.fingerprint}, {len(plan.nodes)} ops"),
+        ("mesh", mesh_text(plan)),
+        ("cluster", _cluster(plan)),
+        ("step time", _step_time(plan)),
+        ("peak memory", _memory(plan)),
+        ("recomputation", plan.checkpoint),
+        ("solver", _solver(plan)),
+        ("pinned", _pinned(plan)),
+        ("optimizer", plan.optimizer),
+    ]
+
+
+def _header(plan: Plan) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, text in facts(plan):
+        grid.add_row(name, text)
+    return grid
+
+
+def mesh_text(plan: Plan) -> str:
+    """`data=2 × tensor=4 (8 devices)`."""
+    axes = " × ".join(
+        f"{name}={size}" for name, size in zip(plan.axis_names, plan.mesh_shape, strict=True)
+    )
+    return f"{axes} ({math.prod(plan.mesh_shape)} devices)"
+
+
+def _cluster(plan: Plan) -> str:
+    def name(key: str) -> str:
+        value = plan.cluster.get(key)
+        return str(value.get("name", "?")) if isinstance(value, dict) else "?"
+
+    return (
+        f"{plan.cluster.get('profile', '?')}: {name('device')}, "
+        f"{plan.cluster.get('devices_per_node', '?')} per node, {name('intra')} within a node, "
+        f"{name('inter')} between nodes"
+    )
+
+
+def _step_time(plan: Plan) -> str:
+    p = plan.predicted
+    share = f" ({p.comm_time_s / p.step_time_s:.1%})" if p.step_time_s else ""
+    return (
+        f"{format_seconds(p.step_time_s)} = compute {format_seconds(p.compute_time_s)} + "
+        f"communication {format_seconds(p.comm_time_s)}{share}; predicted, "
+        "without the optimizer's update"
+    )
+
+
+def _memory(plan: Plan) -> str:
+    p, limit = plan.predicted, plan.memory_limit_bytes
+    of = f" of {format_bytes(limit)} ({p.peak_memory_bytes / limit:.1%})" if limit else ""
+    kinds = sorted(p.memory.items(), key=lambda item: (-item[1], item[0]))
+    parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds if size)
+    return f"{format_bytes(p.peak_memory_bytes)}{of} per device" + (f": {parts}" if parts else "")
+
+
+def _solver(plan: Plan) -> str:
+    s = plan.solver
+    proved = "" if s.status == "optimal" else " (not proved optimal)"
+    return (
+        f"{s.status}{proved}: objective {format_seconds(s.objective)}, "
+        f"bound {format_seconds(s.bound)}, gap {s.gap:.2%}, found in {format_seconds(s.seconds)} "
+        f"with {s.variables} variables and {s.constraints} constraints after reduction"
+    )
+
+
+def _pinned(plan: Plan) -> str:
+    if not plan.constraints:
+        return "nothing"
+    return ", ".join(f"{key}={_plain(value)}" for key, value in plan.constraints.items())
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+# --- memory, time
+
+
+def _memory_table(plan: Plan) -> Iterator[RenderableType]:
+    yield ""
+    p, limit = plan.predicted, plan.memory_limit_bytes
+    yield f"Memory of one device at its peak{f', limit {format_bytes(limit)}' if limit else ''}"
+    whole = limit or p.peak_memory_bytes or 1
+    share = "of limit" if limit else "of peak"
+    table = plain_table([("kind", False), ("", True), (share, True), ("", False), ("what", False)])
+    order = [kind for kind in MEMORY_KINDS if p.memory.get(kind)]
+    order += [kind for kind, size in p.memory.items() if size and kind not in MEMORY_KINDS]
+    for kind in order:
+        part = p.memory[kind] / whole
+        text = MEMORY_KINDS.get(kind, "")
+        table.add_row(kind, format_bytes(p.memory[kind]), f"{part:.1%}", bar(part), text)
+    part = p.peak_memory_bytes / whole
+    table.add_row("peak", format_bytes(p.peak_memory_bytes), f"{part:.1%}", bar(part), "")
+    yield table
+
+
+def _compute_table(plan: Plan) -> Iterator[RenderableType]:
+    rows = compute(plan)
+    if not rows:
+        return
+    yield "Compute of one device per step"
+    phases = [p for p in ("forward", "recompute", "backward") if any(p in r for r in rows.values())]
+    heads = [("op class", False), *((p, True) for p in phases), ("total", True), ("of step", True)]
+    table = plain_table([*heads, ("", False)])
+    step_s = plan.predicted.step_time_s or 1.0
+    for name, by_phase in rows.items():
+        total = sum(by_phase.values())
+        cells = [format_seconds(by_phase.get(p, 0.0)) for p in phases]  # type: ignore[call-overload]
+        table.add_row(
+            name, *cells, format_seconds(total), f"{total / step_s:.1%}", bar(total / step_s)
+        )
+    yield table
+
+
+def _communication(plan: Plan) -> Iterator[RenderableType]:
+    rows = communication(plan)
+    if not rows:
+        yield "Communication per step: none\n"
+        return
+    yield "Communication of one device per step (bytes of full buffers; all of it is exposed)"
+    known = rows[0].seconds is not None
+    heads = [("axis", False), ("size", True), ("collective", False), ("count", True)]
+    table = plain_table(
+        [*heads, ("bytes", True), ("", True), *([("time", True), ("of step", True)] * known)]
+    )
+    step_s = plan.predicted.step_time_s or 1.0
+
+    def times(seconds: float | None) -> list[str]:
+        return [] if seconds is None else [format_seconds(seconds), f"{seconds / step_s:.1%}"]
+
+    for row in rows:
+        table.add_row(
+            plan.axis_names[row.axis],
+            str(plan.mesh_shape[row.axis]),
+            row.kind,
+            str(row.times),
+            f"{row.num_bytes:,}",
+            format_bytes(row.num_bytes),
+            *times(row.seconds),
+        )
+    total = sum(row.num_bytes for row in rows)
+    count = str(sum(row.times for row in rows))
+    spent = times(plan.predicted.comm_time_s if known else None)
+    table.add_row("total", "", "", count, f"{total:,}", format_bytes(total), *spent)
+    yield table
+
+
+# --- placements
+
+
+def _format_layout(layout: Layout) -> str:
+    return ", ".join(str(p) for p in layout)
+
+
+def _placements(plan: Plan) -> Iterator[RenderableType]:
+    rows = parameter_rows(plan)
+    axes = ", ".join(plan.axis_names)
+    yield f"Parameters ({len(plan.parameters)})"
+    table = plain_table(
+        [
+            ("parameter", False),
+            ("shape", False),
+            (f"placements ({axes})", False),
+            ("mode", False),
+            ("bytes/device", True),
+        ],
+    )
+    blocks: dict[str, int] = {}
+    for row in rows:
+        blocks[row.block] = blocks.get(row.block, 0) + row.num_bytes * row.count
+    block = ""
+    for row in rows:
+        if row.block != block and row.block:
+            table.add_row(row.block, "", "", "", f"all {format_bytes(blocks[row.block])}")
+        block = row.block
+        times = f" (× {row.count})" if "[" in row.name else ""
+        name = ("  " if block else "") + row.name + times
+        shape = str(list(row.shape))
+        table.add_row(
+            name, shape, _format_layout(row.layout), row.mode, format_bytes(row.num_bytes)
+        )
+    total = sum(row.num_bytes * row.count for row in rows)
+    table.add_row("total", "", "", "", format_bytes(total))
+    yield table
+
+
+def _inputs(plan: Plan) -> Iterator[RenderableType]:
+    axes = ", ".join(plan.axis_names)
+    yield "Inputs"
+    table = plain_table([("input", False), (f"placements ({axes})", False)])
+    for name, layout in plan.inputs.items():
+        if not _INTERNAL_INPUT.match(name):
+            table.add_row(name, _format_layout(layout))
+    yield table
