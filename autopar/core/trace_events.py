@@ -16,13 +16,22 @@ from autopar.core.plan import Plan
 from autopar.core.timeline import PlannedMove, PlannedOp, executed
 from autopar.core.units import format_bytes
 
-__all__ = ["COMPUTE", "event", "lanes", "predicted_events", "write_predicted", "write_trace"]
+__all__ = [
+    "COMPUTE",
+    "MAX_EVENTS",
+    "Event",
+    "event",
+    "lanes",
+    "predicted_events",
+    "write_predicted",
+    "write_trace",
+]
 
 COMPUTE = 0
 """Lane of compute; axis `a` has lane `1 + a`."""
 
 Event = dict[str, Any]
-_MAX_EVENTS = 400_000
+MAX_EVENTS = 400_000
 
 
 def lanes(pid: int, name: str, axis_names: Sequence[str], order: int) -> list[Event]:
@@ -108,7 +117,7 @@ def write_predicted(plan: Plan, path: str | Path, ranks: int | None) -> int:
     for size in plan.mesh_shape:
         total *= size
     steps = list(predicted_events(plan, 0))
-    fit = max(1, _MAX_EVENTS // max(len(steps), 1))
+    fit = max(1, MAX_EVENTS // max(len(steps), 1))
     count = min(total, ranks if ranks is not None else fit)
     write_trace(
         path,

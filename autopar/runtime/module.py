@@ -7,10 +7,13 @@ checkpoints are used as in single-device code.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,12 +21,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar._compat import dtensor_placements
-from autopar.codegen.emit import Program
+from autopar.codegen.emit import Program, emit
+from autopar.codegen.listing import program_text
 from autopar.core.graph import InputSpec, TracedModel
 from autopar.core.placement import Layout, Replicate
 from autopar.core.plan import Plan
 from autopar.errors import AutoparError
 from autopar.runtime.data import ShardedLoader
+from autopar.runtime.profile import profile_step
 from autopar.runtime.shards import take_shard
 from autopar.runtime.state import to_dtensor
 
@@ -269,14 +274,57 @@ class ParallelModule(nn.Module):
         loss.backward()
         return loss.detach()
 
+    def profile_step(
+        self, path: str | Path, *args: Any, ranks: int | None = None, **kwargs: Any
+    ) -> Tensor:
+        """A `train_step` that is measured; call it on every rank, after a few steps to warm up.
+
+        The first rank writes a Chrome trace with two processes for each rank, the step as it was
+        predicted and as it ran, in the same lanes: compute, and communication on each mesh axis.
+
+        Args:
+            path: file; compressed where the name ends in `.gz`.
+            *args, **kwargs: the global batch.
+            ranks: how many of the first ranks to write; default: as many as a browser can open.
+
+        Returns:
+            The loss, as `train_step` does.
+        """
+        return profile_step(self, path, args, kwargs, ranks)
+
+    def print_program(self, rank: int | None = None) -> None:
+        """Print the program of a rank, with placements and the user's lines as comments.
+
+        Args:
+            rank: of the mesh, in row-major order; default: this one.
+
+        Raises:
+            AutoparError: there is no such rank, or no program before the first call.
+        """
+        if not self._steps:
+            raise AutoparError("there is no program before the first call; pass example_inputs")
+        step = next(iter(self._steps.values()))
+        program = step.program
+        if rank is not None:
+            shape = step.plan.mesh_shape
+            if not 0 <= rank < math.prod(shape):
+                raise AutoparError(f"rank {rank}: the mesh {shape} has {math.prod(shape)} ranks")
+            coords = [int(c) for c in np.unravel_index(rank, shape)]
+            program = emit(step.traced, step.plan, coords)
+        print(program_text(program, step.traced, step.plan), end="")
+
     def shard_dataloader(self, loader: Iterable[Any]) -> Iterable[Any]:
         """Batches of `loader` of which this rank loads and holds only its share."""
         return ShardedLoader(loader, self)
 
-    def _step_for(self, args: Any, kwargs: Any) -> CompiledStep:
+    def _signature(self, args: Any, kwargs: Any) -> Any:
         training = self.training and torch.is_grad_enabled()
-        signature = (self.training, training, input_signature(args, kwargs))
+        return (self.training, training, input_signature(args, kwargs))
+
+    def _step_for(self, args: Any, kwargs: Any) -> CompiledStep:
+        signature = self._signature(args, kwargs)
         if signature not in self._steps:
+            training = self.training and torch.is_grad_enabled()
             step = self._compile(args, kwargs, training, self.training)
             if self._plan is None:
                 self.install(step, signature)

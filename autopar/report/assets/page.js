@@ -94,19 +94,24 @@ function blocksOf(shape, layout) {
     const coords = coordsOf(rank);
     const parts = sharded.map((dim) => runs(shape[dim], dim, layout, coords));
     const key = JSON.stringify(parts);
-    if (!found.has(key)) found.set(key, { index: found.size, parts, ranks: [] });
+    if (!found.has(key)) found.set(key, { parts, ranks: [] });
     found.get(key).ranks.push(rank);
     holder.push(found.get(key));
   }
   return { sharded, blocks: [...found.values()], holder };
 }
-function paint(index, count) {
+// the place on the largest axis that splits the tensor is the hue, that on the others the lightness
+function paint(block, places) {
+  const axes = D.mesh.map((_, axis) => axis).filter((axis) => places[axis].dim >= 0 && D.mesh[axis] > 1);
+  if (!axes.length) return color("parameters");
+  axes.sort((a, b) => D.mesh[b] - D.mesh[a]);
   const dark = matchMedia("(prefers-color-scheme: dark)").matches;
-  if (count <= 1) return color("parameters");
-  const hues = Math.min(count, 16), shades = Math.ceil(count / hues);
-  const hue = 222 + (300 * (index % hues)) / hues, shade = Math.floor(index / hues) / Math.max(1, shades - 1);
-  const light = shades === 1 ? (dark ? 58 : 56) : (dark ? 34 : 40) + 38 * shade;
-  return `hsl(${hue % 360} 48% ${light}%)`;
+  const at = coordsOf(block.ranks[0]), rest = axes.slice(1);
+  const others = product(rest.map((axis) => D.mesh[axis]));
+  const shade = rest.reduce((sum, axis) => sum * D.mesh[axis] + at[axis], 0) / Math.max(1, others - 1);
+  const hue = 222 + (290 * at[axes[0]]) / D.mesh[axes[0]];
+  const light = others === 1 ? (dark ? 56 : 54) : (dark ? 30 : 34) + 32 * shade;
+  return `hsl(${hue % 360} 46% ${light}%)`;
 }
 let shown = null;
 function showTensor(tensor) {
@@ -142,11 +147,11 @@ function drawTensor() {
       (sharded.length ? sharded.map((dim, i) => `dim ${dim} [${block.parts[i].slice(0, 3).map(([s, n]) => `${s}:${s + n}`).join(", ")}${block.parts[i].length > 3 ? ", …" : ""}]`).join(" × ") : "all of it") : "";
   };
   const over = (block) => ({ onmouseenter: () => highlight(block), onmouseleave: () => highlight(null) });
-  drawBlocks(host, width, shape, sharded, blocks, rects, over);
-  drawMesh($("mesh-svg"), width, holder, blocks.length, cells, over);
+  drawBlocks(host, width, shape, sharded, blocks, rects, over, places);
+  drawMesh($("mesh-svg"), width, holder, cells, over, places);
   $("hover-text").textContent = "";
 }
-function drawBlocks(host, width, shape, sharded, blocks, rects, over) {
+function drawBlocks(host, width, shape, sharded, blocks, rects, over, places) {
   const dims = shape.map((_, dim) => dim);
   const two = sharded.slice(0, 2);
   for (const dim of [...dims].sort((a, b) => shape[b] - shape[a])) if (two.length < 2 && !two.includes(dim)) two.push(dim);
@@ -163,7 +168,7 @@ function drawBlocks(host, width, shape, sharded, blocks, rects, over) {
   for (const block of blocks) {
     for (const [r, nr] of parts(block, rowDim, rows)) for (const [c, nc] of parts(block, colDim, cols)) {
       const rect = svg("rect", { class: "cell", x: 58 + (c / cols) * w, y: (r / rows) * h, width: Math.max((nc / cols) * w, 0.6), height: Math.max((nr / rows) * h, 0.6), ...over(block) });
-      rect.style.fill = paint(block.index, blocks.length);
+      rect.style.fill = paint(block, places);
       if (blocks.length > 200) rect.style.strokeWidth = 0.3;
       rects.push([rect, block]);
       root.append(rect);
@@ -175,7 +180,7 @@ function drawBlocks(host, width, shape, sharded, blocks, rects, over) {
   root.append(svg("text", { x: 58 + w / 2, y: h + 17, "text-anchor": "middle" }, colDim >= 0 ? `dim ${colDim}: ${cols}` : "a scalar"));
   host.replaceChildren(root);
 }
-function drawMesh(host, width, holder, count, cells, over) {
+function drawMesh(host, width, holder, cells, over, places) {
   // the last two axes are a grid, the larger one across; each earlier coordinate has a grid
   const n = D.mesh.length;
   const last = n - 1, before = n - 2;
@@ -190,7 +195,7 @@ function drawMesh(host, width, holder, count, cells, over) {
   host.replaceChildren();
   for (let panel = 0; panel < panels; panel++) {
     const w = wrap * size, h = lines * size, left = down >= 0 ? 58 : 0;
-    const root = svg("svg", { width: left + w + 2, height: h + 22, role: "img", "aria-label": "Devices of the mesh" });
+    const root = svg("svg", { width: left + Math.max(w, 150), height: h + 22, role: "img", "aria-label": "Devices of the mesh" });
     for (let r = 0; r < rows; r++) for (let c = 0; c < cols; c++) {
       const coords = new Array(n).fill(0);
       let rest = panel;
@@ -200,12 +205,12 @@ function drawMesh(host, width, holder, count, cells, over) {
       const rank = coords.reduce((acc, at, axis) => acc * D.mesh[axis] + at, 0);
       const x = left + (c % wrap) * size, y = (r + Math.floor(c / wrap)) * size;
       const cell = svg("rect", { class: "cell", x, y, width: size, height: size, rx: size > 14 ? 3 : 0, ...over(holder[rank]) });
-      cell.style.fill = paint(holder[rank].index, count);
+      cell.style.fill = paint(holder[rank], places);
       cells.push([cell, holder[rank]]);
       root.append(cell);
       if (size >= 26) {
         const label = svg("text", { x: x + size / 2, y: y + size / 2 + 4, "text-anchor": "middle", "pointer-events": "none" }, String(rank));
-        label.style.fill = "#fff";
+        label.style.cssText = "fill:#fff;paint-order:stroke;stroke:rgb(0 0 0 / .35);stroke-width:2px";
         root.append(label);
       }
     }
@@ -238,7 +243,8 @@ function fillTensors() {
 function drawMemory(width) {
   const host = $("memory-svg"), { kinds, rows, ops, backward_s } = D.memory;
   if (!rows.some((row) => row.length)) { $("memory-text").textContent = "The plan has no timeline."; return; }
-  const top = Math.max(D.limit || 0, D.peak) * 1.04, h = 250, left = 74, w = width - left - 6, bottom = 26;
+  const near = D.limit && D.peak > 0.4 * D.limit;
+  const top = (near ? Math.max(D.limit, D.peak) : D.peak) * 1.04, h = 250, left = 74, w = width - left - 6, bottom = 26;
   const filled = [];
   rows.forEach((row, i) => filled.push(row.length ? row : filled[i - 1] || kinds.map(() => 0)));
   const x = (i) => left + (i / filled.length) * w, y = (v) => 8 + (1 - v / top) * h;
@@ -256,7 +262,7 @@ function drawMemory(width) {
     root.append(svg("path", { d: d + "Z", style: `fill:${color(kind)}` }));
     base = next;
   });
-  if (D.limit) {
+  if (near) {
     root.append(svg("line", { x1: left, x2: left + w, y1: y(D.limit), y2: y(D.limit), style: "stroke:var(--text);stroke-dasharray:5 4" }));
     root.append(svg("text", { x: left + w - 4, y: y(D.limit) + 15, "text-anchor": "end", style: "fill:var(--text);paint-order:stroke;stroke:var(--panel);stroke-width:3px" }, "limit"));
   }
@@ -305,7 +311,7 @@ function drawTime() {
     const rows = D.communication.filter((row) => row[0] === index && row[4] !== null);
     if (!rows.length) return;
     host.append(el("h3", {}, `Communication on ${axis}, ${D.mesh[index]} devices, ${seconds(rows.reduce((sum, row) => sum + row[4], 0))}`));
-    for (const [, kind, times, size, s] of rows.sort((a, b) => b[4] - a[4])) host.append(bar(kind.replaceAll("_", "-"), `${times} × , ${bytes(size)}`.replace(" , ", ", "), [[s, color("comm"), seconds(s)]], s));
+    for (const [, kind, times, size, s] of rows.sort((a, b) => b[4] - a[4])) host.append(bar(kind.replaceAll("_", "-"), `${times} ×, ${bytes(size)} in all`, [[s, color("comm"), seconds(s)]], s));
   });
   if (!D.communication.length) host.append(el("h3", {}, "No communication"));
 }
@@ -334,13 +340,14 @@ function fillGraphControls() {
   for (const phase of ["forward", "recompute", "backward"]) if (D.ops.some((op) => op.phase === phase)) $("graph-phase").append(el("option", { value: phase }, phase));
   for (const id of ["graph-block", "graph-phase", "graph-views"]) $(id).addEventListener("change", drawGraph);
 }
+function behindViews(name) {
+  for (let op = byName.get(name); op && op.class === "view" && op.operands.length; op = byName.get(name)) name = op.operands[0];
+  return name;
+}
 function drawGraph() {
   const views = $("graph-views").checked;
   const ops = D.ops.filter((op) => op.block === $("graph-block").value && op.phase === $("graph-phase").value && (views || op.class !== "view")).slice(0, 600);
-  const source = (name) => {
-    for (let op = byName.get(name); !views && op && op.class === "view" && op.operands.length; op = byName.get(name)) name = op.operands[0];
-    return name;
-  };
+  const source = (name) => (views ? name : behindViews(name));
   const row = new Map(ops.map((op, i) => [op.name, i])), end = new Map(), reads = ops.map((op) => op.operands.map(source).filter((name) => row.has(name)));
   reads.forEach((names, i) => names.forEach((name) => end.set(name, i)));
   const free = [], lane = new Map();
@@ -368,7 +375,7 @@ function drawGraph() {
 const shortOp = (op) => op.op.split(".").slice(-2)[0] || op.op;
 function graphRow(op, width) {
   const given = op.inputs.map(layoutText).join(" × ") || "–", made = op.outputs.map(layoutText).join(", ");
-  const weights = op.operands.filter((name) => name.includes(".")).map((name) => name.split(".").slice(-2).join("."));
+  const weights = op.operands.map(behindViews).filter((name) => !byName.has(name) && name.includes(".")).map((name) => name.split(".").slice(-2).join("."));
   const source = op.source.split("/").slice(-1)[0];
   const chips = op.moves.map(([axis, kind, size]) => `${kind.replaceAll("_", "-")} ${D.axes[axis]} ${bytes(size)}`);
   const detail = [weights.join(", "), source, `[${(op.shapes[0] || []).join(", ")}]`].filter(Boolean).join(" · ");

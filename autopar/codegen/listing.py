@@ -1,0 +1,143 @@
+"""A rank's program as text: code, placements as comments, and the user's line of each op."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.codegen.emit import Program
+from autopar.core.graph import NodeInfo, TracedModel
+from autopar.core.placement import Layout, format_layout
+from autopar.core.plan import Plan
+from autopar.core.recompute import recomputed
+from autopar.core.units import format_bytes
+
+__all__ = ["program_text"]
+
+
+def program_text(program: Program, traced: TracedModel, plan: Plan) -> str:
+    """The program, one statement a line.
+
+    Above what comes from one op of the model stand its module, the user's line and its placements;
+    behind a statement stand the local shape, and of a collective the axis and the buffer.
+
+    Args:
+        program: of one rank.
+        traced: the graph that it was emitted from.
+        plan: its plan.
+    """
+    lines = [
+        f"# mesh: {', '.join(map(_axis, plan.axis_names, plan.mesh_shape))}",
+        *_inputs(program),
+        *_statements(program, recomputed(traced, plan.checkpoint), plan),
+        *_outputs(program),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _axis(name: str, size: int) -> str:
+    return f"{name} {size}"
+
+
+def _inputs(program: Program) -> Iterator[str]:
+    placeholders = {n.name: n for n in program.joint.graph.nodes if n.op == "placeholder"}
+    for spec, layout in program.inputs:
+        local = _value_text(placeholders[spec.node].meta.get("val"))
+        yield f"{spec.node} = {spec.kind}({spec.target!r})  # {local} {_of(spec.shape, layout)}"
+
+
+def _of(shape: tuple[int, ...], layout: Layout) -> str:
+    """`of [64, 32] (S0, R)`; the global shape only where it is another."""
+    split = any(p.is_shard for p in layout)
+    return f"of {list(shape)} {format_layout(layout)}" if split else format_layout(layout)
+
+
+def _outputs(program: Program) -> Iterator[str]:
+    (output,) = (n for n in program.joint.graph.nodes if n.op == "output")
+    yield ""
+    yield "# results"
+    for (spec, layout), node in zip(program.outputs, output.args[0], strict=True):
+        yield f"{spec.kind} {spec.target} = {_argument(node)}  # {format_layout(layout)}"
+
+
+def _statements(program: Program, traced: TracedModel, plan: Plan) -> Iterator[str]:
+    phase = origin = None
+    for node in program.joint.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.meta.get("phase") != phase:
+            phase, origin = node.meta.get("phase"), None
+            yield ""
+            yield f"# --- {phase}"
+        if node.meta.get("origin") != origin:
+            origin = node.meta.get("origin")
+            yield from _heading(str(origin), traced.info.get(str(origin)), plan)
+        yield _statement(node, plan)
+
+
+def _heading(origin: str, info: NodeInfo | None, plan: Plan) -> Iterator[str]:
+    yield ""
+    where = f"  {info.module}" if info is not None and info.module else ""
+    again = "  (computed again)" if info is not None and info.recomputed else ""
+    yield f"# {origin}{where}{again}"
+    if info is not None and info.source:
+        code = _code(info.source)
+        yield f"#   {_short(info.source)}" + (f": {code}" if code else "")
+    chosen = plan.nodes.get(origin)
+    if chosen is not None:
+        given = " × ".join(format_layout(x) for x in chosen.inputs)
+        made = ", ".join(format_layout(x) for x in chosen.outputs)
+        variants = " and ".join(v for v in dict.fromkeys(chosen.variants) if v)
+        how = f", as {variants}" if variants else ""
+        yield f"#   {given} → {made}{how}"
+
+
+def _code(source: str) -> str:
+    """The user's line, where its file can be read."""
+    file, _, number = source.rpartition(":")
+    return linecache.getline(file, int(number)).strip() if number.isdecimal() else ""
+
+
+def _short(source: str) -> str:
+    file, colon, number = source.rpartition(":")
+    return f"{Path(file).name}{colon}{number}"
+
+
+def _statement(node: fx.Node, plan: Plan) -> str:
+    arguments = [_argument(a) for a in node.args]
+    arguments += [f"{key}={_argument(value)}" for key, value in node.kwargs.items()]
+    text = f"{node.name} = {_target(node.target)}({', '.join(arguments)})"
+    comment = _value_text(node.meta.get("val"))
+    if "collective" in node.meta:
+        kind, axis, num_bytes, _ = node.meta["collective"]
+        comment += f" {kind} on {plan.axis_names[axis]}, {format_bytes(num_bytes)}"
+    return f"{text}  # {comment}" if comment else text
+
+
+def _target(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target).removesuffix(".default")
+    return getattr(target, "__name__", str(target))
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, (list, tuple)):
+        inner = ", ".join(map(_argument, value))
+        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
+    return repr(value)
+
+
+def _value_text(value: Any) -> str:
+    """`float32[4, 8]` of a tensor, several of them with commas."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(filter(None, map(_value_text, value)))
+    return ""

@@ -1,0 +1,205 @@
+"""The measured step of a real run, in the lanes of the predicted one.
+
+The program's graphs are run node by node. A collective lasts from its start to the end of the wait
+for it; it may overlap with compute, as it does in a step that is not measured. On an accelerator,
+times come from events on its stream, on the CPU from the clock. Running node by node costs a few
+microseconds a node, which a fast device waits for: small ops look slower than they are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.core.plan import Plan
+from autopar.core.trace_events import (
+    MAX_EVENTS,
+    Event,
+    event,
+    lanes,
+    predicted_events,
+    write_trace,
+)
+
+if TYPE_CHECKING:
+    from autopar.runtime.module import ParallelModule
+
+__all__ = ["Interval", "Stopwatch", "TimedGraph", "profile_step"]
+
+
+class Interval(NamedTuple):
+    """One op or collective: lane, name, seconds since the start of the step, and details."""
+
+    lane: int
+    name: str
+    start_s: float
+    seconds: float
+    details: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Marks of time on one device; they are read when the step has ended.
+
+    Args:
+        device_type: of the tensors.
+    """
+
+    device_type: str
+    marks: list[Any] = field(default_factory=list)
+
+    def mark(self) -> int:
+        """Note the present moment of the device; returns the mark's number."""
+        if self.device_type == "cpu":
+            self.marks.append(time.perf_counter())
+        else:
+            event = torch.Event(self.device_type, enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        return len(self.marks) - 1
+
+    def seconds(self) -> list[float]:
+        """Seconds of every mark since the first one; waits for the device."""
+        if self.device_type == "cpu":
+            return [mark - self.marks[0] for mark in self.marks]
+        torch.accelerator.synchronize()
+        return [self.marks[0].elapsed_time(mark) / 1e3 for mark in self.marks]
+
+
+@dataclass(slots=True)
+class _Timed:
+    """A node with the marks between which it ran."""
+
+    node: fx.Node
+    start: int
+    end: int
+
+
+class TimedGraph:
+    """A graph that runs node by node and notes when.
+
+    Args:
+        module: a forward, or a backward whose arguments come in one list.
+        boxed: whether they do.
+        watch: shared by all graphs of the step.
+    """
+
+    def __init__(self, module: fx.GraphModule, boxed: bool, watch: Stopwatch) -> None:
+        self.module = module
+        self.boxed = boxed
+        self.watch = watch
+        self.timed: list[_Timed] = []
+
+    def __call__(self, *args: Any) -> Any:
+        values = args[0] if self.boxed else list(args)
+        return _Runner(self.module, self._note).boxed_run(values)
+
+    def _note(self, node: fx.Node, run: Callable[[], Any]) -> Any:
+        start = self.watch.mark()
+        result = run()
+        self.timed.append(_Timed(node, start, self.watch.mark()))
+        return result
+
+    def intervals(self, seconds: list[float]) -> list[Interval]:
+        """What ran, given the seconds of every mark."""
+        started: dict[fx.Node, _Timed] = {}
+        found: list[Interval] = []
+        for timed in self.timed:
+            node = timed.node
+            start, end = seconds[timed.start], seconds[timed.end]
+            if "collective" in node.meta:
+                started[node] = timed
+                continue
+            details: dict[str, Any] = {
+                "op": str(node.target),
+                "of": str(node.meta.get("origin", "")),
+            }
+            if node.target is torch.ops._c10d_functional.wait_tensor.default:
+                source = node.args[0]
+                assert isinstance(source, fx.Node)
+                begun = started.pop(source)
+                kind, axis, num_bytes, _ = source.meta["collective"]
+                first = seconds[begun.start]
+                details |= {"bytes": num_bytes, "waited_s": end - start}
+                found.append(Interval(1 + axis, kind, first, end - first, details))
+            else:
+                found.append(Interval(0, node.name, start, end - start, details))
+        return found
+
+
+class _Runner(fx.Interpreter):
+    """An interpreter that hands each call to a function."""
+
+    def __init__(
+        self, module: fx.GraphModule, note: Callable[[fx.Node, Callable[[], Any]], Any]
+    ) -> None:
+        super().__init__(module)
+        self.note = note
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        return self.note(n, lambda: super(_Runner, self).run_node(n))
+
+
+def profile_step(
+    module: ParallelModule, path: str | Path, args: Any, kwargs: Any, ranks: int | None
+) -> Tensor:
+    """`ParallelModule.profile_step`."""
+    step, signature = module._step_for(args, kwargs), module._signature(args, kwargs)
+    watch = Stopwatch(module.mesh.device_type)
+    forward = TimedGraph(step.program.forward, False, watch)
+    backward = None
+    if step.program.backward is not None:
+        backward = TimedGraph(step.program.backward, True, watch)
+    program: Any = replace(step.program, forward=forward, backward=backward)  # type: ignore[arg-type]
+    module._steps[signature] = replace(step, program=program)
+    try:
+        if dist.is_initialized():
+            dist.barrier()  # all ranks count from the same moment
+        watch.mark()
+        loss = module.train_step(*args, **kwargs)
+    finally:
+        module._steps[signature] = step
+    seconds = watch.seconds()
+    graphs = [forward] if backward is None else [forward, backward]
+    found = [interval for graph in graphs for interval in graph.intervals(seconds)]
+    _write(step.plan, module.mesh, path, found, ranks)
+    return loss
+
+
+def _write(
+    plan: Plan, mesh: DeviceMesh, path: str | Path, found: list[Interval], ranks: int | None
+) -> None:
+    """The first rank of the mesh writes what the ranks measured, and the prediction beside it."""
+    everyone = [int(rank) for rank in mesh.mesh.flatten()]
+    predicted = list(predicted_events(plan, 0))
+    fit = max(1, MAX_EVENTS // max(len(found) + len(predicted), 1))
+    shown = everyone[: fit if ranks is None else ranks]
+    gathered: list[Any] = [found]
+    if len(everyone) > 1:
+        me = dist.get_rank()
+        gathered = [None] * dist.get_world_size()
+        mine = found if me in shown else None
+        dist.gather_object(mine, gathered if me == everyone[0] else None, dst=everyone[0])
+        if me != everyone[0]:
+            return
+    events: list[Event] = []
+    for place, rank in enumerate(shown):
+        for turn, name in enumerate(("predicted", "measured")):
+            pid = 2 * place + turn
+            events += lanes(pid, f"rank {rank}, {name}", plan.axis_names, pid)
+        events += ({**step, "pid": 2 * place} for step in predicted)
+        events += (
+            event(2 * place + 1, i.lane, i.name, i.start_s, i.seconds, i.details)
+            for i in gathered[rank]
+        )
+    write_trace(path, events, {"ranks": len(everyone), "ranks_written": len(shown)})
