@@ -268,10 +268,12 @@ class Schedule:
         unread: list[str] = []
         candidate = self.pricing.decision.candidates[op.name]
         if op.view:
-            if self._base((op.name, 0)) == (op.name, 0) and (op.name, 0) in self.last_use:
+            value = (op.name, 0)
+            kept = value in self.lasting
+            if self._base(value) == value and (kept or value in self.last_use):
                 copy = self.pricing.local_bytes(op.operands[0], candidate.inputs[0])
-                alloc.append((self._id((op.name, 0)), copy))
-                self.kinds[self._id((op.name, 0))] = "gathered"
+                alloc.append((self._id(value), copy))
+                self.kinds[self._id(value)] = "gradients" if kept else "gathered"
             return alloc, unread
         for index in range(len(op.call.outputs)):
             value = (op.name, index)

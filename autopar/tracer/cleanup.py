@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
+_PACKAGE = f"{Path(__file__).parents[1]}/"
 
 
 def renamed_outputs(outputs: tuple[OutputSpec, ...], output: fx.Node) -> tuple[OutputSpec, ...]:
@@ -144,11 +146,11 @@ def module_of(node: fx.Node) -> str:
 
 
 def source_of(node: fx.Node) -> str:
-    """`file:line` of the innermost frame outside torch."""
+    """`file:line` of the innermost frame outside torch and autopar; "" where there is none."""
     trace_text = node.meta.get("stack_trace") or ""
     lines = [line for line in trace_text.splitlines() if line.strip().startswith("File ")]
     for line in reversed(lines):
-        if "/torch/" in line:
+        if "/torch/" in line or _PACKAGE in line:
             continue
         path, _, rest = line.strip()[5:].partition(", line ")
         return f"{path.strip(chr(34))}:{rest.split(',')[0]}"
