@@ -52,10 +52,12 @@ function tip(text, event) {
 }
 function redrawn(host, draw) {
   let last = 0;
-  new ResizeObserver(() => {
+  const again = () => {
     const width = Math.floor(host.clientWidth);
     if (width && width !== last) { last = width; draw(width); }
-  }).observe(host);
+  };
+  again();
+  new ResizeObserver(again).observe(host);
 }
 
 // --- who holds what
@@ -413,7 +415,7 @@ function drawOps() {
   [...$("op-table").tHead.rows[0].cells].forEach((cell, i) => cell.setAttribute("aria-sort", i !== order.column ? "none" : order.down ? "descending" : "ascending"));
 }
 function fillOps() {
-  for (const op of D.ops) op.text = [op.name, op.op, op.class, op.phase, op.module, op.source, ...op.outputs.map(layoutText), ...op.moves.map((m) => m[1]), ...op.operands].join(" ").toLowerCase();
+  for (const op of D.ops) op.text = [op.name, op.op, op.class, op.phase, op.module, op.source, ...op.outputs.map(layoutText), ...op.moves.map((m) => m[1]), ...op.operands.filter((name) => name.includes("."))].join(" ").toLowerCase();
   COLUMNS.forEach(([name, , width, cls], column) => $("op-table").tHead.rows[0].append(el("th", { class: cls, style: `width:${width}`, scope: "col", onclick: () => {
     order = { column, down: order.column === column ? !order.down : column > 2 };
     drawOps();
@@ -423,11 +425,11 @@ function fillOps() {
   drawOps();
 }
 
-fillTensors();
 $("tensor-search").addEventListener("input", fillTensors);
 // the largest parameter is the one to look at first
 const first = D.parameters.reduce((best, p) => (!best || product(p.shape) > product(best.shape) ? p : best), null);
-if (first) showTensor(first);
+if (first) shown = first;
+fillTensors();
 redrawn($("tensor-svg"), drawTensor);
 fillMemoryLegend();
 redrawn($("memory-svg"), drawMemory);
