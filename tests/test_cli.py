@@ -11,6 +11,7 @@ import pytest
 import torch  # noqa: F401  (its log handlers must not bind to the stderr of one test)
 
 from autopar.cli import main
+from autopar.cli.arguments import pin
 from autopar.core.plan import Plan
 from autopar.cost_model.profile import profile_names
 
@@ -253,3 +254,67 @@ def test_frontier(capsys: pytest.CaptureFixture[str]) -> None:
     assert slower == sorted(slower) and slower[-1] > 1
     assert main([*base, "--frontier", "3", "--out", "plan.json"]) == 2
     assert "--frontier" in capsys.readouterr().err
+
+
+def test_pins_are_priced_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    pins = ("--pin", "linear.weight=Shard(0),Replicate()", "--mesh", "2x2")
+    assert main(plan_args("with_inputs", *pins, "--out", "pinned.json")) == 0
+    line, saved = capsys.readouterr().out.splitlines()
+    assert saved == "saved to pinned.json"
+    plan = Plan.load("pinned.json")
+    assert [p.short for p in plan.parameters["linear.weight"]] == ["S0", "R"]
+    assert main(plan_args("with_inputs", "--mesh", "2x2", "--out", "free.json")) == 0
+    free = Plan.load("free.json").predicted.step_time_s
+    assert line.startswith("pin linear.weight=(S0, R): ")
+    more = plan.predicted.step_time_s / free - 1
+    assert (f"({more:+.2%})" if more else "the same") in line
+    capsys.readouterr()
+    message = failing(plan_args("with_inputs", "--pin", "nothing*=S0"), capsys)
+    assert "matches no parameter" in message
+    assert "prints plans" in failing(
+        plan_args("with_inputs", "--pin", "linear.weight=R", "--frontier", "2"), capsys
+    )
+
+
+@pytest.mark.parametrize("text", ["linear.weight", "=S0", "linear.weight=Shard", "a=S0,Q"])
+def test_a_pin_that_is_none(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(plan_args("with_inputs", "--pin", text))
+    assert "argument --pin" in capsys.readouterr().err
+
+
+def test_a_pin_with_commas() -> None:
+    assert pin("a.*=Shard(1, split=3), Replicate()") == ("a.*", ("S1/3", "R"))
+    assert pin("a=S0,R,P") == ("a", ("S0", "R", "P"))
+
+
+def test_plans_are_read(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """explain, diff, report and trace on one plan."""
+    assert main(plan_args("gpt2", *TOKENS, "--out", "a.json")) == 0
+    assert main(plan_args("gpt2", *TOKENS, "--constraints", '{"data": 4}', "--out", "b.json")) == 0
+    capsys.readouterr()
+
+    assert main(["explain", "b.json", "--param", "transformer.h.0.mlp.c_fc.weight"]) == 0
+    out = capsys.readouterr().out
+    assert "choice" in out and "--model" in out
+    model = ["--model", "cli_models:gpt2", *TOKENS]
+    asked = ["explain", "b.json", "--param", "transformer.h.0.mlp.c_fc.weight", *model]
+    assert main([*asked, "--width", "200"]) == 0
+    out = capsys.readouterr().out
+    assert "solved again without the choice" in out
+    assert "pins" in out and "memory limit" in out
+    assert "made for" in failing([*asked, "--factory-args", '{"layers": 3}'], capsys)
+    assert "Did you mean" in failing(["explain", "b.json", "--node", "einsom"], capsys)
+
+    assert main(["diff", "a.json", "b.json", "--width", "100"]) == 0
+    out = capsys.readouterr().out
+    assert "step time" in out and "data=4" in out
+    assert max(map(len, out.splitlines())) <= 100
+
+    assert main(["report", "a.json", "-o", "a.html"]) == 0
+    assert "saved to a.html" in capsys.readouterr().out
+    assert (project / "a.html").read_text().startswith("<!doctype html>")
+    failing(["report", "a.json", "-o", "nowhere/a.html"], capsys)
+
+    assert main(["trace", "a.json", "-o", "a.json.gz", "--ranks", "2"]) == 0
+    assert "saved 2 ranks" in capsys.readouterr().out
