@@ -235,15 +235,15 @@ def _lines(found: Explanation) -> Iterator[tuple[str, str]]:
             )
         yield (
             "this alone",
-            f"{_choice_text(other)}: +{format_seconds(found.alternative.more_s)} if nothing else "
+            f"{_choice_text(other)}: {_more(found.alternative.more_s, step_s)} if nothing else "
             "changed (memory not looked at)",
         )
     elif found.op is not None:
         yield "this alone", "no other choice is possible while the rest stays as it is"
     if found.unlimited is not None:
-        yield "memory limit", _binds_text(found.unlimited, found, "the limit")
+        yield "memory limit", _binds_text(found.unlimited, found, "the limit", "binds", "does not")
     if found.unpinned is not None:
-        yield "pins", _binds_text(found.unpinned, found, "pins")
+        yield "pins", _binds_text(found.unpinned, found, "the pins", "bind", "do not")
 
 
 def _title(found: Explanation) -> str:
@@ -297,28 +297,34 @@ def _cost_text(found: Explanation) -> str:
 def _runner_up_text(other: Resolved, plan: Plan) -> str:
     if other.plan is None:
         return f"none: {other.reason}"
-    p, q = plan.predicted, other.plan.predicted
-    more = q.step_time_s - p.step_time_s
-    share = f" ({more / p.step_time_s:+.2%})" if p.step_time_s else ""
-    sign = "+" if more >= 0 else "−"
-    bound = other.plan.solver.bound
+    p, q, solver = plan.predicted, other.plan.predicted, other.plan.solver
     return (
         f"{_choice_text(other.choice)}: {format_seconds(q.step_time_s)} per step, "
-        f"{sign}{format_seconds(abs(more))}{share}, peak {format_bytes(q.peak_memory_bytes)}; "
-        f"solved again without the choice ({other.plan.solver.status}; none is below "
-        f"{format_seconds(bound)})"
+        f"{_more(q.step_time_s - p.step_time_s, p.step_time_s)}, "
+        f"peak {format_bytes(q.peak_memory_bytes)}; solved again without the choice "
+        f"({solver.status}; none is below {format_seconds(solver.bound)})"
     )
 
 
-def _binds_text(other: Resolved, found: Explanation, what: str) -> str:
+def _more(seconds: float, step_s: float) -> str:
+    """`+1.2 ms (+3.40%)`."""
+    if abs(seconds) <= _SAME * step_s:
+        return "no slower"
+    sign = "+" if seconds > 0 else "−"
+    share = f" ({seconds / step_s:+.2%})" if step_s else ""
+    return f"{sign}{format_seconds(abs(seconds))}{share}"
+
+
+def _binds_text(other: Resolved, found: Explanation, what: str, verb: str, negation: str) -> str:
+    """Whether what was left out in solving again is what the plan owes its time to."""
     if other.plan is None:
         return f"there is no plan without {what}: {other.reason}"
     now, then = found.plan.predicted.step_time_s, other.plan.predicted.step_time_s
     if then >= now * (1 - _SAME):
-        return f"does not bind: {format_seconds(then)} per step without {what}"
+        return f"{negation} bind: {format_seconds(then)} per step without {what}"
     same = other.choice == found.choice
     choice = "the choice is the same" if same else f"the choice is {_choice_text(other.choice)}"
     return (
-        f"binds: without {what} a step takes {format_seconds(then)} "
+        f"{verb}: without {what} a step takes {format_seconds(then)} "
         f"(−{format_seconds(now - then)}), and {choice}"
     )

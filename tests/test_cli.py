@@ -308,7 +308,7 @@ def test_plans_are_read(project: Path, capsys: pytest.CaptureFixture[str]) -> No
 
     assert main(["diff", "a.json", "b.json", "--width", "100"]) == 0
     out = capsys.readouterr().out
-    assert "step time" in out and "data=4" in out
+    assert "step time" in out and "data=4" in out and "nothing" in out
     assert max(map(len, out.splitlines())) <= 100
 
     assert main(["report", "a.json", "-o", "a.html"]) == 0

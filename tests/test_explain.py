@@ -94,7 +94,7 @@ def test_pins_and_limits_that_bind(pinned: Plan) -> None:
     assert free.predicted.step_time_s < pinned.predicted.step_time_s
     text = render_explanation(found, 300)
     assert "memory limit  does not bind" in text
-    assert "pins          binds: without pins" in text
+    assert "pins          bind: without the pins" in text
 
     limit = int(0.75 * free.predicted.peak_memory_bytes)
     tight = autopar.plan(model, cluster(*MESH), inputs, memory_limit=limit)

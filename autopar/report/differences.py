@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from autopar.core.plan import Plan
 from autopar.core.units import format_bytes, format_seconds
 from autopar.report.parameters import merged_names
-from autopar.report.summary import mesh_text
+from autopar.report.summary import mesh_text, pinned_text
 from autopar.report.tables import plain_table, render
 from autopar.report.totals import MEMORY_KINDS, CommTotal, communication, compute
 
@@ -17,6 +17,7 @@ __all__ = ["render_differences", "render_price_of"]
 
 _FACTS: dict[str, Callable[[Plan], str]] = {
     "mesh": mesh_text,
+    "pinned": pinned_text,
     "recomputation": lambda plan: plan.checkpoint,
     "solver": lambda plan: f"{plan.solver.status}, gap {plan.solver.gap:.2%}",
     "memory limit": lambda plan: format_bytes(plan.memory_limit_bytes),
@@ -33,7 +34,7 @@ def render_price_of(pins: Mapping[str, tuple[str, ...]], pinned: Plan, free: Pla
     """What pins cost, in one line."""
     what = ", ".join(f"{glob}=({', '.join(layout)})" for glob, layout in pins.items())
     a, b = free.predicted, pinned.predicted
-    peak = f"{format_bytes(b.peak_memory_bytes)} of {format_bytes(a.peak_memory_bytes)}"
+    peak = f"{format_bytes(b.peak_memory_bytes)} against {format_bytes(a.peak_memory_bytes)}"
     proof = f"gaps {pinned.solver.gap:.2%} and {free.solver.gap:.2%}"
     return (
         f"pin {what}: {format_seconds(b.step_time_s)} against {format_seconds(a.step_time_s)} "
@@ -51,16 +52,8 @@ def _change(before: float, after: float, text: Callable[[float], str]) -> str:
 
 def _totals(a: Plan, b: Plan) -> Iterator[RenderableType]:
     table = plain_table([("", False), ("a", True), ("b", True), ("b against a", True)])
-    for name, x, y in (
-        ("mesh", mesh_text(a), mesh_text(b)),
-        ("recomputation", a.checkpoint, b.checkpoint),
-        (
-            "solver",
-            f"{a.solver.status}, {a.solver.gap:.2%}",
-            f"{b.solver.status}, {b.solver.gap:.2%}",
-        ),
-        ("memory limit", format_bytes(a.memory_limit_bytes), format_bytes(b.memory_limit_bytes)),
-    ):
+    for name, text in _FACTS.items():
+        x, y = text(a), text(b)
         table.add_row(name, x, y, "" if x == y else "differs")
     p, q = a.predicted, b.predicted
     classes = (compute(a), compute(b))
@@ -96,9 +89,9 @@ def _communication(a: Plan, b: Plan) -> Iterator[RenderableType]:
     )
     for key in sorted({*x, *y}):
         before, after = (rows[key].num_bytes if key in rows else 0 for rows in (x, y))
-        counts = [f"{rows[key].times} × " if key in rows else "" for rows in (x, y)]
+        counts = [f" in {rows[key].times}" if key in rows else "" for rows in (x, y)]
         change = _change(before, after, format_bytes)
-        cells = [f"{counts[0]}{format_bytes(before)}", f"{counts[1]}{format_bytes(after)}"]
+        cells = [f"{format_bytes(before)}{counts[0]}", f"{format_bytes(after)}{counts[1]}"]
         table.add_row(*key, *cells, change)
     yield table
 

@@ -18,7 +18,7 @@ from autopar.report.parameters import parameter_rows
 from autopar.report.tables import bar, plain_table, render
 from autopar.report.totals import MEMORY_KINDS, communication, compute
 
-__all__ = ["facts", "mesh_text", "render_summary"]
+__all__ = ["facts", "mesh_text", "pinned_text", "render_summary"]
 
 # Placeholders that are not the user's: buffers, lifted constants, dropout seed, output gradients.
 _INTERNAL_INPUT = re.compile(r"[bc]_wrapped_|autopar_seed$|tangent_\d+$")
@@ -59,7 +59,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ("peak memory", _memory(plan)),
         ("recomputation", plan.checkpoint),
         ("solver", _solver(plan)),
-        ("pinned", _pinned(plan)),
+        ("pinned", pinned_text(plan)),
         ("optimizer", plan.optimizer),
     ]
 
@@ -121,7 +121,8 @@ def _solver(plan: Plan) -> str:
     )
 
 
-def _pinned(plan: Plan) -> str:
+def pinned_text(plan: Plan) -> str:
+    """`data=2, zero=3`, or `nothing`."""
     if not plan.constraints:
         return "nothing"
     return ", ".join(f"{key}={_plain(value)}" for key, value in plan.constraints.items())
@@ -146,9 +147,10 @@ def _memory_table(plan: Plan) -> Iterator[RenderableType]:
     for kind in order:
         part = p.memory[kind] / whole
         text = MEMORY_KINDS.get(kind, "")
-        table.add_row(kind, format_bytes(p.memory[kind]), f"{part:.1%}", bar(part), text)
+        drawn = bar(p.memory[kind] / (p.peak_memory_bytes or 1))
+        table.add_row(kind, format_bytes(p.memory[kind]), f"{part:.1%}", drawn, text)
     part = p.peak_memory_bytes / whole
-    table.add_row("peak", format_bytes(p.peak_memory_bytes), f"{part:.1%}", bar(part), "")
+    table.add_row("peak", format_bytes(p.peak_memory_bytes), f"{part:.1%}", bar(1.0), "")
     yield table
 
 
