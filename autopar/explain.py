@@ -162,8 +162,10 @@ def _near(name: str, known: Any) -> str:
 
 def _stand_in(plan: Plan, param: str) -> str:
     """The parameter of the planned graph that stands for one of a repeated block."""
+    timeline = plan.predicted.timeline
+    planned = {name for op in timeline.ops for name in op.operands if name in plan.parameters}
     held = {name: name for name in plan.parameters}
-    for name in plan.predicted.timeline.alternatives:
+    for name in (*timeline.alternatives, *planned):
         held |= dict.fromkeys(every_instance({name: name}, plan.repeats), name)
     return held[param]
 

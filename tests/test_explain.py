@@ -122,6 +122,16 @@ def test_a_block_that_is_not_in_the_graph() -> None:
     assert "all_gather on" in text
 
 
+def test_a_pinned_block_that_is_not_in_the_graph() -> None:
+    name = "model.layers.5.mlp.up_proj.weight"
+    pins = {"params": {"*.up_proj.weight": ["S0"]}}
+    plan = autopar.plan(llama(9), cluster(4), TEXT, constraints=pins)
+    found = explain(plan, param=name)
+    assert found.alternative is None
+    assert found.name != name and plan.parameters[found.name] == found.choice
+    assert f"planned as {found.name}" in render_explanation(found, 300)
+
+
 def test_what_cannot_be_explained(pinned: Plan) -> None:
     with pytest.raises(AutoparError, match=r"no op 'gelo'.*'gelu'"):
         explain(pinned, node="gelo")

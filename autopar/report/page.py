@@ -24,6 +24,7 @@ from autopar.report.totals import MEMORY_KINDS, communication, compute
 __all__ = ["page_data", "render_page"]
 
 _MOMENTS = 720
+_SCRIPTS = ("helpers.js", "placement.js", "charts.js", "ops.js", "start.js")
 
 
 def render_page(plan: Plan) -> str:
@@ -34,7 +35,7 @@ def render_page(plan: Plan) -> str:
     p, limit = plan.predicted, plan.memory_limit_bytes
     return template.render(
         style=Markup((assets / "page.css").read_text(encoding="utf-8")),
-        script=Markup((assets / "page.js").read_text(encoding="utf-8")),
+        script=Markup("".join((assets / name).read_text(encoding="utf-8") for name in _SCRIPTS)),
         data=page_data(plan),
         mesh=" × ".join(
             f"{name} {size}" for name, size in zip(plan.axis_names, plan.mesh_shape, strict=True)

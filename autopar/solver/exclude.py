@@ -29,7 +29,7 @@ class Excluded:
 
 
 def exclude(excluded: Excluded, step: Step, built: StepProblem) -> bool:
-    """Forbid a choice; nodes of equal blocks share theirs, so all of them lose it.
+    """Forbid a choice, in place; nodes of equal blocks share theirs, so all of them lose it.
 
     Returns:
         False if the step has no such op, as for a copy that only one kind of recomputation makes.

@@ -1,0 +1,77 @@
+"use strict";
+// --- memory over time
+function drawMemory(width) {
+  const host = $("memory-svg"), { kinds, rows, ops, backward_s } = D.memory;
+  if (!rows.some((row) => row.length)) { $("memory-text").textContent = "The plan has no timeline."; return; }
+  const near = D.limit && D.peak > 0.4 * D.limit;
+  const top = (near ? Math.max(D.limit, D.peak) : D.peak) * 1.04, h = 250, left = 86, w = width - left - 6, bottom = 26;
+  const filled = [];
+  rows.forEach((row, i) => filled.push(row.length ? row : filled[i - 1] || kinds.map(() => 0)));
+  const x = (i) => left + (i / filled.length) * w, y = (v) => 8 + (1 - v / top) * h;
+  const root = svg("svg", { width, height: h + bottom + 8, role: "img", "aria-label": "Live memory by kind over the step" });
+  for (let i = 0; i <= 4; i++) {
+    const value = (top / 1.04) * (i / 4);
+    root.append(svg("line", { x1: left, x2: left + w, y1: y(value), y2: y(value), style: "stroke:var(--line)" }), svg("text", { x: left - 8, y: y(value) + 4, "text-anchor": "end" }, bytes(value)));
+  }
+  let base = filled.map(() => 0);
+  kinds.forEach((kind, k) => {
+    const next = filled.map((row, i) => base[i] + row[k]);
+    let d = "";
+    next.forEach((v, i) => { d += `${i ? "L" : "M"}${x(i).toFixed(1)} ${y(v).toFixed(1)}L${x(i + 1).toFixed(1)} ${y(v).toFixed(1)}`; });
+    for (let i = base.length - 1; i >= 0; i--) d += `L${x(i + 1).toFixed(1)} ${y(base[i]).toFixed(1)}L${x(i).toFixed(1)} ${y(base[i]).toFixed(1)}`;
+    root.append(svg("path", { d: d + "Z", style: `fill:${color(kind)}` }));
+    base = next;
+  });
+  if (near) {
+    root.append(svg("line", { x1: left, x2: left + w, y1: y(D.limit), y2: y(D.limit), style: "stroke:var(--text);stroke-dasharray:5 4" }));
+    root.append(svg("text", { x: left + w - 4, y: y(D.limit) + 15, "text-anchor": "end", style: "fill:var(--text);paint-order:stroke;stroke:var(--panel);stroke-width:3px" }, "limit"));
+  }
+  const time = (s) => left + (s / D.step_s) * w;
+  root.append(svg("text", { x: left, y: h + 26 }, "0"), svg("text", { x: left + w, y: h + 26, "text-anchor": "end" }, seconds(D.step_s)));
+  if (backward_s) {
+    root.append(svg("line", { x1: time(backward_s), x2: time(backward_s), y1: 8, y2: h + 14, style: "stroke:var(--muted)" }));
+    root.append(svg("text", { x: time(backward_s) + 5, y: h + 26 }, "backward"));
+  }
+  const cursor = svg("line", { y1: 8, y2: h + 8, style: "stroke:var(--text)", visibility: "hidden" });
+  root.append(cursor);
+  root.addEventListener("mousemove", (event) => {
+    const i = Math.floor(((event.clientX - root.getBoundingClientRect().left - left) / w) * filled.length);
+    if (i < 0 || i >= filled.length) { cursor.setAttribute("visibility", "hidden"); return tip(""); }
+    cursor.setAttribute("x1", x(i)); cursor.setAttribute("x2", x(i)); cursor.setAttribute("visibility", "visible");
+    const total = filled[i].reduce((a, b) => a + b, 0);
+    const lines = kinds.map((kind, k) => [filled[i][k], `${kind} ${bytes(filled[i][k])}`]).filter(([v]) => v).reverse().map(([, text]) => text);
+    tip(`${seconds((i / filled.length) * D.step_s)}: ${bytes(total)}${ops[i] ? ` at ${ops[i]}` : ""}\n${lines.join("\n")}`, event);
+  });
+  root.addEventListener("mouseleave", () => { cursor.setAttribute("visibility", "hidden"); tip(""); });
+  host.replaceChildren(root);
+}
+function fillMemoryLegend() {
+  const { kinds, rows } = D.memory;
+  $("memory-text").textContent = `Peak ${bytes(D.peak)} on each device` + (D.limit ? ` of ${bytes(D.limit)}.` : ".") +
+    " Of many equal blocks one is planned: what the others hold is added for each of them as they run.";
+  kinds.slice().reverse().forEach((kind) => $("memory-legend").append(el("span", { title: D.kinds[kind] || "" }, el("i", { style: `background:${color(kind)}` }), kind)));
+}
+
+// --- time
+function drawTime() {
+  const host = $("time-bars"), step = D.step_s || 1;
+  const spent = (s) => el("div", { class: "num" }, seconds(s), " ", el("small", {}, percent(s / step)));
+  const bar = (name, small, parts, total) => el("div", { class: "bar" },
+    el("div", { class: "name" }, name, el("small", {}, small)),
+    el("div", { class: "track" }, ...parts.map(([s, fill, text]) => el("i", { style: `width:${(100 * s) / step}%;background:${fill}`, title: text }))),
+    spent(total));
+  const phases = { forward: 1, recompute: 0.75, backward: 0.55 };
+  const computed = D.compute.map(([name, by]) => [name, by, by.reduce((sum, [, s]) => sum + s, 0)]);
+  host.append(el("h3", {}, `Compute by class of op, ${seconds(computed.reduce((sum, row) => sum + row[2], 0))}`));
+  for (const [name, by, total] of computed) {
+    const parts = by.map(([phase, s]) => [s, `color-mix(in srgb, ${color(name)} ${100 * phases[phase]}%, var(--panel))`, `${phase} ${seconds(s)}`]);
+    host.append(bar(name, by.map(([phase, s]) => `${phase} ${seconds(s)}`).join(", "), parts, total));
+  }
+  D.axes.forEach((axis, index) => {
+    const rows = D.communication.filter((row) => row[0] === index && row[4] !== null);
+    if (!rows.length) return;
+    host.append(el("h3", {}, `Communication on ${axis}, ${D.mesh[index]} devices, ${seconds(rows.reduce((sum, row) => sum + row[4], 0))}`));
+    for (const [, kind, times, size, s] of rows.sort((a, b) => b[4] - a[4])) host.append(bar(kind.replaceAll("_", "-"), `${times} ×, ${bytes(size)} in all`, [[s, color("comm"), seconds(s)]], s));
+  });
+  if (!D.communication.length) host.append(el("h3", {}, "No communication"));
+}

@@ -1,0 +1,107 @@
+"use strict";
+// --- graph of a block
+const byName = new Map(D.ops.map((op) => [op.name, op]));
+const cost = (op) => op.compute_s * op.times + op.moves.reduce((sum, m) => sum + m[3] * m[4], 0);
+function tensorOf(op) { return { label: op.name, shape: op.shapes[0] || [], layout: op.outputs[0] || [], mode: op.op, bytes: 0 }; }
+function showOp(op) {
+  if (!op.outputs.length) return;
+  showTensor(tensorOf(op));
+  $("holds").scrollIntoView();
+}
+function movesText(op) {
+  return op.moves.map(([axis, kind, size, times, s, of]) => `${kind.replaceAll("_", "-")} on ${D.axes[axis]}${of ? ` of ${of}` : ""}: ${bytes(size)}${times > 1 ? ` × ${times}` : ""}, ${seconds(s * times)}`).join("\n");
+}
+function fillGraphControls() {
+  const blocks = new Map();
+  for (const op of D.ops) {
+    const known = blocks.get(op.block) || { times: 1, count: 0 };
+    blocks.set(op.block, { times: Math.max(known.times, op.times), count: known.count + 1 });
+  }
+  const select = $("graph-block");
+  const entries = [...blocks].sort((a, b) => b[1].times - a[1].times);
+  for (const [block, { times, count }] of entries) select.append(el("option", { value: block }, `${block || "outside of blocks"}${times > 1 ? ` (stands for ${times})` : ""}, ${count} ops`));
+  for (const phase of ["forward", "recompute", "backward"]) if (D.ops.some((op) => op.phase === phase)) $("graph-phase").append(el("option", { value: phase }, phase));
+  for (const id of ["graph-block", "graph-phase", "graph-views"]) $(id).addEventListener("change", drawGraph);
+}
+function behindViews(name) {
+  for (let op = byName.get(name); op && op.class === "view" && op.operands.length; op = byName.get(name)) name = op.operands[0];
+  return name;
+}
+function drawGraph() {
+  const views = $("graph-views").checked;
+  const ops = D.ops.filter((op) => op.block === $("graph-block").value && op.phase === $("graph-phase").value && (views || op.class !== "view")).slice(0, 600);
+  const source = (name) => (views ? name : behindViews(name));
+  const row = new Map(ops.map((op, i) => [op.name, i])), end = new Map(), reads = ops.map((op) => op.operands.map(source).filter((name) => row.has(name)));
+  reads.forEach((names, i) => names.forEach((name) => end.set(name, i)));
+  const free = [], lane = new Map();
+  ops.forEach((op, i) => {
+    if (!end.has(op.name)) return;
+    let at = free.findIndex((until) => until <= i);
+    if (at < 0) at = free.length;
+    free[at] = end.get(op.name);
+    lane.set(op.name, at);
+  });
+  const H = 46, gap = 11, width = Math.min(free.length, 22) * gap + 22;
+  const host = el("div"), lines = svg("svg", { width, height: ops.length * H, "aria-hidden": "true" });
+  const x = (name) => 12 + (lane.get(name) % 22) * gap, mid = (i) => i * H + H / 2;
+  const hue = (name) => `hsl(${(lane.get(name) * 67 + 215) % 360} 42% 55%)`;
+  ops.forEach((op, i) => {
+    if (!lane.has(op.name)) return;
+    lines.append(svg("line", { x1: x(op.name), x2: x(op.name), y1: mid(i), y2: mid(end.get(op.name)), style: `stroke:${hue(op.name)};stroke-width:1.5` }));
+    lines.append(svg("circle", { cx: x(op.name), cy: mid(i), r: 4, style: `fill:${hue(op.name)}` }));
+  });
+  reads.forEach((names, i) => names.forEach((name) => lines.append(svg("line", { x1: x(name), x2: width - 4, y1: mid(i), y2: mid(i), style: `stroke:${hue(name)};stroke-opacity:.55` }))));
+  ops.forEach((op) => host.append(graphRow(op, width)));
+  host.prepend(lines);
+  $("graph-rows").replaceChildren(ops.length ? host : el("p", { class: "note" }, "No ops here."));
+}
+const shortOp = (op) => op.op.split(".").slice(-2)[0] || op.op;
+function graphRow(op, width) {
+  const given = op.inputs.map(layoutText).join(" × ") || "–", made = op.outputs.map(layoutText).join(", ");
+  const weights = op.operands.map(behindViews).filter((name) => !byName.has(name) && name.includes(".")).map((name) => name.split(".").slice(-2).join("."));
+  const source = op.source.split("/").slice(-1)[0];
+  const chips = op.moves.map(([axis, kind, size]) => `${kind.replaceAll("_", "-")} ${D.axes[axis]} ${bytes(size)}`);
+  const detail = [weights.join(", "), source, `[${(op.shapes[0] || []).join(", ")}]`].filter(Boolean).join(" · ");
+  return el("div", { class: "row", style: `padding-left:${width}px`, onclick: () => showOp(op),
+      title: `${op.name}: ${op.op}\n${op.module}\n${op.source}\n${given} → ${made}\n${movesText(op)}` },
+    el("div", {}, el("div", { class: "a" }, el("span", { class: "mono" }, shortOp(op)), " ", el("span", { class: "place mono" }, `${given} → ${made}`)),
+      el("div", { class: "b" }, ...(chips.length ? [el("span", { class: "chip" }, chips.join(", ")), " · "] : []), detail)),
+    el("div", { class: "t" }, seconds(cost(op) / op.times)));
+}
+
+// --- table of ops
+const COLUMNS = [
+  ["Op", (op) => op.name, "30%", ""], ["Module and source", (op) => op.module, "26%", "wide"],
+  ["Result", (op) => op.outputs.map(layoutText).join(), "18%", ""], ["Times", (op) => op.times, "62px", "n wide"],
+  ["Compute", (op) => op.compute_s * op.times, "86px", "n"], ["Comm.", (op) => cost(op) - op.compute_s * op.times, "86px", "n"],
+  ["Total", cost, "86px", "n"], ["This alone", (op) => (op.more_s === null ? Infinity : op.more_s), "98px", "n"],
+];
+let order = { column: 6, down: true }, limit = 60;
+function drawOps() {
+  const words = $("op-search").value.toLowerCase().split(/\s+/).filter(Boolean);
+  const found = D.ops.filter((op) => words.every((word) => op.text.includes(word)));
+  const key = COLUMNS[order.column][1], sign = order.down ? -1 : 1;
+  found.sort((a, b) => { const x = key(a), y = key(b); return x < y ? -sign : x > y ? sign : 0; });
+  const small = (s) => (s ? seconds(s) : "–");
+  const rows = found.slice(0, limit).map((op) => el("tr", { onclick: () => showOp(op), title: movesText(op) },
+    el("td", {}, el("span", { class: "mono" }, op.name), el("small", {}, `${op.op}, ${op.phase}`)),
+    el("td", { class: "wide" }, op.module || "–", el("small", {}, op.source)),
+    el("td", { class: "mono" }, op.outputs.map(layoutText).join(", ")),
+    el("td", { class: "n wide" }, String(op.times)), el("td", { class: "n" }, small(op.compute_s * op.times)),
+    el("td", { class: "n" }, small(cost(op) - op.compute_s * op.times)), el("td", { class: "n" }, small(cost(op))),
+    el("td", { class: "n", title: op.other.map(layoutText).join(", ") }, op.more_s === null ? "none" : "+" + seconds(op.more_s))));
+  $("op-table").tBodies[0].replaceChildren(...rows);
+  $("op-count").textContent = `${found.length} of ${D.ops.length} ops`;
+  $("op-more").hidden = found.length <= limit;
+  [...$("op-table").tHead.rows[0].cells].forEach((cell, i) => cell.setAttribute("aria-sort", i !== order.column ? "none" : order.down ? "descending" : "ascending"));
+}
+function fillOps() {
+  for (const op of D.ops) op.text = [op.name, op.op, op.class, op.phase, op.module, op.source, ...op.outputs.map(layoutText), ...op.moves.map((m) => m[1]), ...op.operands.filter((name) => name.includes("."))].join(" ").toLowerCase();
+  COLUMNS.forEach(([name, , width, cls], column) => $("op-table").tHead.rows[0].append(el("th", { class: cls, style: `width:${width}`, scope: "col", onclick: () => {
+    order = { column, down: order.column === column ? !order.down : column > 2 };
+    drawOps();
+  } }, name)));
+  $("op-search").addEventListener("input", () => { limit = 60; drawOps(); });
+  $("op-more").addEventListener("click", () => { limit += 240; drawOps(); });
+  drawOps();
+}
