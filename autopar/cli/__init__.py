@@ -7,6 +7,7 @@
     autopar report plan.json -o plan.html
     autopar trace plan.json -o trace.json.gz
     autopar profiles
+    autopar profile --ranks 4 --out here.toml
 
 Exit codes: 0; 2 for an `AutoparError` (one paragraph, no traceback) and for wrong usage; 1 for
 anything else.
@@ -66,7 +67,21 @@ def _parser() -> argparse.ArgumentParser:
     profiles = commands.add_parser("profiles", help="list the cluster profiles")
     _add_width(profiles)
     profiles.set_defaults(command=commands_.profiles)
+    _add_profile(commands.add_parser("profile", help="measure this machine, as a profile"))
     return parser
+
+
+def _add_profile(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="FILE.toml", help="file to write")
+    add("--ranks", type=positive, default=1, help="processes at once: as many as will train")
+    add("--groups", type=positive, nargs="*", help="of collectives (default: powers of two)")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    add("--dtypes", nargs="*", choices=sorted(set(DTYPES.values())), help="first: all op classes")
+    add("--rounds", type=positive, default=5, help="timings of each figure (default: 5)")
+    add("--quick", action="store_true", help="small shapes only: seconds, and less true")
+    add("--base", help="profile that has what is not measured (default: found by the device)")
+    parser.set_defaults(command=commands_.profile)
 
 
 def _add_width(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from autopar.core.plan import Plan
 
-__all__ = ["diff", "explain", "plan", "profiles", "report", "show", "trace"]
+__all__ = ["diff", "explain", "plan", "profile", "profiles", "report", "show", "trace"]
 
 
 def plan(args: argparse.Namespace) -> None:
@@ -199,6 +199,33 @@ def profiles(args: argparse.Namespace) -> None:
             f"{profile.inter.bandwidth / 1e9:g}",
         )
     print(render([table, "Links: per device, in one direction."], args.width), end="")
+
+
+def profile(args: argparse.Namespace) -> None:
+    """Measure this machine, and write what was found as a profile."""
+    import torch
+
+    from autopar.cost_model.cluster import profile_for
+    from autopar.cost_model.measure import measure_profile, write_profile
+    from autopar.cost_model.profile import load_profile
+
+    out: Path = args.out
+    if out.suffix != ".toml":
+        raise AutoparError(f"--out {out}: give a .toml file")
+    _check_folder("--out", out)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    found = measure_profile(
+        out.stem,
+        base=load_profile(args.base) if args.base else profile_for(device),
+        device_type=device,
+        ranks=args.ranks,
+        group_sizes=args.groups,
+        dtypes=args.dtypes,
+        rounds=args.rounds,
+        quick=args.quick,
+    )
+    write_profile(found, out)
+    print(f"saved to {out}: use it with --cluster {out} or Cluster.from_profile({str(out)!r})")
 
 
 def _cluster(args: argparse.Namespace) -> Any:

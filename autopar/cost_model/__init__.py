@@ -3,7 +3,8 @@
 * `Cluster`: devices, links and mesh; `Cluster.collective_seconds`, `Cluster.alpha_beta`.
 * `compute_seconds`: one op on one device (roofline).
 * `peak_bytes`, `optimizer_state_bytes`: memory.
-* `profiles/*.toml`: the figures, each with its source; `measure.py` measures them.
+* `simulate`: a whole step on two streams, from the emitted program.
+* `profiles/*.toml`: the figures, each with its source; `measure.py` measures a machine's own.
 
 Seconds, bytes, bytes/s and FLOP/s throughout.
 """
@@ -23,6 +24,8 @@ from autopar.cost_model.memory import (
 )
 from autopar.cost_model.profile import (
     ClusterError,
+    CollectiveLine,
+    Curve,
     DeviceProfile,
     Efficiency,
     LinkProfile,
@@ -35,6 +38,8 @@ __all__ = [
     "Cluster",
     "ClusterError",
     "CollectiveKind",
+    "CollectiveLine",
+    "Curve",
     "DeviceProfile",
     "Efficiency",
     "LinkProfile",

@@ -98,6 +98,7 @@ class Cluster:
             raise ClusterError(
                 f"nodes and devices_per_node must be at least 1, got {nodes} and {per_node}"
             )
+        _check_load(profile, per_node)
         default = (nodes, per_node) if nodes > 1 else (per_node,)
         default_names = ("node", "device")[-len(default) :]
         cluster = _of(profile, profile.device, per_node, default, default_names)
@@ -136,9 +137,45 @@ class Cluster:
                 "ranks from the start of a node: link costs are estimated as if it were",
                 stacklevel=2,
             )
-        loaded = _profile_for(device_mesh.device_type) if profile is None else load_profile(profile)
+        loaded = profile_for(device_mesh.device_type) if profile is None else load_profile(profile)
+        _check_load(loaded, per_node)
         device = _with_live_memory(loaded.device, device_mesh.device_type, local)
         return _of(loaded, device, per_node, shape, names)
+
+    @classmethod
+    def measure(
+        cls,
+        *,
+        ranks: int = 1,
+        device_type: str = "cpu",
+        mesh_shape: Sequence[int] | None = None,
+        axis_names: Sequence[str] | None = None,
+        rounds: int = 5,
+    ) -> Cluster:
+        """Measure this machine with `ranks` processes at once; takes about a minute on a CPU.
+
+        Call it from the main module behind ``if __name__ == "__main__"``: it starts processes.
+        `autopar profile` writes the same figures to a file.
+
+        Args:
+            ranks: as many as will train here.
+            device_type: "cpu" or "cuda".
+            mesh_shape, axis_names: as for `from_profile`.
+            rounds: timings of each figure; the median counts.
+
+        Raises:
+            ClusterError: no profile fits the device, or a rank failed.
+        """
+        from autopar.cost_model.measure import measure_profile
+
+        base = profile_for(device_type)
+        found = measure_profile(
+            "measured", base=base, device_type=device_type, ranks=ranks, rounds=rounds
+        )
+        cluster = _of(found, found.device, ranks, (ranks,), ("device",))
+        if mesh_shape is None:
+            return replace(cluster, axis_names=tuple(axis_names or cluster.axis_names))
+        return cluster.with_mesh_shape(mesh_shape, axis_names or _names_for(mesh_shape, ()))
 
     def with_mesh_shape(
         self, shape: Sequence[int], axis_names: Sequence[str] | None = None
@@ -258,13 +295,25 @@ def _of(
     )
 
 
+def _check_load(profile: Profile, per_node: int) -> None:
+    """Warn where ranks share cores otherwise than while the profile was measured."""
+    cores, ranks = profile.device.cores, profile.device.concurrent_ranks
+    if cores and max(per_node, cores) != max(ranks, cores):
+        warnings.warn(
+            f"profile {profile.name!r} was measured with {ranks} ranks on {cores} cores, the "
+            f"cluster has {per_node} ranks a node: their compute rate will differ. Measure with "
+            f"--ranks {per_node}",
+            stacklevel=3,
+        )
+
+
 def _names_for(shape: Sequence[int], present: tuple[str, ...]) -> tuple[str, ...]:
     if len(present) == len(shape):
         return present
     return tuple(f"axis{index}" for index in range(len(shape)))
 
 
-def _profile_for(device_type: str) -> Profile:
+def profile_for(device_type: str) -> Profile:
     """The profile of the device at hand."""
     found = device_type
     if device_type == "cuda":

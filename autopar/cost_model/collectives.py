@@ -35,18 +35,22 @@ Whatever leaves a node has crossed the node's own link first, so u is at most w 
 spanning nodes is never cheaper. Where groups are uneven over nodes, the worst group is priced.
 Costs rise with n at a fixed stride as long as r is the same on every node; a group of 5 on nodes
 of 4 can cost more than one of 8, because on the second node it owns one device's share, not four.
+
+**Measured lines** (`LinkProfile.lines`) take the table's place inside a node. The law scales them
+to group sizes that were not measured, and a group that spans nodes costs at least as much.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
 import numpy as np
 
-from autopar.cost_model.profile import LinkProfile
+from autopar.cost_model.profile import CollectiveLine, LinkProfile
 
 __all__ = ["AxisGeometry", "CollectiveKind", "alpha_beta", "axis_geometry"]
 
@@ -129,8 +133,43 @@ def alpha_beta(
     """
     if geometry.group_size == 1:
         return 0.0, 0.0
+    a, b = _law(kind, geometry, intra, inter)
+    lines = intra.lines_of(kind)
+    if not lines:
+        return a, b
+    measured = _measured(kind, lines, geometry.group_size, intra)
+    if geometry.num_nodes == 1:
+        return measured
+    return max(a, measured[0]), max(b, measured[1])
+
+
+def _measured(
+    kind: CollectiveKind, lines: Sequence[CollectiveLine], size: int, intra: LinkProfile
+) -> tuple[float, float]:
+    """The line of a group size inside a node: the measured one, or one scaled as the law goes."""
+
+    def law(n: int) -> tuple[float, float]:
+        return _law(kind, AxisGeometry(group_size=n, num_nodes=1, ranks_per_node=n), intra, intra)
+
+    below = [line for line in lines if line.group_size <= size]
+    near = below[-1] if below else lines[0]
+    (a, b), (near_a, near_b) = law(size), law(near.group_size)
+    found = (
+        near.latency_s * (a / near_a if near_a else 1.0),
+        near.seconds_per_byte * (b / near_b if near_b else 1.0),
+    )
+    above = next((line for line in lines if line.group_size > size), None)
+    if above is None or not below:
+        return found
+    return min(found[0], above.latency_s), min(found[1], above.seconds_per_byte)
+
+
+def _law(
+    kind: CollectiveKind, geometry: AxisGeometry, intra: LinkProfile, inter: LinkProfile
+) -> tuple[float, float]:
+    """The line that the module's table gives."""
     if kind is CollectiveKind.ALL_REDUCE:
-        a, b = alpha_beta(CollectiveKind.REDUCE_SCATTER, geometry, intra, inter)
+        a, b = _law(CollectiveKind.REDUCE_SCATTER, geometry, intra, inter)
         return 2 * a, 2 * b
     n, m, r = geometry.group_size, geometry.num_nodes, geometry.ranks_per_node
     spans = m > 1

@@ -8,6 +8,9 @@ memory bandwidth W, launch overhead c, and efficiency (f, ρ) per op class::
 where a term without flops (or bytes) is 0 and a view costs 0. It is monotone in F and in B.
 Class "memory" is every op that is bound by its bytes: pointwise, reductions, embedding, copies.
 Its flops run on the vector units, at float32's rate at most.
+
+Where the device has measured curves (`profile.Curve`), an op takes the larger of its class's curve
+over flops and of a curve over bytes; a class without one goes by a plainer class (`PLAINER`).
 (Roofline: Williams, Waterman and Patterson 2009, doi:10.1145/1498765.1498785.)
 """
 
@@ -19,13 +22,26 @@ from typing import TypeAlias
 import numpy as np
 
 from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.profile import ClusterError, DeviceProfile
+from autopar.cost_model.profile import ClusterError, Curve, DeviceProfile, FloatArray
 
-__all__ = ["OP_CLASSES", "OpCost", "compute_seconds", "compute_seconds_array"]
+__all__ = ["OP_CLASSES", "PLAINER", "OpCost", "compute_seconds", "compute_seconds_array"]
 
-OP_CLASSES = ("matmul", "attention", "conv", "memory", "view")
+# what prices a class that a device has no curve for; the law knows only the last of each chain
+PLAINER = {
+    "attention_backward": "attention",
+    "conv_backward": "conv",
+    "tanh": "special",
+    "special": "pointwise",
+    "softmax": "special",
+    "norm": "reduction",
+    "reduction": "pointwise",
+    "pointwise": "memory",
+    "lookup": "memory",
+    "transpose": "memory",
+    "random": "memory",
+}
+OP_CLASSES = ("matmul", "attention", "conv", "memory", "view", *PLAINER)
 
-FloatArray: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 NumberArray: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.float64] | np.dtype[np.int64]]
 
 
@@ -67,17 +83,8 @@ def compute_seconds(cluster_or_device: Cluster | DeviceProfile, cost: OpCost) ->
     device = cluster_or_device
     if isinstance(device, Cluster):
         device = device.device
-    if cost.op_class == "view":
-        return 0.0
-    arithmetic_s = cost.flops / _peak_flops(device, cost.op_class, cost.dtype)
-    if arithmetic_s > 0:
-        efficiency = device.efficiency[cost.op_class]
-        arithmetic_s = (arithmetic_s + efficiency.ramp_s) / efficiency.peak_fraction
-    memory_s = cost.bytes / device.memory_bandwidth
-    if memory_s > 0:
-        efficiency = device.efficiency["memory"]
-        memory_s = (memory_s + efficiency.ramp_s) / efficiency.peak_fraction
-    return device.kernel_overhead_s + max(arithmetic_s, memory_s)
+    flops, num_bytes = np.array(cost.flops, dtype=np.float64), np.array(cost.bytes)
+    return float(compute_seconds_array(device, cost.op_class, cost.dtype, flops, num_bytes))
 
 
 def compute_seconds_array(
@@ -106,14 +113,47 @@ def compute_seconds_array(
         raise ClusterError(f"{op_class}: flops and bytes must not be negative")
     if op_class == "view":
         return np.zeros(num_flops.shape)
-    arithmetic_s = _ramped(device, op_class, num_flops / _peak_flops(device, op_class, dtype))
-    memory_s = _ramped(device, "memory", num_bytes / device.memory_bandwidth)
-    return device.kernel_overhead_s + np.maximum(arithmetic_s, memory_s)
+    arithmetic_s = _arithmetic(device, op_class, dtype, num_flops)
+    curve = _curve(device, op_class, dtype, "bytes") or _curve(device, "memory", dtype, "bytes")
+    if curve is not None:
+        memory_s = curve.at(num_bytes)
+    else:
+        memory_s = _ramped(device, "memory", num_bytes / device.memory_bandwidth)
+        memory_s = device.kernel_overhead_s + memory_s
+    return np.maximum(device.kernel_overhead_s, np.maximum(arithmetic_s, memory_s))
+
+
+def _arithmetic(device: DeviceProfile, op_class: str, dtype: str, flops: FloatArray) -> FloatArray:
+    """Seconds by the flops, launch included."""
+    curve = _curve(device, op_class, dtype, "flops")
+    if curve is not None:
+        return curve.at(flops)
+    ideal_s = flops / _peak_flops(device, op_class, dtype)
+    return device.kernel_overhead_s + _ramped(device, _law(op_class), ideal_s)
+
+
+def _law(op_class: str) -> str:
+    while op_class in PLAINER:
+        op_class = PLAINER[op_class]
+    return op_class
+
+
+def _curve(device: DeviceProfile, op_class: str, dtype: str, unit: str) -> Curve | None:
+    """The curve of a class over `unit`, or of the nearest plainer class that has one."""
+    if not device.curves:
+        return None
+    name: str | None = op_class
+    while name is not None:
+        found = device.curve(name, dtype)
+        if found is not None and found.unit == unit:
+            return found
+        name = PLAINER.get(name)
+    return None
 
 
 def _peak_flops(device: DeviceProfile, op_class: str, dtype: str) -> float:
     peak = device.peak(dtype)
-    return min(peak, device.peak("float32")) if op_class == "memory" else peak
+    return min(peak, device.peak("float32")) if _law(op_class) == "memory" else peak
 
 
 def _ramped(device: DeviceProfile, op_class: str, ideal_s: FloatArray) -> FloatArray:

@@ -1,36 +1,70 @@
-"""Measures the figures of a profile on the machine at hand.
+"""Measures a machine: curves of its ops and lines of its collectives, as a profile.
 
-``python -m autopar.cost_model.measure`` prints rows of JSON, one figure each, to be copied into
-``profiles/*.toml`` with their provenance. A device is timed by the least of a few repeats (noise
-only ever adds). Two lines are fitted by least squares of the *relative* error, so that small
-sizes count as much as large ones:
-
-* matmul: ``t = overhead + (flops / peak + ramp) / peak_fraction``, the law of `compute.py`;
-* all-reduce over gloo: ``t = a + b * bytes``, then ``a = 2 (base + (n-1) alpha)`` and
-  ``b = 2 (n-1) / (n bandwidth)``, the ring of `collectives.py` (Thakur et al. 2005,
-  doi:10.1177/1094342005051521).
+All ranks run at once, one thread each, as they do in a step. Ops are timed in interleaved rounds,
+of which the median counts. On a CPU the clock is the thread's own, times the ranks per core where
+there is more than one: so the wait for a core that the ranks give each other is in, and other
+programs' load is not. Collectives need a wall clock; of their rounds the lower quartile counts.
+Curves and lines are then made monotone. Lines are fitted by least squares of the *relative*
+error, so that small sizes count as much as large ones. (Rings: Thakur, Rabenseifner and Gropp
+2005, doi:10.1177/1094342005051521.)
 """
 
 from __future__ import annotations
 
-import json
+import datetime
 import os
-import socket
+import platform
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
-__all__ = ["fit_line", "measure_all_reduce", "measure_device"]
+from autopar.cost_model.collectives import CollectiveKind
+from autopar.cost_model.probes import geometric_mean, probes
+from autopar.cost_model.profile import (
+    ClusterError,
+    CollectiveLine,
+    Curve,
+    DeviceProfile,
+    Efficiency,
+    LinkProfile,
+    Profile,
+    dtype_name,
+)
+from autopar.cost_model.ranks import on_ranks
+from autopar.cost_model.toml_text import to_toml
 
-_MATMUL_SIZES = (64, 128, 256, 512, 1024)
-_COPY_BYTES = 1 << 28
-_MESSAGE_BYTES = (1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 25)
+__all__ = [
+    "Sample",
+    "collective_calls",
+    "fit_line",
+    "measure_profile",
+    "median_seconds",
+    "write_profile",
+]
+
+MESSAGE_BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Measured seconds of one collective."""
+
+    kind: str
+    group_size: int
+    num_bytes: int
+    seconds: float
 
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Fits ``y = a + b x`` with the least relative squared error and ``a >= 0``.
+    """Fits ``y = a + b x`` with the least relative squared error and ``a, b >= 0``.
 
     Args:
         x: abscissae, such as bytes.
@@ -45,135 +79,341 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     if a < 0:
         scaled = xs / ys
         return 0.0, float(scaled.sum() / (scaled * scaled).sum())
-    return float(a), float(b)
+    return float(a), max(float(b), 0.0)
 
 
-def _best_seconds(run: Callable[[], object], sync: Callable[[], None], repeats: int = 7) -> float:
-    """The least seconds of one call, over `repeats` timings of about 20 ms each."""
-    run()
-    sync()
-    start = time.perf_counter()
-    run()
-    sync()
-    calls = max(1, int(0.02 / max(time.perf_counter() - start, 1e-7)))
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        for _ in range(calls):
-            run()
-        sync()
-        best = min(best, (time.perf_counter() - start) / calls)
-    return best
+def synchronize(device: str) -> Callable[[], None]:
+    """What waits until a device has done its work."""
+    return torch.cuda.synchronize if torch.device(device).type == "cuda" else (lambda: None)
 
 
-def measure_device(device_type: str, dtypes: Sequence[str]) -> list[dict[str, Any]]:
-    """Measures op overhead, copy bandwidth and the matmul law of one device.
+def clock_of(device: str) -> Callable[[], float]:
+    """A CPU thread's own time; the wall clock for other devices."""
+    return time.thread_time if torch.device(device).type == "cpu" else time.perf_counter
+
+
+def median_seconds(
+    calls: Sequence[Callable[[], object]], device: str, rounds: int, least_s: float = 3e-3
+) -> list[float]:
+    """Median seconds of each call, timed in rounds that go through all of them.
 
     Args:
-        device_type: ``"cpu"`` (one thread) or ``"cuda"``.
-        dtypes: dtype names such as ``"float32"``.
-
-    Returns:
-        Rows with ``metric``, ``unit``, ``value`` and what else identifies them.
+        calls: what is timed.
+        device: where they run.
+        rounds: timings of each call.
+        least_s: a call is repeated until a timing takes about that long.
     """
-    import torch
+    sync, clock = synchronize(device), clock_of(device)
 
-    sync = torch.cuda.synchronize if device_type == "cuda" else (lambda: None)
-    if device_type == "cpu":
-        torch.set_num_threads(1)
-    one = torch.ones(1, device=device_type)
-    overhead_s = _best_seconds(lambda: one + one, sync)
-    rows: list[dict[str, Any]] = [_row("kernel_overhead_s", "s", overhead_s)]
-    source = torch.ones(_COPY_BYTES // 4, device=device_type)
-    target = torch.empty_like(source)
-    copy_s = _best_seconds(lambda: target.copy_(source), sync)
-    rows.append(_row("memory_bandwidth", "bytes/s read+written", 2 * _COPY_BYTES / copy_s))
-    pointwise_s = _best_seconds(lambda: torch.add(source, 1.0, out=target), sync)
-    rows.append(_row("pointwise_bandwidth", "bytes/s read+written", 2 * _COPY_BYTES / pointwise_s))
-    for dtype in dtypes:
-        flops, seconds = [], []
-        for size in _MATMUL_SIZES:
-            a = torch.randn(size, size, device=device_type).to(getattr(torch, dtype))
-            flops.append(2.0 * size**3)
-            seconds.append(_best_seconds(lambda a=a: a @ a, sync))  # type: ignore[misc]
-            rate = flops[-1] / seconds[-1]
-            rows.append(_row("matmul_flops", "FLOP/s", rate, dtype=dtype, size=size))
-        intercept, slope = fit_line(flops, [max(s - overhead_s, 1e-9) for s in seconds])
-        rows.append(_row("matmul_fit", "s, FLOP/s", [intercept, 1 / slope], dtype=dtype))
-    return rows
+    def timed(call: Callable[[], object], count: int) -> float:
+        start = clock()
+        for _ in range(count):
+            call()
+        sync()
+        return (clock() - start) / count
+
+    repeats = []
+    for call in calls:
+        timed(call, 1)
+        repeats.append(max(1, int(least_s / max(timed(call, 1), 1e-7))))
+    found: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for times, call, count in zip(found, calls, repeats, strict=True):
+            times.append(timed(call, count))
+    return [statistics.median(times) for times in found]
 
 
-def measure_all_reduce(num_ranks: int = 4) -> list[dict[str, Any]]:
-    """Measures all-reduce over gloo on loopback with `num_ranks` processes, and fits α and β.
+# --- what each rank does
 
-    The intercept is split as if a launch cost as much as one hop: ``a = 2 n alpha``.
 
-    Returns:
-        One row per message size, then ``latency_s``, ``base_latency_s`` and ``bandwidth``.
+def _measure_rank(
+    rank: int,
+    device: str,
+    dtypes: Sequence[str],
+    group_sizes: Sequence[int],
+    rounds: int,
+    quick: bool,
+) -> dict[str, Any]:
+    ops: list[list[Any]] = []
+    for index, dtype in enumerate(dtypes):
+        found = list(probes(device, dtype, plain=index > 0, largest=3 if quick else 99))
+        dist.barrier()
+        seconds = median_seconds([p.run for p in found], device, rounds)
+        ops += [
+            [p.op_class, p.dtype, p.unit, p.group, p.work, p.num_bytes, s]
+            for p, s in zip(found, seconds, strict=True)
+        ]
+    x = torch.zeros(16, 16, device=device)
+    reshape = torch.ops.aten.reshape.default
+    (view_s,) = median_seconds([lambda: reshape(x, [256])], device, rounds)
+    samples = []
+    for size in group_sizes:
+        samples += measure_collectives(device, size, MESSAGE_BYTES[: 3 if quick else 99], rounds)
+    return {"ops": ops, "view_s": view_s, "collectives": [_row(s) for s in samples]}
+
+
+def _row(sample: Sample) -> list[Any]:
+    return [sample.kind, sample.group_size, sample.num_bytes, sample.seconds]
+
+
+def measure_collectives(
+    device: str, group_size: int, sizes: Sequence[int], rounds: int
+) -> list[Sample]:
+    """Times every kind of collective; all groups of `group_size` ranks run at once.
+
+    Called on every rank of a world that `group_size` divides.
     """
-    import torch.multiprocessing as mp
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
-    queue = context.SimpleQueue()
-    workers = [
-        context.Process(target=_all_reduce_worker, args=(rank, num_ranks, port, queue))
-        for rank in range(num_ranks)
-    ]
-    for worker in workers:
-        worker.start()
-    seconds: list[float] = queue.get()
-    for worker in workers:
-        worker.join()
-    rows = [
-        _row("all_reduce_s", "s", value, num_bytes=size, num_ranks=num_ranks)
-        for size, value in zip(_MESSAGE_BYTES, seconds, strict=True)
-    ]
-    a, b = fit_line(_MESSAGE_BYTES, seconds)
-    alpha_s = a / (2 * num_ranks)
-    rows.append(_row("latency_s", "s", alpha_s))
-    rows.append(_row("base_latency_s", "s", alpha_s))
-    rows.append(_row("bandwidth", "bytes/s", 2 * (num_ranks - 1) / (num_ranks * b)))
-    return rows
-
-
-def _all_reduce_worker(rank: int, num_ranks: int, port: int, queue: Any) -> None:
-    import torch
-    import torch.distributed as dist
-
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
-    medians = []
-    for size in _MESSAGE_BYTES:
-        buffer = torch.zeros(size // 4)
-        samples = []
-        for _ in range(12):
+    group, _ = dist.new_subgroups(group_size)
+    sync = synchronize(device)
+    keys = [(kind, n) for n in sizes for kind in CollectiveKind]
+    calls = [collective_calls(kind, n, group, device) for kind, n in keys]
+    repeats = []
+    for call in calls:
+        call()
+        start = time.perf_counter()
+        call()
+        sync()
+        repeats.append(max(1, min(20, int(5e-3 / max(time.perf_counter() - start, 1e-7)))))
+    agreed = torch.tensor(repeats, device=device)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+    times: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for _ in range(rounds):
+        for key, call, count in zip(keys, calls, agreed.tolist(), strict=True):
             dist.barrier()
+            sync()
             start = time.perf_counter()
-            dist.all_reduce(buffer)
-            samples.append(time.perf_counter() - start)
-        medians.append(float(np.median(samples[2:])))
-    if rank == 0:
-        queue.put(medians)
-    dist.destroy_process_group()
+            for _ in range(count):
+                call()
+            sync()
+            times[key].append((time.perf_counter() - start) / count)
+    return [Sample(str(kind), group_size, n, statistics.median(times[kind, n])) for kind, n in keys]
 
 
-def _row(metric: str, unit: str, value: object, **where: object) -> dict[str, Any]:
-    return {"metric": metric, "unit": unit, "value": value, **where}
+def collective_calls(
+    kind: CollectiveKind, num_bytes: int, group: Any, device: str
+) -> Callable[[], object]:
+    """The call that an emitted program makes, with its wait, on a full buffer of float32.
+
+    Args:
+        kind: the collective.
+        num_bytes: as `Cluster.collective_seconds` counts them.
+        group: this rank's process group.
+        device: of the buffer.
+    """
+    c10d = torch.ops._c10d_functional
+    size, name = dist.get_world_size(group), group.group_name
+    count = max(1, num_bytes // 4 // size) * size
+    whole = torch.zeros(count, device=device)
+    part = whole[: count // size].clone()
+    even = [count // size] * size
+    me = dist.get_rank(group)
+    outgoing = [count if r == (me + 1) % size else 0 for r in range(size)]
+    incoming = [count if r == (me - 1) % size else 0 for r in range(size)]
+    source = dist.get_process_group_ranks(group)[0]
+    starts: dict[CollectiveKind, Callable[[], Any]] = {
+        CollectiveKind.ALL_REDUCE: lambda: c10d.all_reduce(whole, "sum", name),
+        CollectiveKind.ALL_GATHER: lambda: c10d.all_gather_into_tensor(part, size, name),
+        CollectiveKind.REDUCE_SCATTER: lambda: c10d.reduce_scatter_tensor(whole, "sum", size, name),
+        CollectiveKind.ALL_TO_ALL: lambda: c10d.all_to_all_single(whole, even, even, name),
+        CollectiveKind.SEND_RECV: lambda: c10d.all_to_all_single(whole, incoming, outgoing, name),
+    }
+    if kind is CollectiveKind.BROADCAST:
+        return lambda: dist.broadcast(whole, source, group=group)
+    start = starts[kind]
+    return lambda: c10d.wait_tensor(start())
 
 
-def main() -> None:
-    """Prints the rows of this machine's best device, then of gloo on loopback."""
-    import torch
-
-    cuda = torch.cuda.is_available()
-    dtypes = ("float32", "bfloat16", "float16") if cuda else ("float64", "float32", "bfloat16")
-    for row in measure_device("cuda" if cuda else "cpu", dtypes) + measure_all_reduce():
-        print(json.dumps(row))
+# --- from samples to a profile
 
 
-if __name__ == "__main__":
-    main()
+def measure_profile(
+    name: str,
+    *,
+    base: Profile,
+    device_type: str = "cpu",
+    ranks: int = 1,
+    group_sizes: Sequence[int] | None = None,
+    dtypes: Sequence[str] | None = None,
+    rounds: int = 5,
+    quick: bool = False,
+) -> Profile:
+    """Measure this machine.
+
+    Args:
+        name: of the new profile.
+        base: a profile of such a device; what is not measured is taken from it.
+        device_type: "cpu" (gloo, one thread a rank) or "cuda" (NCCL, one device a rank).
+        ranks: processes that run at once: as many as will train on this machine.
+        group_sizes: of the collectives; default: the powers of two up to `ranks`.
+        dtypes: the first is measured with all classes, others with the common ones.
+        rounds: timings of each figure.
+        quick: small shapes and messages only: seconds instead of a minute, and less true.
+
+    Returns:
+        The profile.
+
+    Raises:
+        ClusterError: group sizes that do not divide `ranks`, or a rank that failed.
+    """
+    sizes = list(group_sizes or [2**k for k in range(1, 20) if ranks % 2**k == 0])
+    if any(size < 2 or ranks % size for size in sizes):
+        raise ClusterError(f"group sizes {sizes} must divide the {ranks} ranks and be at least 2")
+    cpu = device_type == "cpu"
+    wanted = list(dtypes or ("float32", "bfloat16", *(["float64"] if cpu else ["float16"])))
+    found = on_ranks(_measure_rank, ranks, device_type, wanted, sizes, rounds, quick)
+    cores = (os.cpu_count() or 1) if cpu else 0
+    merged = _merged(found, max(1.0, ranks / cores) if cores else 1.0)
+    how = _provenance(device_type, ranks, rounds)
+    source = f"measured: {rounds} interleaved rounds, {ranks} rank(s) at once"
+    return replace(
+        base,
+        name=name,
+        device=_device(base.device, merged, ranks, cores, source),
+        intra=_link(base.intra, merged.collectives, source) if sizes else base.intra,
+        devices_per_node=ranks,
+        device_name_pattern="(?!)",  # never chosen by the name of a device: others may differ
+        provenance=how,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Merged:
+    ops: list[list[Any]]
+    view_s: float
+    collectives: list[Sample]
+
+
+def _merged(found: Sequence[dict[str, Any]], share: float) -> _Merged:
+    """Medians over ranks, times the ranks per core; collectives last as their slowest rank."""
+    return _Merged(
+        [
+            [*rows[0][:-1], share * statistics.median(row[-1] for row in rows)]
+            for rows in zip(*(rank["ops"] for rank in found), strict=True)
+        ],
+        share * statistics.median(rank["view_s"] for rank in found),
+        [
+            Sample(kind, size, num_bytes, max(row[-1] for row in rows))
+            for rows in zip(*(rank["collectives"] for rank in found), strict=True)
+            for kind, size, num_bytes, _ in rows[:1]
+        ],
+    )
+
+
+def _curves(rows: Iterable[Sequence[Any]]) -> tuple[Curve, ...]:
+    """One curve per class and dtype; the ops of a point count alike."""
+    points: dict[tuple[str, str, str], dict[int, list[tuple[float, float]]]] = {}
+    for op_class, dtype, unit, group, work, _, seconds in rows:
+        key = (op_class, dtype_name(dtype), unit)
+        points.setdefault(key, {}).setdefault(group, []).append((work, seconds))
+    curves = []
+    for (op_class, dtype, unit), groups in points.items():
+        means = sorted(
+            (geometric_mean([w for w, _ in pairs]), geometric_mean([s for _, s in pairs]))
+            for pairs in groups.values()
+        )
+        rising = np.maximum.accumulate([s for _, s in means])
+        curves.append(
+            Curve(
+                op_class=op_class,
+                dtype=dtype,
+                unit=unit,
+                work=tuple(float(f"{w:.6g}") for w, _ in means),
+                seconds=tuple(float(f"{s:.4g}") for s in rising),
+            )
+        )
+    return tuple(curves)
+
+
+def _device(
+    base: DeviceProfile, merged: _Merged, ranks: int, cores: int, source: str
+) -> DeviceProfile:
+    curves = _curves(merged.ops)
+    rates = {c.dtype: _rate(c) for c in curves if c.op_class == "matmul"}
+    memory = next(c for c in curves if c.op_class == "memory")
+    best = rates[memory.dtype]
+    fractions = {
+        name: Efficiency(peak_fraction=min(1.0, _rate(c) / best))
+        for name in ("attention", "conv")
+        for c in curves
+        if (c.op_class, c.dtype) == (name, memory.dtype)
+    }
+    whole = Efficiency(peak_fraction=1.0)
+    pointwise = next(c for c in curves if c.op_class == "pointwise")
+    measured = (
+        "peak_flops", "memory_bandwidth", "kernel_overhead_s", "view_overhead_s", "curves",
+        "concurrent_ranks", "cores", *(f"efficiency.{n}" for n in (*fractions, "matmul", "memory")),
+    )  # fmt: skip
+    return replace(
+        base,
+        name=f"{base.name}, measured",
+        peak_flops={**base.peak_flops, **rates},
+        memory_bandwidth=memory.work[-1] / memory.seconds[-1],
+        kernel_overhead_s=pointwise.seconds[0],
+        view_overhead_s=merged.view_s,
+        efficiency={**base.efficiency, **fractions, "matmul": whole, "memory": whole},
+        concurrent_ranks=ranks,
+        cores=cores,
+        curves=curves,
+        sources={**base.sources, **dict.fromkeys(measured, source)},
+    )
+
+
+def _rate(curve: Curve) -> float:
+    return max(w / s for w, s in zip(curve.work, curve.seconds, strict=True))
+
+
+def _link(base: LinkProfile, samples: Sequence[Sample], source: str) -> LinkProfile:
+    lines: list[CollectiveLine] = []
+    for kind in CollectiveKind:
+        low = (0.0, 0.0)
+        for size in sorted({s.group_size for s in samples}):
+            rows = [s for s in samples if (s.kind, s.group_size) == (kind, size)]
+            a, b = fit_line([s.num_bytes for s in rows], [s.seconds for s in rows])
+            low = max(low[0], float(f"{a:.4g}")), max(low[1], float(f"{b:.4g}"))
+            lines.append(
+                CollectiveLine(
+                    kind=str(kind), group_size=size, latency_s=low[0], seconds_per_byte=low[1]
+                )
+            )
+    n = max(line.group_size for line in lines)
+    ring = next(x for x in lines if (x.kind, x.group_size) == (CollectiveKind.ALL_REDUCE, n))
+    hop = ring.latency_s / (2 * n)  # as if a launch cost as much as a hop
+    return replace(
+        base,
+        latency_s=hop,
+        base_latency_s=hop,
+        bandwidth=2 * (n - 1) / (n * max(ring.seconds_per_byte, 1e-15)),
+        lines=tuple(lines),
+        sources=dict.fromkeys((*base.sources, "lines"), source),
+    )
+
+
+def _provenance(device_type: str, ranks: int, rounds: int) -> dict[str, str]:
+    found = {
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu_name(),
+        "cores": str(os.cpu_count()),
+        "ranks": f"{ranks} at once, {ranks / (os.cpu_count() or 1):g} per core",
+        "rounds": str(rounds),
+    }
+    if device_type == "cuda":
+        found["device"] = torch.cuda.get_device_name()
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Write a profile as TOML, for `Cluster.from_profile(path)`."""
+    note = "Measured by `autopar profile`.\nUnits: bytes, bytes/s, FLOP/s, seconds."
+    path.write_text(to_toml(profile.to_dict(), note))

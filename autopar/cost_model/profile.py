@@ -2,7 +2,9 @@
 
 A profile is a TOML file in ``profiles/`` (data, no code): one device, the link between devices of
 a node, the link between nodes, and how many devices a node usually has. `load_profile` reads one
-by name or path; `Profile.to_dict` and `Profile.from_dict` carry it inside a saved plan.
+by name or path; `Profile.to_dict` and `Profile.from_dict` carry it inside a saved plan. A profile
+of a machine at hand (`measure.py`) also has measured curves of ops and lines of collectives, which
+are used in place of the laws.
 
 Units: seconds, bytes, bytes/s, FLOP/s. Prefixes are decimal: 3.35 TB/s is 3.35e12 bytes/s.
 """
@@ -14,13 +16,18 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
 
 from autopar.errors import AutoparError
 
 __all__ = [
     "ClusterError",
+    "CollectiveLine",
+    "Curve",
     "DeviceProfile",
     "Efficiency",
     "LinkProfile",
@@ -33,6 +40,7 @@ __all__ = [
 _DTYPES = ("float64", "float32", "bfloat16", "float16", "float8")
 _OP_CLASSES = ("matmul", "attention", "conv", "memory")
 _T = TypeVar("_T")
+FloatArray: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 
 class ClusterError(AutoparError, ValueError):
@@ -82,6 +90,75 @@ class Efficiency:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """Measured seconds of the ops of one class and dtype over their work, launch included.
+
+    Between points it is linear in the logarithms of both; below the first it is constant, above
+    the last the rate stays. So it is monotone.
+
+    Attributes:
+        op_class: see `core.work.op_class`.
+        dtype: dtype name of the result.
+        unit: what the work counts: "flops" or "bytes" (read plus written).
+        work: increasing.
+        seconds: not decreasing.
+    """
+
+    op_class: str
+    dtype: str
+    unit: str
+    work: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        where = f"curve of {self.op_class} {self.dtype}"
+        _require(self.unit in ("flops", "bytes"), f"{where}: unit {self.unit!r} is unknown")
+        _require(self.dtype in _DTYPES, f"{where}: known dtypes are {_DTYPES}")
+        _require(
+            0 < len(self.work) == len(self.seconds),
+            f"{where}: {len(self.work)} values of work and {len(self.seconds)} of seconds",
+        )
+        _require(
+            self.work[0] > 0 and all(a < b for a, b in pairwise(self.work)),
+            f"{where}: work must be positive and increase, got {self.work}",
+        )
+        _require(
+            self.seconds[0] > 0 and all(a <= b for a, b in pairwise(self.seconds)),
+            f"{where}: seconds must be positive and not decrease, got {self.seconds}",
+        )
+
+    def at(self, work: FloatArray) -> FloatArray:
+        """Seconds of ops of that much work; 0 for none."""
+        logs = np.log(np.maximum(work, self.work[0]))
+        found = np.exp(np.interp(logs, np.log(self.work), np.log(self.seconds)))
+        found = found * np.maximum(1.0, work / self.work[-1])
+        return np.where(work > 0, found, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveLine:
+    """Measured cost of a collective inside a node: ``latency_s + seconds_per_byte * num_bytes``.
+
+    Attributes:
+        kind: see `CollectiveKind`.
+        group_size: ranks of each group; all groups of the node ran at once.
+        latency_s: seconds at no bytes.
+        seconds_per_byte: of the full buffer, as `Cluster.collective_seconds` counts it.
+    """
+
+    kind: str
+    group_size: int
+    latency_s: float
+    seconds_per_byte: float
+
+    def __post_init__(self) -> None:
+        _require(
+            self.group_size > 1 and self.latency_s >= 0 and self.seconds_per_byte >= 0,
+            f"line of {self.kind}: needs group_size > 1 and no negative figure, got {self}",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProfile:
     """One device.
 
@@ -94,6 +171,10 @@ class DeviceProfile:
         kernel_overhead_s: seconds that launching one op costs.
         efficiency: per op class: "matmul", "attention", "conv", and "memory" for the bandwidth.
         allocation_granularity_bytes: the allocator rounds every buffer up to a multiple of this.
+        view_overhead_s: host seconds of an op that only makes a view.
+        concurrent_ranks: ranks that ran at once on the machine while it was measured.
+        cores: CPU cores that they shared; 0 where every rank has its own device.
+        curves: measured ops; the law of `compute.py` where there is none.
         sources: per figure, where it comes from: data sheet, paper, measured, or assumed.
     """
 
@@ -104,10 +185,21 @@ class DeviceProfile:
     kernel_overhead_s: float
     efficiency: Mapping[str, Efficiency] = field(hash=False)
     allocation_granularity_bytes: int
+    view_overhead_s: float = 0.0
+    concurrent_ranks: int = 1
+    cores: int = 0
+    curves: tuple[Curve, ...] = ()
     sources: Mapping[str, str] = field(hash=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         where = f"device {self.name!r}"
+        _require(
+            self.view_overhead_s >= 0 and self.concurrent_ranks >= 1 and self.cores >= 0,
+            f"{where}: view_overhead_s, concurrent_ranks and cores must not be negative, and a "
+            "rank is needed",
+        )
+        keys = [(c.op_class, c.dtype) for c in self.curves]
+        _require(len(set(keys)) == len(keys), f"{where}: two curves for one class and dtype")
         _require(self.memory_bytes > 0, f"{where}: memory_bytes must be positive")
         _require(self.memory_bandwidth > 0, f"{where}: memory_bandwidth must be positive")
         _require(self.kernel_overhead_s >= 0, f"{where}: kernel_overhead_s must not be negative")
@@ -128,6 +220,17 @@ class DeviceProfile:
         """FLOP/s for `dtype` (a name or a `torch.dtype`); float32's where the device lacks it."""
         return self.peak_flops.get(dtype_name(dtype), self.peak_flops["float32"])
 
+    def curve(self, op_class: str, dtype: object) -> Curve | None:
+        """The measured curve of a class; by bytes, float32's does for a dtype without one."""
+        name = dtype_name(dtype)
+        plain: Curve | None = None
+        for curve in self.curves:
+            if curve.op_class == op_class and curve.dtype == name:
+                return curve
+            if curve.op_class == op_class and curve.unit == "bytes" and curve.dtype == "float32":
+                plain = curve
+        return plain
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkProfile:
@@ -139,6 +242,7 @@ class LinkProfile:
         bandwidth: bytes/s for each device in one direction. Between nodes it is the device's
             share: a node has ``devices_per_node * bandwidth`` in all.
         base_latency_s: seconds for starting any collective.
+        lines: measured collectives, used in place of the law inside a node.
         sources: per figure, where it comes from.
     """
 
@@ -146,16 +250,33 @@ class LinkProfile:
     latency_s: float
     bandwidth: float
     base_latency_s: float
+    lines: tuple[CollectiveLine, ...] = ()
     sources: Mapping[str, str] = field(hash=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         where = f"link {self.name!r}"
+        for kind in {line.kind for line in self.lines}:
+            lines = self.lines_of(kind)
+            _require(
+                all(
+                    a.group_size < b.group_size
+                    and a.latency_s <= b.latency_s
+                    and a.seconds_per_byte <= b.seconds_per_byte
+                    for a, b in pairwise(lines)
+                ),
+                f"{where}: a larger group must not be cheaper, but the lines of {kind} are {lines}",
+            )
         _require(self.bandwidth > 0, f"{where}: bandwidth must be positive, got {self.bandwidth}")
         _require(
             self.latency_s >= 0 and self.base_latency_s >= 0,
             f"{where}: latencies must not be negative, got {self.latency_s} and "
             f"{self.base_latency_s}",
         )
+
+    def lines_of(self, kind: str) -> tuple[CollectiveLine, ...]:
+        """The measured lines of a collective, by group size."""
+        found = [line for line in self.lines if line.kind == kind]
+        return tuple(sorted(found, key=lambda line: line.group_size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +291,7 @@ class Profile:
         devices_per_node: the usual size of a node.
         device_type: torch's device type, ``"cuda"`` or ``"cpu"``.
         device_name_pattern: regular expression that finds this device in torch's device name.
+        provenance: of a measured profile: machine, versions, date, ranks.
     """
 
     name: str
@@ -179,6 +301,7 @@ class Profile:
     devices_per_node: int
     device_type: str
     device_name_pattern: str = ""
+    provenance: Mapping[str, str] = field(hash=False, default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The profile as JSON types."""
@@ -198,9 +321,18 @@ class Profile:
             op_class: build(Efficiency, row, f"{where}, device.efficiency.{op_class}")
             for op_class, row in _table(device, "efficiency", where).items()
         }
+        device["curves"] = tuple(
+            build(Curve, {k: _tupled(v) for k, v in row.items()}, f"{where}, device.curves")
+            for row in device.get("curves", ())
+        )
         values["device"] = build(DeviceProfile, device, f"{where}, device")
         for link in ("intra", "inter"):
-            values[link] = build(LinkProfile, _table(values, link, where), f"{where}, {link}")
+            table = dict(_table(values, link, where))
+            table["lines"] = tuple(
+                build(CollectiveLine, row, f"{where}, {link}.lines")
+                for row in table.get("lines", ())
+            )
+            values[link] = build(LinkProfile, table, f"{where}, {link}")
         return build(cls, values, where)
 
 
@@ -209,6 +341,10 @@ def _table(values: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]
     if not isinstance(table, Mapping):
         raise ClusterError(f"{where}: table {key!r} is missing")
     return table
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def build(cls: type[_T], values: Mapping[str, Any], where: str) -> _T:

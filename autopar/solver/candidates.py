@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,45 +11,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from autopar.core import einsum
 from autopar.core.placement import Layout, is_valid, shard_factor
 from autopar.core.strategy import AxisStrategy, OpCall
+from autopar.core.work import LOOKUPS, global_flops, op_class
 from autopar.cost_model import Cluster, CollectiveKind, compute_seconds_array
 from autopar.errors import UnsupportedOpWarning
 from autopar.solver.problem import Array
 from autopar.solver.rules.registry import find_rule, replicated, stub_for
 
 __all__ = ["Candidate", "InnerCollective", "Pricer", "expand"]
-
-aten = torch.ops.aten
-autopar_ops = torch.ops.autopar
-
-_VIEWS = {
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.t.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.squeeze.default,
-    aten.expand.default,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.unbind.int,
-    aten.alias.default,
-    aten.detach.default,
-    aten.as_strided.default,
-}
-
-
-def is_view(target: Any) -> bool:
-    """True for ops whose result shares the input's storage."""
-    return target in _VIEWS
 
 
 class InnerCollective(NamedTuple):
@@ -148,47 +117,6 @@ def _local_bytes(
     return spec.num_bytes / shard_factor(layout, mesh)
 
 
-def op_class(call: OpCall) -> str:
-    """Class of an op in the cost model's efficiency tables."""
-    if call.target in (autopar_ops.attention.default, autopar_ops.attention_backward.default):
-        return "attention"
-    if call.target in (aten.convolution.default, aten.convolution_backward.default):
-        return "conv"
-    if call.target in (
-        autopar_ops.einsum.default,
-        aten.mm.default,
-        aten.bmm.default,
-        aten.addmm.default,
-        aten.baddbmm.default,
-    ):
-        return "matmul"
-    return "view" if is_view(call.target) else "memory"
-
-
-def global_flops(call: OpCall) -> float:
-    """Floating-point operations of the whole op; 0 for memory-bound classes."""
-    shapes = [spec.shape for spec in call.operands]
-    if call.target is autopar_ops.einsum.default:
-        return float(einsum.flops(call.args[0], shapes[0], shapes[1]))
-    if call.target in (autopar_ops.attention.default, autopar_ops.attention_backward.default):
-        backward = call.target is autopar_ops.attention_backward.default
-        q, k, v = shapes[1:4] if backward else shapes[:3]
-        pairs = 2.0 * q[0] * q[1] * q[2] * k[2]
-        causal = call.args[-2] if len(call.args) > 2 else False
-        forward = pairs * (q[3] + v[3])
-        return forward * (2.5 if backward else 1.0) * (0.5 if causal is True else 1.0)
-    if call.target in (aten.convolution.default, aten.convolution_backward.default):
-        backward = call.target is aten.convolution_backward.default
-        weight = shapes[2] if backward else shapes[1]
-        out = shapes[0] if backward else call.outputs[0].shape
-        macs = math.prod(out) * math.prod(weight[1:])
-        return 2.0 * macs * (2.0 if backward else 1.0)
-    if op_class(call) == "matmul":
-        a, b = shapes[-2:]
-        return 2.0 * math.prod(a) * b[-1]
-    return 0.0
-
-
 @dataclass(slots=True)
 class Pricer:
     """Seconds of candidates on a cluster."""
@@ -235,8 +163,7 @@ def _traffic(call: OpCall, candidate: Candidate, mesh: tuple[int, ...]) -> float
         spec.num_bytes / shard_factor(layout, mesh)
         for spec, layout in zip(call.outputs, candidate.outputs, strict=True)
     )
-    lookups = (aten.embedding.default, aten.index.Tensor, aten.gather.default)
-    if call.target in lookups:
+    if call.target in LOOKUPS:
         return 2.0 * written
     read = sum(
         spec.num_bytes / shard_factor(layout, mesh)

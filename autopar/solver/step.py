@@ -17,7 +17,7 @@ from autopar.core.blocks import Blocks
 from autopar.core.graph import InputSpec, TracedModel, node_info, tensor_meta
 from autopar.core.ops import REARRANGING
 from autopar.core.strategy import OpCall, TensorSpec, op_call
-from autopar.solver.candidates import is_view
+from autopar.core.work import is_view
 
 __all__ = ["FoldedSpan", "Op", "Step", "Value", "folded_spans", "input_bytes", "ordered", "resolve"]
 

@@ -1,0 +1,168 @@
+"""What an op does on a device: its class in the cost model, its flops, and the bytes it moves.
+
+A class groups ops whose seconds follow one curve over their work. Classes of contractions count
+flops, all others bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from autopar.core import einsum
+from autopar.core import ops as _ops  # noqa: F401  (registers the autopar ops)
+from autopar.core.strategy import OpCall
+
+__all__ = ["LOOKUPS", "global_flops", "is_view", "op_class"]
+
+aten = torch.ops.aten
+autopar_ops = torch.ops.autopar
+
+_VIEWS = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.t.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.squeeze.default,
+    aten.expand.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+    aten.alias.default,
+    aten.detach.default,
+    aten.as_strided.default,
+}
+_MATMULS = (
+    autopar_ops.einsum.default,
+    aten.mm.default,
+    aten.bmm.default,
+    aten.addmm.default,
+    aten.baddbmm.default,
+)
+LOOKUPS = (aten.embedding.default, aten.index.Tensor, aten.gather.default)
+_CLASSES: dict[str, str] = {
+    "autopar::attention": "attention",
+    "autopar::attention_backward": "attention_backward",
+    "autopar::dropout": "random",
+    "autopar::uniform": "random",
+    "aten::convolution": "conv",
+    "aten::convolution_backward": "conv_backward",
+    "aten::tanh": "tanh",
+    "aten::clone": "memory",
+    "aten::_to_copy": "memory",
+    "aten::copy": "memory",
+    **dict.fromkeys(
+        [
+            "autopar::token_nll",
+            "autopar::token_nll_backward",
+            "aten::_softmax",
+            "aten::_softmax_backward_data",
+            "aten::_log_softmax",
+            "aten::_log_softmax_backward_data",
+            "aten::logsumexp",
+        ],
+        "softmax",
+    ),
+    **dict.fromkeys(
+        [
+            "aten::embedding",
+            "aten::embedding_dense_backward",
+            "aten::index",
+            "aten::index_put",
+            "aten::gather",
+            "aten::scatter",
+            "aten::scatter_add",
+            "aten::index_select",
+        ],
+        "lookup",
+    ),
+}
+_NORMS = ("native_layer_norm", "native_batch_norm", "native_group_norm", "_fused_rms_norm")
+_REDUCTIONS = ("sum", "mean", "amax", "amin", "var", "var_mean", "argmax", "max", "min", "prod")
+_SPECIAL = (
+    "exp", "expm1", "log", "log1p", "log2", "sigmoid", "gelu", "gelu_backward", "silu",
+    "silu_backward", "erf", "sin", "cos", "softplus", "softplus_backward", "mish", "elu", "atan2",
+    "sinh", "cosh", "tan", "logaddexp",
+)  # fmt: skip
+
+
+def is_view(target: Any) -> bool:
+    """True for ops whose result shares the input's storage."""
+    return target in _VIEWS
+
+
+def op_class(call: OpCall) -> str:
+    """Class of an op in the cost model's tables.
+
+    A device without a curve for a class prices it by a plainer one (`compute.PLAINER`).
+    """
+    target = call.target
+    if target in _MATMULS or _is_grouped(call):
+        return "matmul"
+    if is_view(target):
+        return "view"
+    schema = getattr(target, "_schema", None)
+    name = str(schema.name) if schema is not None else str(target)
+    if name in _CLASSES:
+        return _CLASSES[name]
+    short = name.rpartition("::")[2]
+    if short.startswith(_NORMS) or "batch_norm" in short:
+        return "norm"
+    if short in _REDUCTIONS:
+        return "reduction" if _shrinks(call) else "pointwise"
+    if short in _SPECIAL:
+        return "special"
+    return "pointwise" if torch.Tag.pointwise in getattr(target, "tags", ()) else "memory"
+
+
+def _shrinks(call: OpCall) -> bool:
+    """True where the result has fewer elements: `max` of two tensors is no reduction."""
+    sizes = [math.prod(spec.shape) for spec in call.operands]
+    return len(sizes) == 1 and bool(call.outputs) and math.prod(call.outputs[0].shape) < sizes[0]
+
+
+def _is_grouped(call: OpCall) -> bool:
+    """A matmul of rows with the weight of their group: rows (T, K), weights (E, K, N)."""
+    return "grouped_mm" in str(call.target)
+
+
+def global_flops(call: OpCall) -> float:
+    """Floating-point operations of an op; 0 for classes that count bytes."""
+    shapes = [spec.shape for spec in call.operands]
+    if call.target is autopar_ops.einsum.default:
+        return float(einsum.flops(call.args[0], shapes[0], shapes[1]))
+    if call.target in (autopar_ops.attention.default, autopar_ops.attention_backward.default):
+        return _attention_flops(call)
+    if call.target in (aten.convolution.default, aten.convolution_backward.default):
+        backward = call.target is aten.convolution_backward.default
+        weight = shapes[2] if backward else shapes[1]
+        out = shapes[0] if backward else call.outputs[0].shape
+        macs = math.prod(out) * math.prod(weight[1:])
+        return 2.0 * macs * (2.0 if backward else 1.0)
+    if _is_grouped(call):
+        weight = next(s for s in shapes if len(s) == 3)
+        rows = next(s for s in shapes if len(s) == 2)[0]
+        return 2.0 * rows * weight[1] * weight[2] * len(call.outputs)
+    if op_class(call) == "matmul":
+        a, b = shapes[-2:]
+        return 2.0 * math.prod(a) * b[-1]
+    return 0.0
+
+
+def _attention_flops(call: OpCall) -> float:
+    backward = call.target is autopar_ops.attention_backward.default
+    shapes = [spec.shape for spec in call.operands]
+    q, k, v = shapes[1:4] if backward else shapes[:3]
+    pairs = 2.0 * q[0] * q[1] * q[2] * k[2]
+    causal = call.args[-2] if len(call.args) > 2 else False
+    forward = pairs * (q[3] + v[3])
+    return forward * (2.5 if backward else 1.0) * (0.5 if causal is True else 1.0)

@@ -1,0 +1,250 @@
+"""The ops that a device is measured with: per class, shapes over a range of work.
+
+Several ops stand for a class. They are the calls that emitted programs make, autopar's own ops
+included, so that the host's share of each is in what is measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopar.core import ops as _ops  # noqa: F401  (registers the autopar ops)
+
+__all__ = ["Probe", "held_out_probes", "probes"]
+
+aten = torch.ops.aten
+autopar_ops = torch.ops.autopar
+
+_COLUMNS = 512
+_ELEMENTS = tuple(2**k for k in (8, 12, 14, 16, 18, 20, 22, 24))
+_SIDES = {"cpu": (8, 32, 64, 128, 256, 512, 1024), "cuda": (64, 256, 512, 1024, 2048, 4096, 8192)}
+_HEADS = {  # batch, heads, sequence, head dim
+    "cpu": ((1, 2, 16, 32), (2, 4, 64, 32), (4, 4, 128, 64), (4, 8, 256, 64), (2, 8, 512, 64)),
+    "cuda": ((1, 2, 64, 64), (2, 8, 256, 64), (4, 16, 512, 64), (4, 16, 2048, 128)),
+}
+_IMAGES = {  # batch, channels in, height, channels out, kernel, stride
+    "cpu": ((2, 16, 16, 16, 3, 1), (4, 3, 64, 64, 16, 16), (4, 32, 32, 64, 3, 1),
+            (8, 64, 32, 64, 3, 1), (8, 128, 16, 256, 1, 1)),
+    "cuda": ((8, 16, 32, 32, 3, 1), (32, 3, 224, 768, 16, 16), (32, 64, 56, 128, 3, 1),
+             (64, 128, 56, 128, 3, 1), (64, 256, 28, 512, 1, 1)),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One op on real tensors.
+
+    Attributes:
+        op_class, dtype: the curve that it belongs to.
+        unit: "flops" or "bytes".
+        group: probes of one class and group make one point of the curve.
+        work: of the unit.
+        num_bytes: read plus written.
+        run: calls the op.
+        label: op and shape, for tables.
+    """
+
+    op_class: str
+    dtype: str
+    unit: str
+    group: int
+    work: float
+    num_bytes: int
+    run: Callable[[], object]
+    label: str
+
+
+def probes(device: str, dtype: str, *, plain: bool = False, largest: int = 99) -> Iterator[Probe]:
+    """The probes that curves are made of.
+
+    Args:
+        device: "cpu" or "cuda".
+        dtype: dtype name.
+        plain: only matmul, attention, pointwise and memory.
+        largest: index of the largest shape.
+    """
+    kind = torch.device(device).type
+    for group, side in enumerate(_SIDES[kind][: largest + 1]):
+        yield from _matmuls(device, dtype, group, [(side, side, side), (2 * side, side, side // 2)])
+    for group, shape in enumerate(_HEADS[kind][: largest + 1]):
+        yield from _attention(device, dtype, group, shape)
+    for group, count in enumerate(_ELEMENTS[: largest + 1]):
+        yield from _by_bytes(device, dtype, group, count, _COLUMNS, plain)
+    if not plain:
+        for group, image in enumerate(_IMAGES[kind][: largest + 1]):
+            yield from _convolutions(device, dtype, group, image)
+
+
+def held_out_probes(device: str, dtype: str) -> Iterator[Probe]:
+    """Other shapes and other ops of the same classes: what predictions are checked on."""
+    scale = 1 if torch.device(device).type == "cpu" else 4
+    shapes = [(96, 80, 112), (200, 300, 400), (768, 384, 192), (64, 1536, 384), (640, 640, 320)]
+    for group, shape in enumerate(shapes):
+        yield from _matmuls(device, dtype, group, [tuple(scale * n for n in shape)])
+    for group, heads in enumerate([(2, 3, 96, 48), (3, 6, 192, 64), (2, 4, 384, 32)]):
+        yield from _attention(device, dtype, group, heads)
+    for group, (rows, columns) in enumerate([(24, 384), (300, 768), (1500, 320), (2000, 1000)]):
+        yield from _by_bytes(device, dtype, group, rows * columns * scale, columns, False, True)
+    for group, image in enumerate([(2, 3, 48, 96, 8, 8), (4, 24, 24, 48, 3, 1)]):
+        yield from _convolutions(device, dtype, group, image)
+
+
+def _bytes(*tensors: Tensor) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _random(device: str, dtype: str, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device).to(getattr(torch, dtype))
+
+
+def _matmuls(
+    device: str, dtype: str, group: int, shapes: Sequence[tuple[int, ...]]
+) -> Iterator[Probe]:
+    """A linear layer and the gradients of its input and weight."""
+    for rows, out, inner in shapes:
+        x, w, g = (_random(device, dtype, *s) for s in ((rows, inner), (out, inner), (rows, out)))
+        for equation, a, b in (("mk,nk->mn", x, w), ("mn,nk->mk", g, w), ("mn,mk->nk", g, x)):
+
+            def run(equation: str = equation, a: Tensor = a, b: Tensor = b) -> Tensor:
+                return autopar_ops.einsum.default(equation, a, b)
+
+            yield Probe(
+                "matmul", dtype, "flops", group, 2.0 * rows * out * inner, _bytes(x, w, g), run,
+                f"{equation} {rows}x{out}x{inner}",
+            )  # fmt: skip
+
+
+def _attention(device: str, dtype: str, group: int, shape: tuple[int, ...]) -> Iterator[Probe]:
+    batch, heads, length, dim = shape
+    q, k, v, grad = (_random(device, dtype, *shape) for _ in range(4))
+    scale = dim**-0.5
+    for causal in (False, True):
+        flops = 4.0 * batch * heads * length * length * dim * (0.5 if causal else 1.0)
+        out, lse = autopar_ops.attention.default(q, k, v, None, causal, scale)
+
+        def forward(causal: bool = causal) -> object:
+            return autopar_ops.attention.default(q, k, v, None, causal, scale)
+
+        def backward(causal: bool = causal, out: Tensor = out, lse: Tensor = lse) -> object:
+            return autopar_ops.attention_backward.default(
+                grad, q, k, v, None, out, lse, causal, scale
+            )
+
+        where = f"{'x'.join(map(str, shape))}{' causal' if causal else ''}"
+        yield Probe(
+            "attention", dtype, "flops", group, flops, 4 * _bytes(q), forward, f"attention {where}"
+        )
+        yield Probe(
+            "attention_backward", dtype, "flops", group, 2.5 * flops, 8 * _bytes(q), backward,
+            f"attention backward {where}",
+        )  # fmt: skip
+
+
+def _convolutions(device: str, dtype: str, group: int, image: tuple[int, ...]) -> Iterator[Probe]:
+    batch, channels, side, out_channels, kernel, stride = image
+    x = _random(device, dtype, batch, channels, side, side)
+    w = _random(device, dtype, out_channels, channels, kernel, kernel)
+    pad = kernel // 2 if stride == 1 else 0
+    tail = ([stride, stride], [pad, pad], [1, 1], False, [0, 0], 1)
+    y = aten.convolution.default(x, w, None, *tail)
+    flops = 2.0 * y.numel() * channels * kernel * kernel
+
+    def forward() -> object:
+        return aten.convolution.default(x, w, None, *tail)
+
+    def backward() -> object:
+        return aten.convolution_backward.default(y, x, w, None, *tail, [True, True, False])
+
+    where = "x".join(map(str, image))
+    yield Probe("conv", dtype, "flops", group, flops, _bytes(x, w, y), forward, f"conv {where}")
+    yield Probe(
+        "conv_backward", dtype, "flops", group, 2 * flops, 2 * _bytes(x, w, y), backward,
+        f"conv backward {where}",
+    )  # fmt: skip
+
+
+def _by_bytes(
+    device: str,
+    dtype: str,
+    group: int,
+    count: int,
+    columns: int,
+    plain: bool,
+    held_out: bool = False,
+) -> Iterator[Probe]:
+    """Ops whose seconds go by the bytes they read and write, on about `count` elements."""
+    rows = max(1, count // columns)
+    width = min(count, columns)
+    x, y = (torch.rand(rows, width, device=device).to(getattr(torch, dtype)) for _ in range(2))
+    size = _bytes(x)
+    calls = _calls(x, y, held_out)
+    for op_class, op, units, run in calls:
+        if plain and op_class not in ("memory", "pointwise"):
+            continue
+        if op_class == "random" and count > 1 << 20:
+            continue  # seconds each, where it is slow
+        yield Probe(
+            op_class, dtype, "bytes", group, units * size, int(units * size), run,
+            f"{op} {rows}x{width}",
+        )  # fmt: skip
+
+
+_Call = tuple[str, str, float, Callable[[], object]]
+
+
+def _calls(x: Tensor, y: Tensor, held_out: bool) -> list[_Call]:
+    """Class, name, bytes in units of `x`, and call."""
+    rows, width = x.shape
+    seed = torch.zeros((), dtype=torch.int64, device=x.device)
+    weight = y[0].contiguous()
+    _, mean, rstd = aten.native_layer_norm.default(x, [width], weight, weight, 1e-5)
+    ids = torch.arange(rows, device=x.device).flip(0)
+    soft = aten._softmax.default(x, -1, False)
+    backward_norm = [mean, rstd, weight, weight, [True, True, True]]
+    common: list[_Call] = [
+        ("lookup", "embedding", 2.0, lambda: aten.embedding.default(x, ids)),
+        ("tanh", "tanh", 2.0, lambda: aten.tanh.default(x)),
+        ("random", "dropout", 2.0,
+         lambda: autopar_ops.dropout.default(x, 0.1, seed, 1, [rows, width], [0, 0])),
+        ("memory", "clone", 2.0, lambda: aten.clone.default(x)),
+        ("norm", "layer norm", 2.0,
+         lambda: aten.native_layer_norm.default(x, [width], weight, weight, 1e-5)),
+        ("transpose", "transpose", 2.0,
+         lambda: aten.clone.default(x.t(), memory_format=torch.contiguous_format)),
+    ]  # fmt: skip
+    if held_out:
+        return [
+            *common,
+            ("pointwise", "sub", 3.0, lambda: aten.sub.Tensor(x, y)),
+            ("pointwise", "div", 3.0, lambda: aten.div.Tensor(x, y)),
+            ("special", "sigmoid", 2.0, lambda: aten.sigmoid.default(x)),
+            ("special", "gelu", 2.0, lambda: aten.gelu.default(x)),
+            ("reduction", "mean rows", 1.0, lambda: aten.mean.dim(x, [1])),
+            ("softmax", "log_softmax", 2.0, lambda: aten._log_softmax.default(x, -1, False)),
+        ]
+    return [
+        *common,
+        ("pointwise", "add", 3.0, lambda: aten.add.Tensor(x, y)),
+        ("pointwise", "mul", 3.0, lambda: aten.mul.Tensor(x, y)),
+        ("pointwise", "relu", 2.0, lambda: aten.relu.default(x)),
+        ("special", "exp", 2.0, lambda: aten.exp.default(x)),
+        ("special", "gelu", 2.0, lambda: aten.gelu.default(x)),
+        ("special", "silu backward", 3.0, lambda: aten.silu_backward.default(x, y)),
+        ("reduction", "sum rows", 1.0, lambda: aten.sum.dim_IntList(x, [1])),
+        ("reduction", "sum columns", 1.0, lambda: aten.sum.dim_IntList(x, [0])),
+        ("softmax", "softmax", 2.0, lambda: aten._softmax.default(x, -1, False)),
+        ("softmax", "softmax backward", 3.0,
+         lambda: aten._softmax_backward_data.default(x, soft, -1, x.dtype)),
+        ("norm", "layer norm backward", 3.0,
+         lambda: aten.native_layer_norm_backward.default(y, x, [width], *backward_norm)),
+    ]  # fmt: skip
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """exp of the mean logarithm."""
+    return math.exp(sum(math.log(v) for v in values) / len(values))
