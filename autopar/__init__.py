@@ -39,6 +39,7 @@ __all__ = [
     "load_plan",
     "parallelize",
     "plan",
+    "simulate",
     "verify",
 ]
 
@@ -51,6 +52,7 @@ _WHERE = {
     "load_plan": "autopar.api",
     "parallelize": "autopar.api",
     "plan": "autopar.api",
+    "simulate": "autopar.simulation",
     "verify": "autopar.verification",
 }
 

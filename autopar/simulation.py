@@ -1,0 +1,82 @@
+"""`simulate`: the seconds of a planned step, op by op, from the program that would run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from autopar.cache import cache_directory
+from autopar.codegen.emit import emit
+from autopar.core.folding import unfolded
+from autopar.core.graph import TracedModel
+from autopar.core.placement import local_shape
+from autopar.core.plan import Plan
+from autopar.cost_model import Cluster
+from autopar.cost_model.memory import dtype_bytes
+from autopar.cost_model.opdb import OpDatabase
+from autopar.cost_model.simulator import Simulation
+from autopar.cost_model.simulator import simulate as simulate_program
+from autopar.tracer.trace import trace
+
+__all__ = ["simulate"]
+
+
+def simulate(
+    plan: Plan,
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    cluster: Cluster | None = None,
+    loss_fn: Any = None,
+    ops: bool = False,
+    traced: TracedModel | None = None,
+) -> Simulation:
+    """Simulate a step of `plan`'s first rank on two streams; the optimizer's update included.
+
+    Args:
+        plan: made for this model and these inputs.
+        model: on any device, meta included.
+        example_inputs, loss_fn: as for `autopar.plan`.
+        cluster: prices ops and collectives; default: the plan's own.
+        ops: measure each op on the device at hand, once; kept in the cache folder (`ops.sqlite`).
+        traced: the whole trace, if at hand, to save the time.
+
+    Raises:
+        PlanMismatchError: the plan is for another model or input.
+    """
+    described = cluster or Cluster.from_dict(plan.cluster)
+    described = described.with_mesh_shape(plan.mesh_shape, plan.axis_names)
+    options = {"training": plan.training, "loss_fn": loss_fn}
+    whole = traced or trace(model, example_inputs, **options)
+    if plan.repeats:
+        plan = unfolded(plan, trace(model, example_inputs, fold=True, **options), whole)
+    program = emit(whole, plan, [0] * len(plan.mesh_shape))
+    trainable = {spec.target for spec in whole.parameters() if spec.trainable}
+    local = [
+        (_local_bytes(plan, name), plan.dtypes[name]) for name in plan.parameters
+        if name in trainable
+    ]  # fmt: skip
+    return simulate_program(
+        program.joint.graph,
+        described,
+        parameter_bytes=local,
+        optimizer=plan.optimizer if plan.training else None,
+        times=_database(described) if ops else None,
+    )
+
+
+def _local_bytes(plan: Plan, name: str) -> int:
+    count = dtype_bytes(plan.dtypes[name])
+    for size in local_shape(plan.shapes[name], plan.parameters[name], plan.mesh_shape):
+        count *= size
+    return count
+
+
+def _database(cluster: Cluster) -> OpDatabase:
+    import torch
+
+    device = cluster.device
+    share = max(1.0, device.concurrent_ranks / device.cores) if device.cores else 1.0
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return OpDatabase(cache_directory() / "ops.sqlite", kind, share=share)

@@ -1,0 +1,202 @@
+"""The two-stream simulator: by hand, as laws over random programs, and on emitted programs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx
+
+import autopar
+from autopar.codegen.emit import emit
+from autopar.cost_model import Cluster, CollectiveKind, compute_seconds_array
+from autopar.cost_model.opdb import OpDatabase
+from autopar.cost_model.simulator import node_seconds, optimizer_seconds, simulate
+from autopar.tracer.trace import trace
+from tests import zoo
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+CLUSTER = Cluster.from_profile("h100-sxm", mesh_shape=(2, 4))
+MIB = 1 << 20
+
+
+class Script:
+    """Writes a program node by node; values are meta tensors."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.x = self.graph.placeholder("x")
+        self.x.meta["val"] = torch.empty(1024, 1024, device="meta")
+
+    def compute(self) -> fx.Node:
+        node = self.graph.call_function(aten.relu.default, (self.x,))
+        node.meta["val"] = torch.empty(1024, 1024, device="meta")
+        return node
+
+    def send(self, num_bytes: int, axis: int = 0) -> fx.Node:
+        node = self.graph.call_function(c10d.all_reduce.default, (self.x, "sum", str(axis)))
+        node.meta.update(val=self.x.meta["val"], collective=("all_reduce", axis, num_bytes, 1))
+        return node
+
+    def wait(self, sent: fx.Node) -> fx.Node:
+        node = self.graph.call_function(c10d.wait_tensor.default, (sent,))
+        node.meta["val"] = sent.meta["val"]
+        return node
+
+
+OP_S = node_seconds(Script().compute(), CLUSTER.device)
+
+
+def sent_seconds(num_bytes: int, axis: int = 0) -> float:
+    return CLUSTER.collective_seconds(CollectiveKind.ALL_REDUCE, num_bytes, axis)
+
+
+def test_a_collective_hides_behind_what_runs_until_its_wait() -> None:
+    script = Script()
+    script.compute()
+    sent = script.send(64 * MIB)
+    script.compute()
+    script.compute()
+    script.wait(sent)
+    script.compute()
+    found = simulate(script.graph, CLUSTER)
+    comm = sent_seconds(64 * MIB)
+    assert comm > 2 * OP_S
+    assert found.step_s == pytest.approx(2 * OP_S + comm)
+    assert found.hidden_s[0] == pytest.approx(2 * OP_S)
+    assert found.exposed_s == pytest.approx((comm - 2 * OP_S, 0.0))
+    assert found.compute_s == pytest.approx(4 * OP_S)
+
+
+def test_the_communication_stream_is_one_queue() -> None:
+    """Two collectives do not run side by side, and each second of waiting has one owner."""
+    script = Script()
+    first, second = script.send(64 * MIB, 0), script.send(32 * MIB, 1)
+    script.compute()
+    script.wait(second)
+    script.wait(first)
+    found = simulate(script.graph, CLUSTER)
+    a, b = sent_seconds(64 * MIB, 0), sent_seconds(32 * MIB, 1)
+    assert found.step_s == pytest.approx(a + b)
+    assert found.exposed_s == pytest.approx((a - OP_S, b))
+    assert found.hidden_s == pytest.approx((OP_S, 0.0))
+
+
+def test_a_collective_that_nobody_waits_for_still_ends_within_the_step() -> None:
+    script = Script()
+    script.send(64 * MIB)
+    assert simulate(script.graph, CLUSTER).step_s == pytest.approx(sent_seconds(64 * MIB))
+
+
+_steps = st.lists(
+    st.one_of(
+        st.just("compute"),
+        st.tuples(st.integers(1, 1 << 28), st.integers(0, 1)),
+        st.integers(0, 5),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=200)
+@given(steps=_steps)
+def test_hidden_communication_never_exceeds_compute(steps: list[Any]) -> None:
+    script = Script()
+    sent: list[fx.Node] = []
+    for step in steps:
+        if step == "compute":
+            script.compute()
+        elif isinstance(step, tuple):
+            sent.append(script.send(*step))
+        elif sent:
+            script.wait(sent.pop(step % len(sent)))
+    for node in sent:
+        script.wait(node)
+    found = simulate(script.graph, CLUSTER)
+    assert found.step_s == pytest.approx(found.compute_s + sum(found.exposed_s))
+    assert -1e-12 <= sum(found.hidden_s) <= found.compute_s + 1e-12
+    for comm, exposed in zip(found.comm_s, found.exposed_s, strict=True):
+        assert -1e-12 <= exposed <= comm + 1e-12
+    assert found.step_s >= max(found.compute_s, sum(found.comm_s)) - 1e-12
+    assert found.step_s <= found.compute_s + sum(found.comm_s) + 1e-12
+
+
+@settings(max_examples=50)
+@given(steps=_steps)
+def test_waiting_at_once_hides_nothing(steps: list[Any]) -> None:
+    script = Script()
+    for step in steps:
+        if isinstance(step, tuple):
+            script.wait(script.send(*step))
+        else:
+            script.compute()
+    found = simulate(script.graph, CLUSTER)
+    assert found.step_s == pytest.approx(found.compute_s + sum(found.comm_s))
+    assert found.hidden_s == pytest.approx((0.0, 0.0))
+
+
+# --- emitted programs
+
+
+def planned(name: str, constraints: Any) -> tuple[Any, Any, Any, autopar.Plan]:
+    model, inputs = zoo.MODELS[name]()
+    cluster = Cluster.from_profile("h100-sxm", devices_per_node=4)
+    traced = trace(model.train(), inputs)
+    from autopar.core.constraints import Constraints
+    from autopar.solver.solve import solve
+
+    plan = solve(traced, cluster, constraints=Constraints.parse(constraints))
+    return model, inputs, traced, plan
+
+
+@pytest.mark.parametrize(
+    "constraints",
+    [{"data": 4, "zero": 0}, {"data": 2, "tensor": {"mode": "1d", "size": 2}, "zero": 3}],
+    ids=["data", "tensor and zero"],
+)
+def test_emitted_program_costs_what_the_solver_adds_up_to(constraints: Any) -> None:
+    """Collectives of the program are those of the plan; each is waited for at once."""
+    model, inputs, traced, plan = planned("llama", constraints)
+    found = autopar.simulate(plan, model, inputs, traced=traced)
+    assert found.step_s == pytest.approx(found.compute_s + sum(found.comm_s), rel=1e-9)
+    assert sum(found.comm_s) == pytest.approx(plan.predicted.comm_time_s, rel=1e-9)
+    assert found.exposed_s == pytest.approx(found.comm_s)
+    # views are free; the program has copies beside the plan's ops, which pack and unpack shards
+    assert found.compute_s > 0.95 * plan.predicted.compute_time_s
+    assert found.total_s == found.step_s + found.optimizer_s > found.step_s
+    assert sum(found.by_phase().values()) == pytest.approx(found.total_s)
+
+
+def test_update_reads_and_writes_states_once() -> None:
+    device = CLUSTER.device
+    one = 4 * 1024 * 1024
+    for optimizer, passes in (("adamw", 7), ("sgd", 3)):
+        expected = compute_seconds_array(device, "pointwise", "float32", 0.0, passes * one)  # type: ignore[arg-type]
+        got = optimizer_seconds(device, [(one, "float32")] * 3, optimizer)
+        assert got == pytest.approx(3 * float(expected))
+    assert optimizer_seconds(device, [(one, "float32")], None) == 0
+
+
+def test_op_database_measures_each_op_once(tmp_path: Any) -> None:
+    _, _, traced, plan = planned("gpt2", {"data": 4})
+    graph = emit(traced, plan, [0]).joint.graph
+    database = OpDatabase(tmp_path / "ops.sqlite", rounds=1)
+    first = simulate(graph, CLUSTER.with_mesh_shape((8,)), times=database)
+    assert 0 < database.measured < len(graph.nodes)
+    again = OpDatabase(tmp_path / "ops.sqlite", rounds=1)
+    second = simulate(graph, CLUSTER.with_mesh_shape((8,)), times=again)
+    assert again.measured == 0
+    assert math.isclose(first.step_s, second.step_s)
+    shared = OpDatabase(tmp_path / "ops.sqlite", share=2.0)
+    node = next(n for n in graph.nodes if n.target is torch.ops.autopar.einsum.default)
+    assert shared.seconds(node) == 2 * (database.seconds(node) or 0) > 0
+    other = next(
+        n for n in graph.nodes
+        if n.target is node.target and database.key(n) != database.key(node)
+    )  # fmt: skip
+    assert database.key(other) != database.key(node)
