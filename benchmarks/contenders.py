@@ -48,7 +48,7 @@ class Contender:
     sent: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=False)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
 
     def run(self) -> float:
         """One step with its update; returns the loss."""

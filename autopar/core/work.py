@@ -48,22 +48,24 @@ _MATMULS = (
     aten.addmm.default,
     aten.baddbmm.default,
 )
+_ATTENTION = {
+    autopar_ops.attention.default: "attention",
+    autopar_ops.attention_backward.default: "attention_backward",
+}
 LOOKUPS = (aten.embedding.default, aten.index.Tensor, aten.gather.default)
 _CLASSES: dict[str, str] = {
-    "autopar::attention": "attention",
-    "autopar::attention_backward": "attention_backward",
     "autopar::dropout": "random",
     "autopar::uniform": "random",
     "aten::convolution": "conv",
     "aten::convolution_backward": "conv_backward",
+    "autopar::token_nll": "loss",
+    "autopar::token_nll_backward": "loss",
     "aten::tanh": "tanh",
     "aten::clone": "memory",
     "aten::_to_copy": "memory",
     "aten::copy": "memory",
     **dict.fromkeys(
         [
-            "autopar::token_nll",
-            "autopar::token_nll_backward",
             "aten::_softmax",
             "aten::_softmax_backward_data",
             "aten::_log_softmax",
@@ -106,6 +108,9 @@ def op_class(call: OpCall) -> str:
     A device without a curve for a class prices it by a plainer one (`compute.PLAINER`).
     """
     target = call.target
+    if target in _ATTENTION:
+        # half the flops, which not every kernel skips
+        return _ATTENTION[target] + ("_causal" if _is_causal(call) else "")
     if target in _MATMULS or _is_grouped(call):
         return "matmul"
     if is_view(target):
@@ -140,7 +145,7 @@ def global_flops(call: OpCall) -> float:
     shapes = [spec.shape for spec in call.operands]
     if call.target is autopar_ops.einsum.default:
         return float(einsum.flops(call.args[0], shapes[0], shapes[1]))
-    if call.target in (autopar_ops.attention.default, autopar_ops.attention_backward.default):
+    if call.target in _ATTENTION:
         return _attention_flops(call)
     if call.target in (aten.convolution.default, aten.convolution_backward.default):
         backward = call.target is aten.convolution_backward.default
@@ -163,6 +168,9 @@ def _attention_flops(call: OpCall) -> float:
     shapes = [spec.shape for spec in call.operands]
     q, k, v = shapes[1:4] if backward else shapes[:3]
     pairs = 2.0 * q[0] * q[1] * q[2] * k[2]
-    causal = call.args[-2] if len(call.args) > 2 else False
     forward = pairs * (q[3] + v[3])
-    return forward * (2.5 if backward else 1.0) * (0.5 if causal is True else 1.0)
+    return forward * (2.5 if backward else 1.0) * (0.5 if _is_causal(call) else 1.0)
+
+
+def _is_causal(call: OpCall) -> bool:
+    return len(call.args) > 2 and call.args[-2] is True

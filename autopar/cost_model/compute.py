@@ -28,10 +28,13 @@ __all__ = ["OP_CLASSES", "PLAINER", "OpCost", "compute_seconds", "compute_second
 
 # what prices a class that a device has no curve for; the law knows only the last of each chain
 PLAINER = {
+    "attention_causal": "attention",
+    "attention_backward_causal": "attention_backward",
     "attention_backward": "attention",
     "conv_backward": "conv",
     "tanh": "special",
     "special": "pointwise",
+    "loss": "softmax",
     "softmax": "special",
     "norm": "reduction",
     "reduction": "pointwise",

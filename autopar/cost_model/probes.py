@@ -1,11 +1,13 @@
 """The ops that a device is measured with: per class, shapes over a range of work.
 
 Several ops stand for a class. They are the calls that emitted programs make, autopar's own ops
-included, so that the host's share of each is in what is measured.
+included, so that the host's share of each is in what is measured. Ops that go by bytes take turns
+through as many operands as do not fit a cache, for in a step few ops find their own there.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ aten = torch.ops.aten
 autopar_ops = torch.ops.autopar
 
 _COLUMNS = 512
+_COLD_BYTES = 64 << 20  # more than the caches of most CPUs
 _ELEMENTS = tuple(2**k for k in (8, 12, 14, 16, 18, 20, 22, 24))
 _SIDES = {"cpu": (8, 32, 64, 128, 256, 512, 1024), "cuda": (64, 256, 512, 1024, 2048, 4096, 8192)}
 _HEADS = {  # batch, heads, sequence, head dim
@@ -136,12 +139,14 @@ def _attention(device: str, dtype: str, group: int, shape: tuple[int, ...]) -> I
             )
 
         where = f"{'x'.join(map(str, shape))}{' causal' if causal else ''}"
+        suffix = "_causal" if causal else ""
         yield Probe(
-            "attention", dtype, "flops", group, flops, 4 * _bytes(q), forward, f"attention {where}"
-        )
+            f"attention{suffix}", dtype, "flops", group, flops, 4 * _bytes(q), forward,
+            f"attention {where}",
+        )  # fmt: skip
         yield Probe(
-            "attention_backward", dtype, "flops", group, 2.5 * flops, 8 * _bytes(q), backward,
-            f"attention backward {where}",
+            f"attention_backward{suffix}", dtype, "flops", group, 2.5 * flops, 8 * _bytes(q),
+            backward, f"attention backward {where}",
         )  # fmt: skip
 
 
@@ -180,18 +185,31 @@ def _by_bytes(
     """Ops whose seconds go by the bytes they read and write, on about `count` elements."""
     rows = max(1, count // columns)
     width = min(count, columns)
-    x, y = (torch.rand(rows, width, device=device).to(getattr(torch, dtype)) for _ in range(2))
-    size = _bytes(x)
-    calls = _calls(x, y, held_out)
-    for op_class, op, units, run in calls:
+    size = rows * width * getattr(torch, dtype).itemsize
+    turns = max(1, min(64, _COLD_BYTES // size))
+    made = (torch.rand(rows, width, device=device).to(getattr(torch, dtype)) for _ in range(2))
+    x, y = made
+    calls = [_calls(x.clone(), y.clone(), held_out) for _ in range(turns)]
+    for index, (op_class, op, units, _) in enumerate(calls[0]):
         if plain and op_class not in ("memory", "pointwise"):
             continue
         if op_class == "random" and count > 1 << 20:
             continue  # seconds each, where it is slow
         yield Probe(
-            op_class, dtype, "bytes", group, units * size, int(units * size), run,
-            f"{op} {rows}x{width}",
+            op_class, dtype, "bytes", group, units * size, int(units * size),
+            _in_turns([call[index][3] for call in calls]), f"{op} {rows}x{width}",
         )  # fmt: skip
+
+
+def _in_turns(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    """Calls one after the other; a result is let go when the next one is there."""
+    turns = itertools.cycle(calls)
+    kept: list[object] = [None]
+
+    def run() -> None:
+        kept[0] = next(turns)()
+
+    return run
 
 
 _Call = tuple[str, str, float, Callable[[], object]]
@@ -205,12 +223,17 @@ def _calls(x: Tensor, y: Tensor, held_out: bool) -> list[_Call]:
     _, mean, rstd = aten.native_layer_norm.default(x, [width], weight, weight, 1e-5)
     ids = torch.arange(rows, device=x.device).flip(0)
     soft = aten._softmax.default(x, -1, False)
+    labels = torch.zeros(rows, dtype=torch.int64, device=x.device)
+    nll, lse = autopar_ops.token_nll.default(x, labels, -100)
     backward_norm = [mean, rstd, weight, weight, [True, True, True]]
     common: list[_Call] = [
         ("lookup", "embedding", 2.0, lambda: aten.embedding.default(x, ids)),
         ("tanh", "tanh", 2.0, lambda: aten.tanh.default(x)),
         ("random", "dropout", 2.0,
          lambda: autopar_ops.dropout.default(x, 0.1, seed, 1, [rows, width], [0, 0])),
+        ("loss", "token nll", 1.0, lambda: autopar_ops.token_nll.default(x, labels, -100)),
+        ("loss", "token nll backward", 2.0,
+         lambda: autopar_ops.token_nll_backward.default(nll, x, labels, lse, -100)),
         ("memory", "clone", 2.0, lambda: aten.clone.default(x)),
         ("norm", "layer norm", 2.0,
          lambda: aten.native_layer_norm.default(x, [width], weight, weight, 1e-5)),

@@ -217,6 +217,13 @@ class ParallelModule(nn.Module):
         return self._plan
 
     @property
+    def compiled(self) -> CompiledStep:
+        """The step of the first input signature: trace, plan and this rank's program."""
+        if not self._steps:
+            raise AutoparError("nothing is compiled before the first call; pass example_inputs")
+        return next(iter(self._steps.values()))
+
+    @property
     def mesh(self) -> DeviceMesh:
         """The mesh that the plan's layouts refer to."""
         assert self._mesh is not None
