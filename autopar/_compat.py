@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
@@ -10,7 +12,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from autopar.core.placement import Layout
 
-__all__ = ["dtensor_placements"]
+__all__ = ["dtensor_like", "dtensor_placements"]
+
+
+def dtensor_like(local: Tensor, other: DTensor) -> DTensor:
+    """A DTensor of a share, placed and shaped as another is; its checks and autograd left out."""
+    found: DTensor = DTensor(local, other._spec, requires_grad=False)
+    return found
 
 
 def dtensor_placements(layout: Layout) -> list[TorchPlacement]:

@@ -13,6 +13,7 @@ from torch import fx
 
 import autopar
 from autopar.codegen.emit import emit
+from autopar.core.work import is_view
 from autopar.cost_model import Cluster, CollectiveKind, compute_seconds_array
 from autopar.cost_model.opdb import OpDatabase
 from autopar.cost_model.simulator import node_seconds, optimizer_seconds, simulate
@@ -160,16 +161,44 @@ def planned(name: str, constraints: Any) -> tuple[Any, Any, Any, autopar.Plan]:
     ids=["data", "tensor and zero"],
 )
 def test_emitted_program_costs_what_the_solver_adds_up_to(constraints: Any) -> None:
-    """Collectives of the program are those of the plan; each is waited for at once."""
+    """With each collective waited for at once, as the solver has it; the program waits later."""
     model, inputs, traced, plan = planned("llama", constraints)
-    found = autopar.simulate(plan, model, inputs, traced=traced)
+    late = autopar.simulate(plan, model, inputs, traced=traced)
+    graph = emit(traced, plan, [0] * len(plan.mesh_shape)).joint.graph
+    for node in list(graph.nodes):
+        if node.target is c10d.wait_tensor.default:
+            node.args[0].append(node)
+    cluster = Cluster.from_dict(plan.cluster)
+    found = simulate(graph, cluster)
     assert found.step_s == pytest.approx(found.compute_s + sum(found.comm_s), rel=1e-9)
     assert sum(found.comm_s) == pytest.approx(plan.predicted.comm_time_s, rel=1e-9)
     assert found.exposed_s == pytest.approx(found.comm_s)
     # views are free; the program has copies beside the plan's ops, which pack and unpack shards
     assert found.compute_s > 0.95 * plan.predicted.compute_time_s
-    assert found.total_s == found.step_s + found.optimizer_s > found.step_s
-    assert sum(found.by_phase().values()) == pytest.approx(found.total_s)
+    assert late.compute_s == pytest.approx(found.compute_s)
+    assert late.comm_s == pytest.approx(found.comm_s)
+    assert late.step_s == pytest.approx(late.compute_s + sum(late.exposed_s))
+    assert sum(late.hidden_s) > 0
+    assert sum(late.hidden_s) <= late.compute_s
+    assert late.total_s == late.step_s + late.optimizer_s > late.step_s
+    assert sum(late.by_phase().values()) == pytest.approx(late.total_s)
+
+
+def test_reductions_of_gradients_run_beside_the_backward() -> None:
+    _, _, traced, plan = planned("gpt2", {"data": 4, "zero": 0})
+    graph = emit(traced, plan, [0]).joint.graph
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    output = next(iter(reversed(graph.nodes)))
+    last = max(order[n] for n in graph.nodes if n.target is torch.ops.autopar.einsum.default)
+    ends = [n for n in graph.nodes if list(n.users) == [output]]
+    sources = [n.args[0] if is_view(n.target) else n for n in ends]
+    waits = [
+        n for n in sources
+        if n.target is c10d.wait_tensor.default and n.args[0].target is c10d.all_reduce.default
+    ]  # fmt: skip
+    assert len(waits) > 5
+    assert all(order[wait] > last for wait in waits[1:])  # the first is the loss
+    assert sum(order[wait.args[0]] < last for wait in waits) > len(waits) // 2
 
 
 def test_update_reads_and_writes_states_once() -> None:

@@ -21,7 +21,7 @@ from torch.fx.node import map_aggregate
 from autopar.codegen import lowerings as _lowerings  # noqa: F401  (registers the lowerings)
 from autopar.codegen.builder import Builder
 from autopar.codegen.lowering import LocalCall, lower
-from autopar.codegen.partition import split_phases
+from autopar.codegen.partition import split_phases, wait_late
 from autopar.codegen.redistribute import emit_redistribution
 from autopar.core.blocks import Blocks
 from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info
@@ -160,6 +160,7 @@ class _Emitter:
                 self._results()
         outputs = [*self.results, *self._gradients()]
         self.graph.output(tuple(node for node, _, _ in outputs))
+        wait_late(self.graph)
         joint = fx.GraphModule(torch.nn.Module(), self.graph)
         tangents = {spec.node for spec, _ in inputs if spec.kind == "tangent"}
         forward, backward = split_phases(self.graph, len(self.results), tangents)

@@ -1,4 +1,4 @@
-"""Splits a joint program into the forward and the backward that autograd calls."""
+"""Splits a joint program into the forward and the backward that autograd calls; places waits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,39 @@ import torch
 from torch import fx
 from torch.fx.graph import CodeGen
 
-__all__ = ["split_phases"]
+from autopar.core.einsum import contract
+from autopar.core.work import is_view
+
+__all__ = ["split_phases", "wait_late"]
+
+c10d = torch.ops._c10d_functional
+# called without torch's dispatcher, which takes longer than a small product
+_DIRECT: dict[Any, Any] = {torch.ops.autopar.einsum.default: contract}
+
+
+def wait_late(joint: fx.Graph) -> None:
+    """Put the wait for each all-reduce in front of the first reader of its result; views go along.
+
+    Gradients are read by nobody but the caller, so their reductions run beside the rest of the
+    backward. An all-reduce works on a copy of its operand, hence waiting later keeps no more
+    memory; other collectives hold their operand until the wait, and are left where they are.
+    """
+    late: set[fx.Node] = set()
+    for node in joint.nodes:
+        source = node.args[0] if node.args else None
+        if isinstance(source, fx.Node) and (
+            source in late
+            if is_view(node.target)
+            else node.target is c10d.wait_tensor.default
+            and source.target is c10d.all_reduce.default
+        ):
+            late.add(node)
+    position = {node: index for index, node in enumerate(joint.nodes)}
+    for node in reversed(list(joint.nodes)):
+        first = min(node.users, key=position.__getitem__, default=None)
+        if node in late and first is not None:
+            position[node] = position[first]  # its operand is placed by this
+            first.prepend(node)
 
 
 def split_phases(
@@ -75,6 +107,7 @@ def _copy(
         env[node].meta = dict(node.meta)
     for node in body:
         env[node] = graph.node_copy(node, env.__getitem__)
+        env[node].target = _DIRECT.get(node.target, node.target)
     graph.output(tuple(env[n] if isinstance(n, fx.Node) else None for n in outputs))
     graph.eliminate_dead_code()
     graph.lint()

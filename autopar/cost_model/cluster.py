@@ -21,6 +21,7 @@ from autopar.cost_model.profile import (
     DeviceProfile,
     LinkProfile,
     Profile,
+    listed,
     load_profile,
     profile_names,
 )
@@ -255,11 +256,8 @@ class Cluster:
 
     def to_dict(self) -> dict[str, Any]:
         """The cluster as JSON types, every figure included: a saved plan needs no profile file."""
-        return {
-            **asdict(self),
-            "mesh_shape": list(self.mesh_shape),
-            "axis_names": list(self.axis_names),
-        }
+        plain: dict[str, Any] = listed(asdict(self))
+        return plain
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Cluster:

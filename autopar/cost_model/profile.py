@@ -305,7 +305,8 @@ class Profile:
 
     def to_dict(self) -> dict[str, Any]:
         """The profile as JSON types."""
-        return asdict(self)
+        plain: dict[str, Any] = listed(asdict(self))
+        return plain
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Profile:
@@ -341,6 +342,13 @@ def _table(values: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]
     if not isinstance(table, Mapping):
         raise ClusterError(f"{where}: table {key!r} is missing")
     return table
+
+
+def listed(value: Any) -> Any:
+    """`value` with lists in place of tuples, as JSON has them."""
+    if isinstance(value, Mapping):
+        return {key: listed(item) for key, item in value.items()}
+    return [listed(item) for item in value] if isinstance(value, tuple | list) else value
 
 
 def _tupled(value: Any) -> Any:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autopar._compat import dtensor_placements
+from autopar._compat import dtensor_like, dtensor_placements
 from autopar.codegen.emit import Program, emit
 from autopar.codegen.listing import program_text
 from autopar.core.graph import InputSpec, TracedModel
@@ -141,6 +141,9 @@ class _Run:
         if name not in values:
             return None
         value, layout = values[name]
+        parameter = self.module.parameter(name)
+        if list(parameter.placements) == dtensor_placements(layout):
+            return dtensor_like(value.contiguous(), parameter)
         shape = self.step.plan.shapes[name]
         return to_dtensor(value.contiguous(), shape, layout, self.module.mesh)
 
@@ -181,6 +184,7 @@ class ParallelModule(nn.Module):
         self._seed = seed
         self._calls = 0
         self._parameter_order: list[str] = []
+        self._owners: dict[str, tuple[nn.Module, str]] = {}
         self._reserved: dict[str, nn.Parameter] = {}
 
     # --- set-up --------------------------------------------------------------------------------
@@ -240,6 +244,16 @@ class ParallelModule(nn.Module):
     def device(self) -> torch.device:
         return torch.device(self.mesh.device_type)
 
+    def parameter(self, name: str) -> DTensor:
+        """`get_parameter`, without walking the path each time."""
+        if name not in self._owners:
+            path, _, leaf = name.rpartition(".")
+            self._owners[name] = self.get_submodule(path), leaf
+        owner, leaf = self._owners[name]
+        found = owner._parameters[leaf]
+        assert isinstance(found, DTensor)
+        return found
+
     def _set_buffer(self, name: str, value: Tensor) -> None:
         with torch.no_grad():
             self.get_buffer(name).copy_(value)
@@ -251,7 +265,7 @@ class ParallelModule(nn.Module):
         feed = self._feed(step, args, kwargs)
         run = _Run(self, step, feed)
         if step.traced.training and torch.is_grad_enabled():
-            parameters = [self.get_parameter(n) for n in self._parameter_order]
+            parameters = [self.parameter(n) for n in self._parameter_order]
             results: Sequence[Any] = _Step.apply(run, *parameters)
         else:
             with torch.no_grad():
@@ -355,9 +369,7 @@ class ParallelModule(nn.Module):
         self, spec: InputSpec, layout: Layout, step: CompiledStep, flat: Any, seed: int
     ) -> Tensor:
         if spec.kind == "parameter":
-            parameter = self.get_parameter(spec.target).detach()
-            assert isinstance(parameter, DTensor)
-            return parameter.to_local()
+            return self.parameter(spec.target)._local_tensor.detach()
         if spec.kind == "buffer":
             return self.get_buffer(spec.target)
         if spec.kind == "constant":
