@@ -243,6 +243,11 @@ def plot(everything: dict[str, Any], path: Path) -> None:
             xerr=[[r["median_s"] - r["least_s"] for r in steps], [0 for _ in steps]],
             fmt="o", markersize=4, label=f"{world} rank(s), median and least",
         )  # fmt: skip
+        if world == "1":
+            middle.scatter(
+                [r["cpu_s"] for r in steps], [r["predicted_s"] for r in steps], marker="x",
+                color="black", label="1 rank, the CPU's clock",
+            )  # fmt: skip
     for axes, title in ((left, "held-out ops and collectives"), (middle, "training steps")):
         low, high = axes.get_xlim()
         low = max(low, 1e-6)
