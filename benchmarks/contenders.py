@@ -48,7 +48,13 @@ class Contender:
     sent: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        # the fused update takes no DTensors beside plain tensors
+        groups: dict[type, list[nn.Parameter]] = {}
+        for parameter in self.model.parameters():
+            groups.setdefault(type(parameter.data), []).append(parameter)
+        self.optimizer = torch.optim.AdamW(
+            [{"params": group} for group in groups.values()], lr=1e-3, fused=True
+        )
 
     def run(self) -> float:
         """One step with its update; returns the loss."""
