@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -149,10 +149,17 @@ def _subject(plan: Plan, node: str | None, param: str | None) -> Explanation:
             (op.name, move)
             for op in ops.values()
             for move in op.moves
-            if move.of in (stand_in, f"gradient of {stand_in}")
+            if move.of == f"gradient of {stand_in}" or _behind_views(ops, move.of) == stand_in
         ),
         alternative=plan.predicted.timeline.alternatives.get(stand_in),
     )
+
+
+def _behind_views(ops: Mapping[str, PlannedOp], name: str) -> str:
+    """What a value is, seen through the views that show it."""
+    while name in ops and ops[name].op_class == "view" and ops[name].operands:
+        name = ops[name].operands[0]
+    return name
 
 
 def _near(name: str, known: Any) -> str:

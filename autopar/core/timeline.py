@@ -129,13 +129,13 @@ class PlannedSpan(NamedTuple):
 
     Attributes:
         times: instances.
-        saved_bytes: kept from its forward to its backward.
+        saved: bytes kept from its forward to its backward, by `Timeline.kinds`.
         gradient_bytes: of its parameters, kept from its backward on.
         ops: names of its ops.
     """
 
     times: int
-    saved_bytes: int
+    saved: tuple[int, ...]
     gradient_bytes: int
     ops: frozenset[str]
 
@@ -165,7 +165,7 @@ class Timeline:
 
         rows = [_row(op, number) for op in self.ops]
         spans = [
-            [s.times, s.saved_bytes, s.gradient_bytes, sorted(number(name) for name in s.ops)]
+            [s.times, list(s.saved), s.gradient_bytes, sorted(number(name) for name in s.ops)]
             for s in self.spans
         ]
         return {
@@ -184,7 +184,7 @@ class Timeline:
             ops=tuple(_op(row, strings) for row in data["ops"]),
             kinds=tuple(data["kinds"]),
             spans=tuple(
-                PlannedSpan(times, saved, gradient, frozenset(strings[n] for n in names))
+                PlannedSpan(times, tuple(saved), gradient, frozenset(strings[n] for n in names))
                 for times, saved, gradient, names in data["spans"]
             ),
             alternatives={k: _parsed(row) for k, row in data["alternatives"].items()},
@@ -292,10 +292,7 @@ def _live(timeline: Timeline, op: PlannedOp, span: PlannedSpan, instance: int) -
     if not op.live:
         return ()
     away = instance if op.phase != "forward" else span.times - 1 - instance
-    live = list(op.live)
-    if "activations" in timeline.kinds:
-        at = timeline.kinds.index("activations")
-        live[at] = max(0, live[at] - away * span.saved_bytes)
+    live = [max(0, now - away * saved) for now, saved in zip(op.live, span.saved, strict=True)]
     if op.phase != "forward" and "gradients" in timeline.kinds:
         live[timeline.kinds.index("gradients")] += away * span.gradient_bytes
     return tuple(live)

@@ -58,7 +58,7 @@ def timeline(
     return Timeline(
         ops=ops,
         kinds=kinds,
-        spans=tuple(_span(span, schedule, step) for span in spans),
+        spans=tuple(_span(span, schedule, step, kinds) for span in spans),
         alternatives={
             spec.target: Alternative((), (built.storages[owner][other[0]],), rounded(other[1]))
             for name, spec in step.parameters.items()
@@ -134,23 +134,25 @@ def _portable(source: str) -> str:
     return next((source[len(r) :] for r in _roots() if source.startswith(r)), source)
 
 
-def _span(span: FoldedSpan, schedule: Schedule, step: Step) -> PlannedSpan:
+def _span(span: FoldedSpan, schedule: Schedule, step: Step, kinds: tuple[str, ...]) -> PlannedSpan:
     """What one instance adds, from what `Schedule` adds for all others."""
     sizes: dict[str, int] = {}
     for op in schedule.build():
         sizes.update(op.alloc)
-    saved = sum(
-        sizes.get(f"{name}.{index} of others", 0)
-        for name in span.saved
-        for index in range(len(step.ops[name].call.outputs))
-    )
+    saved = dict.fromkeys(kinds, 0)
+    for name in span.saved:
+        for index in range(len(step.ops[name].call.outputs)):
+            buffer = f"{name}.{index} of others"
+            if buffer in sizes:
+                saved[schedule.kinds[buffer]] += sizes[buffer]
     gradients = sum(sizes.get(f"grad.{name} of others", 0) for name in span.parameters)
     others = max(span.times - 1, 1)
     repeat = step.blocks.repeat_of(span.saved[0]) if span.saved else None
     inside = (
         op.name for op in schedule.order if repeat and step.blocks.repeat_of(op.name) == repeat
     )
-    return PlannedSpan(span.times, saved // others, gradients // others, frozenset(inside))
+    each = tuple(num_bytes // others for num_bytes in saved.values())
+    return PlannedSpan(span.times, each, gradients // others, frozenset(inside))
 
 
 def other_states(problem: ChoiceProblem, chosen: Assignment) -> dict[Hashable, tuple[int, float]]:
