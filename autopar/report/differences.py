@@ -15,6 +15,7 @@ from autopar.report.totals import MEMORY_KINDS, CommTotal, communication, comput
 
 __all__ = ["render_differences", "render_price_of"]
 
+_SAME = 1e-9  # relative: sums of seconds in another order
 _FACTS: dict[str, Callable[[Plan], str]] = {
     "mesh": mesh_text,
     "pinned": pinned_text,
@@ -45,9 +46,11 @@ def render_price_of(pins: Mapping[str, tuple[str, ...]], pinned: Plan, free: Pla
 
 def _change(before: float, after: float, text: Callable[[float], str]) -> str:
     """`+1.2 ms (+3.4%)`."""
+    if abs(after - before) <= _SAME * abs(before):
+        return "the same"
     sign = "+" if after >= before else "−"
     share = f" ({(after - before) / before:+.2%})" if before else ""
-    return f"{sign}{text(abs(after - before))}{share}" if after != before else "the same"
+    return f"{sign}{text(abs(after - before))}{share}"
 
 
 def _totals(a: Plan, b: Plan) -> Iterator[RenderableType]:
