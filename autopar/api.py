@@ -27,6 +27,7 @@ from autopar.runtime.agree import agree
 from autopar.runtime.module import CompiledStep, ParallelModule, StateName, input_signature
 from autopar.runtime.state import check_devices, materialize
 from autopar.tracer.fold import find_repeats
+from autopar.tracer.precision import low_dtype
 from autopar.tracer.trace import normalize_inputs, trace
 
 __all__ = ["load_plan", "parallelize", "plan", "traced_for"]
@@ -54,6 +55,7 @@ def plan(
     loss_fn: Callable[..., Any] | None = None,
     training: bool = True,
     cache: bool = True,
+    precision: str | None = None,
 ) -> Plan:
     """Plan a training step. Needs no devices and no process group.
 
@@ -68,6 +70,8 @@ def plan(
             the keyword input of that name or the last positional one.
         training: plan forward and backward, else inference.
         cache: look for the plan in `$AUTOPAR_CACHE_DIR` first, and keep it there.
+        precision: "bf16" or "fp16" computes on casts of the parameters, which stay as they are, and
+            of floating inputs; None or "fp32" runs the model as it is.
 
     Raises:
         TraceError: the model cannot be captured.
@@ -77,7 +81,12 @@ def plan(
     described = cluster if isinstance(cluster, Cluster) else Cluster.from_mesh(cluster)
     parsed = Constraints.parse(constraints)
     traced = traced_for(
-        model, example_inputs, constraints=parsed, training=training, loss_fn=loss_fn
+        model,
+        example_inputs,
+        constraints=parsed,
+        training=training,
+        loss_fn=loss_fn,
+        precision=precision,
     )
     found = _solved(traced, described, parsed, memory_limit, optimizer, cache)
     emit(traced, found, [0] * len(found.mesh_shape))
@@ -91,6 +100,7 @@ def traced_for(
     constraints: Constraints,
     training: bool,
     loss_fn: Callable[..., Any] | None,
+    precision: str | None = None,
 ) -> TracedModel:
     """The graph that `plan` solves for these arguments: folded where the pins allow it."""
     return trace(
@@ -99,6 +109,7 @@ def traced_for(
         training=training,
         loss_fn=loss_fn,
         fold=_may_fold(model, constraints),
+        precision=precision,
     )
 
 
@@ -147,6 +158,7 @@ def parallelize(
     cluster: Cluster | None = None,
     seed: int | None = None,
     cache: bool = True,
+    precision: str | None = None,
 ) -> ParallelModule:
     """Turn a module into one that trains on all devices of a mesh. Call it on every rank.
 
@@ -156,7 +168,8 @@ def parallelize(
         mesh: device mesh of any number of axes, covering the whole world.
         example_inputs: tuple or dict of tensors with the global batch; without it, the first call
             plans.
-        constraints, memory_limit, optimizer, loss_fn, cache: see `autopar.plan`.
+        constraints, memory_limit, optimizer, loss_fn, cache, precision: see `autopar.plan`; a
+            given plan brings its precision.
         plan: a plan or its file, instead of solving.
         init_weights: called with each module of a meta model, on the CPU, to fill its tensors.
         cluster: what the mesh is made of; default: described from the mesh.
@@ -165,11 +178,24 @@ def parallelize(
     Raises:
         AutoparError: the mesh does not cover the world, a parameter is on the wrong device, or
             ranks hold different models.
-        PlanMismatchError: `plan` is for another model, mesh or input.
+        PlanMismatchError: `plan` is for another model, mesh, input or precision.
     """
     _check_world(mesh)
-    given, parsed, base = _agreed_settings(model, mesh, plan, constraints, seed)
-    planner = _Planner(model, mesh, given, parsed, memory_limit, optimizer, loss_fn, cluster, cache)
+    given, parsed, base = _agreed_settings(model, mesh, plan, constraints, seed, precision)
+    if given is not None:
+        precision = given.precision
+    planner = _Planner(
+        model,
+        mesh,
+        given,
+        parsed,
+        memory_limit,
+        optimizer,
+        loss_fn,
+        cluster,
+        cache,
+        precision,
+    )
 
     def create(chosen: Plan) -> Any:
         planned = planner.device_mesh(chosen)
@@ -210,6 +236,7 @@ def _agreed_settings(
     plan: Plan | str | Path | None,
     constraints: ConstraintsLike,
     seed: int | None,
+    precision: str | None,
 ) -> tuple[Plan | None, Constraints, int]:
     """Plan, constraints and seed; all ranks stop where one has an error or another model."""
     given: Plan | None = None
@@ -219,6 +246,8 @@ def _agreed_settings(
         check_devices(model, mesh.device_type)
         given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
         parsed = Constraints.parse(constraints)
+        low_dtype(precision)
+        _check_precision(given, precision)
     except (AutoparError, OSError) as error:
         failure = error
     mine: dict[str, Any] = {"the model's class": type(model).__name__}
@@ -228,11 +257,20 @@ def _agreed_settings(
         text = json.dumps(given.to_dict(), sort_keys=True)
         mine["the plan"] = hashlib.sha256(text.encode()).hexdigest()[:16]
     mine["the constraints"] = parsed.to_dict()
+    mine["the precision"] = precision
     agree(failure, mine)
     box = [(torch.initial_seed() if seed is None else seed) % (1 << 48)]
     if mesh.size() > 1:
         dist.broadcast_object_list(box, src=int(mesh.mesh.flatten()[0]))
     return given, parsed, int(box[0])
+
+
+def _check_precision(given: Plan | None, precision: str | None) -> None:
+    if given is not None and precision not in (None, given.precision):
+        raise PlanMismatchError(
+            f"the plan computes in {given.precision}, not in {precision}: plan again, or leave "
+            "precision= out"
+        )
 
 
 def _names(model: nn.Module) -> tuple[StateName, ...]:
@@ -268,6 +306,7 @@ class _Planner:
         loss_fn: Callable[..., Any] | None,
         cluster: Cluster | None,
         cache: bool,
+        precision: str | None,
     ) -> None:
         self.model = model
         self.mesh = mesh
@@ -279,6 +318,7 @@ class _Planner:
         self.loss_fn = loss_fn
         self.cluster = cluster
         self.cache = cache
+        self.precision = precision
         self._mesh_of: dict[tuple[int, ...], DeviceMesh] = {tuple(mesh.mesh.shape): mesh}
 
     def device_mesh(self, chosen: Plan) -> DeviceMesh:
@@ -339,7 +379,14 @@ class _Planner:
                 raise AutoparError("pass the batch either by position or by keyword, not both")
             inputs = pytree.tree_map_only(Tensor, _as_example, (args, kwargs))
             example = (*inputs[0],) if inputs[0] else inputs[1]
-            traced = trace(self.model, example, training=training, loss_fn=self.loss_fn, fold=fold)
+            traced = trace(
+                self.model,
+                example,
+                training=training,
+                loss_fn=self.loss_fn,
+                fold=fold,
+                precision=self.precision,
+            )
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = error
         agree(failure, {} if traced is None else _describe(traced))

@@ -111,6 +111,7 @@ def explain(
         constraints=Constraints.parse(plan.constraints),
         training=plan.training,
         loss_fn=loss_fn,
+        precision=plan.precision,
     )
     if traced.fingerprint() != plan.fingerprint:
         raise PlanMismatchError(

@@ -18,6 +18,7 @@ from autopar.core.plan import Plan
 from autopar.errors import PlanMismatchError
 from autopar.runtime.lockstep import mesh_coords, run_lockstep
 from autopar.runtime.shards import assemble, take_shard
+from autopar.tracer.precision import call_in, low_dtype
 from autopar.tracer.trace import normalize_inputs, trace
 
 __all__ = ["Verification", "verify"]
@@ -76,10 +77,15 @@ def verify(
     Raises:
         PlanMismatchError: the plan is for another model or input.
     """
+    options: dict[str, Any] = {
+        "training": plan.training,
+        "loss_fn": loss_fn,
+        "precision": plan.precision,
+    }
     if traced is None:
-        traced = trace(model, example_inputs, training=plan.training, loss_fn=loss_fn)
+        traced = trace(model, example_inputs, **options)
     if plan.repeats:
-        folded = trace(model, example_inputs, training=plan.training, loss_fn=loss_fn, fold=True)
+        folded = trace(model, example_inputs, **options, fold=True)
         if folded.fingerprint() != plan.fingerprint:
             raise PlanMismatchError(
                 f"the plan is for graph {plan.fingerprint}, this model and input trace to "
@@ -218,7 +224,8 @@ def _eager(
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     with torch.set_grad_enabled(traced.training):
-        leaves = pytree.tree_leaves(model(*args, **kwargs))
+        output = call_in(low_dtype(traced.precision), model, args, kwargs)
+    leaves = pytree.tree_leaves(output)
     found: dict[tuple[str, str], Tensor] = {}
     for spec in traced.outputs:
         if spec.kind == "buffer":

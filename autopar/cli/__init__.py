@@ -143,6 +143,9 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add("--nodes", type=positive, default=1)
     add("--devices-per-node", type=positive, help="default: the profile's")
     add("--mesh", type=mesh, metavar="4x8", help="default: nodes x devices per node")
+    add(
+        "--precision", choices=["fp32", "bf16", "fp16"], help="of compute; masters stay as they are"
+    )
     add("--constraints", metavar="JSON|FILE", help="what to pin, such as '{\"data\": 4}'")
     add(
         "--pin",

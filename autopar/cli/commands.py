@@ -64,6 +64,7 @@ def _planned(
             constraints=constraints,
             memory_limit=args.memory_limit,
             optimizer=args.optimizer,
+            precision=args.precision,
         )
     except TraceError as error:
         raise _with_inputs(error, inputs) if made else error from error
@@ -106,7 +107,11 @@ def _frontier(
             "--frontier takes 2 points or more, and neither --out, --memory-limit nor --pin: it "
             "prints plans for limits of its own"
         )
-    options = {"constraints": constraints, "optimizer": args.optimizer}
+    options = {
+        "constraints": constraints,
+        "optimizer": args.optimizer,
+        "precision": args.precision,
+    }
     points = frontier(model, cluster, inputs, points=args.frontier, **options)
     print(render_frontier(points, args.width), end="")
 

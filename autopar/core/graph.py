@@ -125,6 +125,7 @@ class TracedModel:
         tied: FQNs that share storage with a parameter, `(alias, owner)`.
         state_values: tensors lifted from the code, by FQN.
         repeats: blocks that the graph holds once for many; empty for a graph to run.
+        precision: what its parameters and inputs are cast to: "fp32" (nothing), "bf16", "fp16".
     """
 
     graph_module: fx.GraphModule
@@ -138,6 +139,7 @@ class TracedModel:
     tied: tuple[tuple[str, str], ...] = ()
     state_values: Mapping[str, torch.Tensor] = field(default_factory=dict)
     repeats: tuple[Repeat, ...] = ()
+    precision: str = "fp32"
 
     @property
     def graph(self) -> fx.Graph:

@@ -97,6 +97,7 @@ class Plan:
         optimizer: name of the optimizer that memory was priced for.
         checkpoint: recomputation of activations: "none", "selective" or "full".
         repeats: blocks of `nodes` that stand for others (`parameters` names all of them).
+        precision: of compute, "fp32", "bf16" or "fp16"; `dtypes` are those of the masters.
     """
 
     fingerprint: str
@@ -117,6 +118,7 @@ class Plan:
     optimizer: str = "adamw"
     checkpoint: str = "none"
     repeats: tuple[Repeat, ...] = ()
+    precision: str = "fp32"
     version: int = PLAN_VERSION
 
     def to_dict(self) -> dict[str, Any]:

@@ -61,6 +61,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ("solver", _solver(plan)),
         ("pinned", pinned_text(plan)),
         ("optimizer", plan.optimizer),
+        ("precision", plan.precision),
     ]
 
 

@@ -174,6 +174,7 @@ def _as_plan(
         optimizer=optimizer if isinstance(optimizer, str) else _name(optimizer),
         checkpoint=found.kind,
         repeats=traced.repeats,
+        precision=traced.precision,
     )
 
 

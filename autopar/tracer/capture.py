@@ -11,7 +11,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
-from autopar.tracer.diagnose import explain_failure, refuse_data_dependent
+from autopar.tracer.diagnose import explain_failure, refuse_data_dependent, refuse_mixed
+from autopar.tracer.precision import call_in
 
 __all__ = ["PREFIX", "Capture", "export", "normalize_inputs"]
 
@@ -49,16 +50,22 @@ class Capture(nn.Module):
     cannot leave a compiled step. The structure of the output is kept on the side.
     """
 
-    def __init__(self, wrapped: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
+    def __init__(
+        self,
+        wrapped: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.wrapped = wrapped
         self.loss_fn = loss_fn
+        self.dtype = dtype
         # Export restores attributes and containers after the call, but not opaque objects.
         self.notes = Notes()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.loss_fn is None:
-            output = self.wrapped(*args, **kwargs)
+            output = call_in(self.dtype, self.wrapped, args, kwargs)
         else:
             target = kwargs.pop("target") if "target" in kwargs else args[-1]
             output = self._with_loss(args, kwargs, target)
@@ -71,9 +78,12 @@ class Capture(nn.Module):
         return [x if isinstance(x, (Tensor, int, float, bool)) else None for x in leaves]
 
     def _with_loss(self, args: Any, kwargs: Any, target: Any) -> Any:
-        assert self.loss_fn is not None
+        loss_fn = self.loss_fn
+        assert loss_fn is not None
         inputs = args[:-1] if args and args[-1] is target else args
-        return self.loss_fn(self.wrapped(*inputs, **kwargs), target)
+        return call_in(
+            self.dtype, self.wrapped, inputs, kwargs, lambda output: loss_fn(output, target)
+        )
 
 
 def _to_meta(value: Any) -> Any:
@@ -95,6 +105,8 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
             warnings.simplefilter("ignore")
             exported = torch.export.export(capture, args, kwargs, strict=False)
             refuse_data_dependent(capture.wrapped, exported.graph_module)
+            if capture.dtype is not None:
+                refuse_mixed(capture.wrapped, exported.graph_module, capture.dtype)
             if any(_mutates(node) for node in exported.graph.nodes):
                 exported = exported.run_decompositions({})
     except TraceError:

@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from autopar.errors import TraceError
 
-__all__ = ["explain_failure", "refuse_data_dependent"]
+__all__ = ["explain_failure", "refuse_data_dependent", "refuse_mixed"]
 
 _TORCH_DIR = str(Path(torch.__file__).parent)
 _OWN_DIR = str(Path(__file__).parent.parent)
@@ -70,6 +70,33 @@ def refuse_data_dependent(model: nn.Module, gm: fx.GraphModule) -> None:
                 what = f"{node.target} gives {_described(found[0])}"
                 where = f"cannot trace {type(model).__name__} at {_user_line(node)}"
                 raise TraceError(f"{where}\n  {what}\n  {_REMEDY}")
+
+
+_ONE_DTYPE = frozenset(
+    "linear matmul mm bmm addmm baddbmm einsum scaled_dot_product_attention convolution conv1d "
+    "conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d".split()
+)
+
+
+def refuse_mixed(model: nn.Module, gm: fx.GraphModule, dtype: torch.dtype) -> None:
+    """Raises:
+    TraceError: a contraction has operands of two dtypes, which fake kernels let pass.
+    """
+    for node in gm.graph.nodes:
+        name = str(node.target).removeprefix("aten.").partition(".")[0]
+        if node.op != "call_function" or name not in _ONE_DTYPE:
+            continue
+        values = [operand.meta.get("val") for operand in node.all_input_nodes]
+        dtypes = {
+            str(v.dtype)[6:] for v in values if isinstance(v, torch.Tensor) if v.is_floating_point()
+        }
+        if len(dtypes) > 1:
+            raise TraceError(
+                f"cannot trace {type(model).__name__} in {str(dtype)[6:]} at {_user_line(node)}\n"
+                f"  {name} has operands of {' and '.join(sorted(dtypes))}\n"
+                "  Parameters and floating inputs are cast, floating buffers and constants are "
+                "not. Cast what meets them in the forward, as in `buffer.to(x.dtype)`."
+            )
 
 
 def _live(graph: fx.Graph) -> list[fx.Node]:

@@ -8,7 +8,7 @@ works on. Hooks on the autograd nodes tell which forward op a backward op belong
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from autopar.tracer.fanout import insert_fanouts
 from autopar.tracer.fold import find_repeats, is_sound, shortened
 from autopar.tracer.functional import remove_mutations
 from autopar.tracer.functions import FunctionCalls, custom_function
+from autopar.tracer.precision import lift_casts, low_dtype
 from autopar.tracer.rewrites import prepare_graph
 
 __all__ = ["normalize_inputs", "trace"]
@@ -51,6 +52,7 @@ def trace(
     loss: str = "auto",
     loss_fn: Callable[..., Any] | None = None,
     fold: bool = False,
+    precision: str | None = None,
 ) -> TracedModel:
     """Capture the step of `model` as a joint graph. No parameter is allocated.
 
@@ -64,37 +66,38 @@ def trace(
             name, or the last positional one, and is not passed to the model.
         fold: let one of many equal blocks stand for the others, where the model allows it: a graph
             to plan on, in a time that does not grow with depth, but not to run.
+        precision: "bf16" or "fp16" casts parameters and floating inputs; see `precision.call_in`.
 
     Raises:
         TraceError: the forward depends on data, or is not capturable; names file and line.
     """
     repeats = find_repeats(model) if fold else ()
     if repeats:
-        folded = _trace_folded(model, example_inputs, training, loss, loss_fn, repeats)
+        options = {"training": training, "loss": loss, "loss_fn": loss_fn, "precision": precision}
+        folded = _trace_folded(model, example_inputs, repeats, options)
         if folded is not None:
             return folded
     args, kwargs = normalize_inputs(example_inputs)
     with_grad = model.training if training is None else training
-    capture = Capture(model, loss_fn)
+    capture = Capture(model, loss_fn, low_dtype(precision))
     capture.training = model.training  # not .train(): submodules keep modes of their own
     calls = FunctionCalls()
     with calls.recording():
         exported = export(capture, args, kwargs)
-    return _JointTrace(capture, exported, with_grad, loss, calls).run()
+    traced = _JointTrace(capture, exported, with_grad, loss, calls).run()
+    return replace(traced, precision=precision or "fp32")
 
 
 def _trace_folded(
     model: nn.Module,
     example_inputs: Any,
-    training: bool | None,
-    loss: str,
-    loss_fn: Callable[..., Any] | None,
     repeats: tuple[Repeat, ...],
+    options: dict[str, Any],
 ) -> TracedModel | None:
     """The folded graph, or None where the blocks turn out not to be alike."""
     with shortened(model, repeats) as notes:
         try:
-            traced = trace(model, example_inputs, training=training, loss=loss, loss_fn=loss_fn)
+            traced = trace(model, example_inputs, **options)
         except TraceError:
             return None  # tracing it whole tells whether the model is at fault
     folded = replace(traced, repeats=repeats)
@@ -110,8 +113,10 @@ class _Replay(fx.Interpreter):
         rng: RandomContext,
         device: torch.device,
         calls: FunctionCalls,
+        casts: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         super().__init__(gm, garbage_collect_values=False)
+        self.casts = dict(casts or {})
         self.rng = rng
         self.device = device
         self.calls = calls
@@ -120,13 +125,22 @@ class _Replay(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "call_function":
+            self._cast_operands(n)
             return super().run_node(n)
         first = torch._C._autograd._get_sequence_nr()
         before = _last_node()
+        self._cast_operands(n)
         result = super().run_node(n)
         self.ranges.append((first, torch._C._autograd._get_sequence_nr(), n))
         self.marks.append((before, n))
         return result
+
+    def _cast_operands(self, n: fx.Node) -> None:
+        """Cast inputs at their first use, so that the casts count for its module."""
+        for operand in n.all_input_nodes:
+            dtype = self.casts.pop(operand.name, None)
+            if dtype is not None:
+                self.env[operand] = self.env[operand].to(dtype)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is torch.ops.higher_order.wrap_with_set_grad_enabled:
@@ -181,10 +195,11 @@ class _JointTrace:
     def run(self) -> TracedModel:
         gm = self.exported.graph_module
         self._check_no_input_mutation()
+        specs = self._input_specs()
+        self.casts = lift_casts(gm.graph, self.capture.dtype)
         prepare_graph(gm)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         device = torch.device("cpu")
-        specs = self._input_specs()
         with fake:
             leaves = [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs]
             seed = torch.empty((), dtype=torch.int64, device=device)
@@ -252,7 +267,7 @@ class _JointTrace:
         self, gm: fx.GraphModule, specs: list[InputSpec], flat: list[Tensor], seed: Tensor
     ) -> list[Any]:
         rng = RandomContext(seed)
-        replay = _Replay(gm, rng, torch.device("cpu"), self.calls)
+        replay = _Replay(gm, rng, torch.device("cpu"), self.calls, self.casts)
         with torch.set_grad_enabled(self.with_grad):
             results = replay.run(*flat)
         user_outputs, updates = self._sort_outputs(gm, list(results))

@@ -1,0 +1,130 @@
+"""Mixed precision: a module run on low-precision copies of its parameters and inputs.
+
+    y = f(x.to(low); θ.to(low)),    ∂L/∂θ comes back through the cast in θ's own dtype
+
+so the parameters stay fp32 masters (Micikevicius et al. 2018, arXiv 1710.03740). The casts enter
+the joint graph at their first use and are ops like any other: the solver places them, and decides
+for each whether to communicate in front of the cast or behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
+
+from autopar.errors import AutoparError
+
+__all__ = ["LossFn", "call_in", "lift_casts", "low_dtype"]
+
+_LOW: Mapping[str | None, torch.dtype | None] = {
+    None: None,
+    "fp32": None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+LossFn = Callable[..., Any]
+
+
+def low_dtype(precision: str | None) -> torch.dtype | None:
+    """The dtype that a precision computes in; None where the model runs as it is.
+
+    Raises:
+        AutoparError: an unknown precision.
+    """
+    if precision not in _LOW:
+        known = ", ".join(repr(name) for name in _LOW if name)
+        raise AutoparError(f"precision {precision!r} is unknown: use one of {known}")
+    return _LOW[precision]
+
+
+def call_in(
+    dtype: torch.dtype | None, model: nn.Module, args: Any, kwargs: Any, loss: LossFn | None = None
+) -> Any:
+    """Call a module on copies of its parameters and floating inputs in a dtype.
+
+    Args:
+        dtype: of the copies; None calls the module as it is.
+        model: its buffers, and the parameters of norms with running statistics, stay as they are.
+        args, kwargs: of the module.
+        loss: called on the output, whose floating tensors are in fp32 for it.
+
+    Returns:
+        What the module or `loss` returns, scalars in at least fp32.
+    """
+    if dtype is None:
+        output = model(*args, **kwargs)
+        return output if loss is None else loss(output)
+    args, kwargs = pytree.tree_map_only(Tensor, lambda x: _cast(x, dtype), (args, kwargs))
+    values = _copies(model, dtype)
+    output = torch.func.functional_call(model, values, args, kwargs, tie_weights=False)
+    if loss is not None:
+        output = loss(pytree.tree_map_only(Tensor, _widened, output))
+    return pytree.tree_map_only(Tensor, lambda x: x if x.dim() else _widened(x), output)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if x.is_floating_point() else x
+
+
+def _widened(x: Tensor) -> Tensor:
+    return _cast(x, torch.promote_types(x.dtype, torch.float32))
+
+
+def _copies(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Every parameter by each of its names, a tied one cast once."""
+    kept = {
+        id(parameter)
+        for module in model.modules()
+        # kernels take the affine parameters in the dtype of the running statistics
+        if isinstance(module, _NormBase) and module.track_running_stats
+        for parameter in module.parameters(recurse=False)
+    }
+    cast: dict[int, Tensor] = {}
+    values: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        key = id(parameter)
+        if key not in cast:
+            cast[key] = parameter if key in kept else _cast(parameter, dtype)
+        values[name] = cast[key]
+    return values
+
+
+_CASTS = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)
+
+
+def lift_casts(graph: fx.Graph, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """Take the casts of an exported graph's floating inputs out of it.
+
+    They stand at its head, where nobody can tell which module they belong to. Without them the
+    placeholders are of the low dtype; whoever runs the graph casts each at its first use.
+
+    Returns:
+        The dtype of each placeholder that is to be cast, by name.
+    """
+    casts: dict[str, torch.dtype] = {}
+    if dtype is None:
+        return casts
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if node.op != "placeholder" or not isinstance(value, Tensor):
+            continue
+        for user in list(node.users):
+            if user.target is torch.ops.aten._assert_tensor_metadata.default:
+                graph.erase_node(user)
+        users = list(node.users)
+        if (
+            users
+            and value.dtype != dtype
+            and all(user.target in _CASTS and user.meta["val"].dtype == dtype for user in users)
+        ):
+            node.meta["val"] = users[0].meta["val"]
+            casts[node.name] = dtype
+            for user in users:
+                user.replace_all_uses_with(node)
+                graph.erase_node(user)
+    return casts
