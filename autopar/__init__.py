@@ -29,6 +29,7 @@ __all__ = [
     "ConstraintError",
     "Constraints",
     "InfeasiblePlanError",
+    "LossScaler",
     "ParallelModule",
     "Plan",
     "PlanMismatchError",
@@ -46,6 +47,7 @@ __all__ = [
 _WHERE = {
     "Cluster": "autopar.cost_model",
     "Constraints": "autopar.core.constraints",
+    "LossScaler": "autopar.runtime.scaler",
     "ParallelModule": "autopar.runtime.module",
     "Plan": "autopar.core.plan",
     "Verification": "autopar.verification",

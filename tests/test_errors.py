@@ -159,7 +159,8 @@ def test_plan_file_is_damaged(saved: Path, tmp_path: Path) -> None:
     for key in data:
         broken = {k: v for k, v in data.items() if k != key}
         path.write_text(json.dumps(broken))
-        if key in ("constraints", "memory_limit_bytes", "optimizer", "checkpoint", "repeats"):
+        defaults = ("constraints", "memory_limit_bytes", "optimizer", "checkpoint", "repeats")
+        if key in (*defaults, "precision"):
             continue  # fields with defaults
         with pytest.raises(autopar.PlanMismatchError):
             autopar.load_plan(path)

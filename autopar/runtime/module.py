@@ -28,7 +28,9 @@ from autopar.core.placement import Layout, Replicate
 from autopar.core.plan import Plan
 from autopar.errors import AutoparError
 from autopar.runtime.data import ShardedLoader
+from autopar.runtime.gradients import clip_gradients
 from autopar.runtime.profile import profile_step
+from autopar.runtime.scaler import LossScaler
 from autopar.runtime.shards import take_shard
 from autopar.runtime.state import to_dtensor
 
@@ -186,6 +188,7 @@ class ParallelModule(nn.Module):
         self._parameter_order: list[str] = []
         self._owners: dict[str, tuple[nn.Module, str]] = {}
         self._reserved: dict[str, nn.Parameter] = {}
+        self.loss_scaler: LossScaler | None = None
 
     # --- set-up --------------------------------------------------------------------------------
     def install(self, step: CompiledStep, signature: Any) -> None:
@@ -275,7 +278,8 @@ class ParallelModule(nn.Module):
     def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Forward and backward of one global batch; returns the loss, detached.
 
-        Gradients are added to each parameter's `.grad`, as `backward` does.
+        Gradients are added to each parameter's `.grad`, as `backward` does. With a `LossScaler`
+        they are those of the scaled loss.
 
         Raises:
             AutoparError: the model has no scalar loss; pass `loss_fn=` to `parallelize`.
@@ -292,7 +296,7 @@ class ParallelModule(nn.Module):
                 "autopar.parallelize, or labels to the model"
             )
         loss = pytree.tree_leaves(output)[index] if not isinstance(output, Tensor) else output
-        loss.backward()
+        (loss if self.loss_scaler is None else self.loss_scaler.scale(loss)).backward()
         return loss.detach()
 
     def profile_step(
@@ -333,6 +337,16 @@ class ParallelModule(nn.Module):
             coords = [int(c) for c in np.unravel_index(rank, shape)]
             program = emit(step.traced, step.plan, coords)
         print(program_text(program, step.traced, step.plan), end="")
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """As `torch.nn.utils.clip_grad_norm_` on all parameters, with one all-reduce.
+
+        Returns:
+            The global norm before clipping, the same on every rank.
+        """
+        return clip_gradients(self.parameters(), max_norm, norm_type, error_if_nonfinite)
 
     def shard_dataloader(self, loader: Iterable[Any]) -> Iterable[Any]:
         """Batches of `loader` of which this rank loads and holds only its share."""
