@@ -13,6 +13,7 @@ from typing import Any
 
 from autopar.errors import (
     AutoparError,
+    CheckpointError,
     ConstraintError,
     InfeasiblePlanError,
     PlanMismatchError,
@@ -25,6 +26,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AutoparError",
+    "Checkpoint",
+    "CheckpointError",
     "Cluster",
     "ConstraintError",
     "Constraints",
@@ -37,24 +40,33 @@ __all__ = [
     "TraceError",
     "UnsupportedOpWarning",
     "Verification",
+    "load_checkpoint",
     "load_plan",
+    "load_safetensors",
     "parallelize",
     "plan",
+    "save_checkpoint",
+    "save_safetensors",
     "simulate",
     "verify",
 ]
 
 _WHERE = {
+    "Checkpoint": "autopar.runtime.resume",
     "Cluster": "autopar.cost_model",
     "Constraints": "autopar.core.constraints",
     "LossScaler": "autopar.runtime.scaler",
     "ParallelModule": "autopar.runtime.module",
     "Plan": "autopar.core.plan",
     "Verification": "autopar.verification",
+    "load_checkpoint": "autopar.runtime.resume",
     "load_plan": "autopar.api",
+    "load_safetensors": "autopar.runtime.safetensors",
     "parallelize": "autopar.api",
     "plan": "autopar.api",
     "simulate": "autopar.simulation",
+    "save_checkpoint": "autopar.runtime.checkpoint",
+    "save_safetensors": "autopar.runtime.safetensors",
     "verify": "autopar.verification",
 }
 

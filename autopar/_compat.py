@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Partial as TorchPartial
@@ -10,9 +12,9 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from autopar.core.placement import Layout
+from autopar.core.placement import Layout, Partial, Replicate, Shard
 
-__all__ = ["dtensor_like", "dtensor_placements"]
+__all__ = ["dtensor_like", "dtensor_placements", "layout_of"]
 
 
 def dtensor_like(local: Tensor, other: DTensor) -> DTensor:
@@ -34,3 +36,16 @@ def dtensor_placements(layout: Layout) -> list[TorchPlacement]:
         else:
             out.append(TorchShard(placement.dim))
     return out
+
+
+def layout_of(placements: Sequence[TorchPlacement]) -> Layout:
+    """The layout of DTensor's placements: the inverse of `dtensor_placements`."""
+    out = []
+    for placement in placements:
+        if isinstance(placement, _StridedShard):
+            out.append(Shard(placement.dim, int(placement.split_factor)))
+        elif isinstance(placement, TorchShard):
+            out.append(Shard(placement.dim))
+        else:
+            out.append(Partial() if isinstance(placement, TorchPartial) else Replicate())
+    return tuple(out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "AutoparError",
+    "CheckpointError",
     "ConstraintError",
     "InfeasiblePlanError",
     "PlanMismatchError",
@@ -19,6 +20,10 @@ class AutoparError(Exception):
 
 class TraceError(AutoparError):
     """The model cannot be captured as a graph (names the user's file and line)."""
+
+
+class CheckpointError(AutoparError):
+    """A checkpoint cannot be written, is damaged, or is not one of this model."""
 
 
 class ConstraintError(AutoparError, ValueError):

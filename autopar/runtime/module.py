@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,6 +33,9 @@ from autopar.runtime.profile import profile_step
 from autopar.runtime.scaler import LossScaler
 from autopar.runtime.shards import take_shard
 from autopar.runtime.state import to_dtensor
+
+if TYPE_CHECKING:
+    from autopar.runtime.checkpoint import SaveHandle
 
 __all__ = ["CompiledStep", "ParallelModule", "StateName"]
 
@@ -189,6 +192,7 @@ class ParallelModule(nn.Module):
         self._owners: dict[str, tuple[nn.Module, str]] = {}
         self._reserved: dict[str, nn.Parameter] = {}
         self.loss_scaler: LossScaler | None = None
+        self.pending_save: SaveHandle | None = None
 
     # --- set-up --------------------------------------------------------------------------------
     def install(self, step: CompiledStep, signature: Any) -> None:
@@ -256,6 +260,21 @@ class ParallelModule(nn.Module):
         found = owner._parameters[leaf]
         assert isinstance(found, DTensor)
         return found
+
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers that this rank holds, each tied one once, by FQN."""
+        held = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        kept = {entry.owner for entry in self._names if entry.persistent}
+        return {name: held[name] for name in held if name in kept}
+
+    @property
+    def random_state(self) -> dict[str, int]:
+        """The seed of dropout, and how many training steps have drawn from it."""
+        return {"seed": self._seed, "calls": self._calls}
+
+    @random_state.setter
+    def random_state(self, state: Mapping[str, int]) -> None:
+        self._seed, self._calls = int(state["seed"]), int(state["calls"])
 
     def _set_buffer(self, name: str, value: Tensor) -> None:
         with torch.no_grad():

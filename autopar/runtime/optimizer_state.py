@@ -1,0 +1,175 @@
+"""Optimizer states by FQN: what a checkpoint keeps of an optimizer, whatever the plan.
+
+Torch numbers parameters by their place in the groups; names hold on any rank and mesh. A state of
+the parameter's shape is sharded as the parameter; tensors that are not DTensors (step counters)
+are the same on every rank that holds the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from autopar._compat import layout_of
+from autopar.core.placement import Replicate
+from autopar.errors import CheckpointError
+from autopar.runtime.pieces import evened
+from autopar.runtime.state import to_dtensor
+
+__all__ = ["collect", "merged", "restore", "targets"]
+
+_SHARDED, _PLAIN = "optimizer", "optimizer-plain"
+
+
+def _named(optimizer: Optimizer, names: Mapping[int, str]) -> list[tuple[str, Tensor]]:
+    found = []
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise CheckpointError(
+                    f"group {number} of the optimizer has a parameter of shape "
+                    f"{tuple(parameter.shape)} that is not the module's: make the optimizer from "
+                    "the parallel module's parameters"
+                )
+            found.append((names[id(parameter)], parameter))
+    return found
+
+
+def collect(
+    optimizer: Optimizer, names: Mapping[int, str]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors of an optimizer's states by key, and its options and other values.
+
+    Args:
+        optimizer: of the module's parameters.
+        names: FQN of each parameter by id.
+    """
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, dict[str, Any]] = {}
+    for name, parameter in _named(optimizer, names):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, DTensor):
+                tensors[f"{_SHARDED}/{name}/{key}"] = evened(value)
+            elif isinstance(value, Tensor):
+                tensors[f"{_PLAIN}/{name}/{key}"] = value
+            else:
+                values.setdefault(name, {})[key] = value
+    groups = [
+        {
+            "params": [names[id(p)] for p in group["params"]],
+            "options": {key: value for key, value in group.items() if key != "params"},
+        }
+        for group in optimizer.param_groups
+    ]
+    return tensors, {"groups": groups, "values": values}
+
+
+def merged(mine: dict[str, Any]) -> dict[str, Any]:
+    """The second part of `collect` for the parameters of all ranks. Collective."""
+    everyone: list[Any] = [mine]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    groups = [dict(group) for group in everyone[0]["groups"]]
+    values = dict(everyone[0]["values"])
+    for other in everyone[1:]:
+        values.update(other["values"])
+        for group, same in zip(groups, other["groups"], strict=True):
+            group["params"] = list(dict.fromkeys([*group["params"], *same["params"]]))
+    return {"groups": groups, "values": values}
+
+
+def targets(
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    stored: Mapping[str, TensorStorageMetadata],
+) -> dict[str, Tensor]:
+    """Empty tensors for the states that a checkpoint has of this rank's parameters, by key."""
+    parameters = dict(_named(optimizer, names))
+    known = set(names.values())
+    found: dict[str, Tensor] = {}
+    for key, entry in stored.items():
+        kind, name, _ = _split(key)
+        if kind not in (_SHARDED, _PLAIN):
+            continue
+        if name in parameters:
+            found[key] = _empty(parameters[name], entry, kind == _PLAIN)
+        elif name in known:
+            raise CheckpointError(
+                f"the checkpoint has an optimizer state of {name}, which this optimizer does not "
+                "hold: give it the same parameters as when it was saved"
+            )
+    return found
+
+
+def _split(key: str) -> tuple[str, str, str]:
+    kind, _, rest = key.partition("/")
+    name, _, state = rest.rpartition("/")
+    return kind, name, state
+
+
+def _empty(parameter: Tensor, entry: TensorStorageMetadata, plain: bool) -> Tensor:
+    shape, dtype = tuple(entry.size), entry.properties.dtype
+    if plain or not isinstance(parameter, DTensor):
+        return torch.zeros(shape, dtype=dtype)
+    local, layout = parameter.to_local().detach(), layout_of(parameter.placements)
+    if shape == tuple(parameter.shape):
+        empty = torch.empty_like(local, dtype=dtype, memory_format=torch.contiguous_format)
+    else:
+        empty = torch.empty(shape, dtype=dtype, device=local.device)
+        layout = tuple(Replicate() for _ in layout)
+    return to_dtensor(empty, shape, layout, parameter.device_mesh)
+
+
+def restore(
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    saved: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+) -> None:
+    """Give an optimizer the options, values and (filled) tensors of a checkpoint.
+
+    Raises:
+        CheckpointError: its groups are not those that were saved.
+    """
+    states: dict[str, dict[str, Any]] = {n: dict(v) for n, v in saved["values"].items()}
+    for key, tensor in tensors.items():
+        _, name, state = _split(key)
+        states.setdefault(name, {})[state] = tensor
+    numbers: dict[str, int] = {}
+    groups = []
+    options = _options(optimizer, names, saved["groups"])
+    for group, chosen in zip(optimizer.param_groups, options, strict=True):
+        held = [names[id(p)] for p in group["params"]]
+        for name in held:
+            numbers[name] = len(numbers)
+        groups.append({**chosen, "params": [numbers[name] for name in held]})
+    numbered = {numbers[name]: entry for name, entry in states.items() if name in numbers}
+    optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+
+
+def _options(
+    optimizer: Optimizer, names: Mapping[int, str], saved: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    if len(saved) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"the optimizer has {len(optimizer.param_groups)} parameter groups, the checkpoint "
+            f"{len(saved)}"
+        )
+    found = []
+    for number, (group, before) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
+        strange = {names[id(p)] for p in group["params"]} - set(before["params"])
+        if strange:
+            raise CheckpointError(
+                f"group {number} of the optimizer holds {min(strange)} and {len(strange) - 1} more "
+                "that it did not hold when it was saved: make the same groups in the same order"
+            )
+        found.append(dict(before["options"]))
+    return found

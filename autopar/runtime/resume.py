@@ -1,0 +1,206 @@
+"""A training run taken up from a checkpoint: what `save_checkpoint` wrote, on any mesh and plan.
+
+First everything is checked, on every rank, then tensors are read in place, then the rest is handed
+out. Each rank reads for itself and all of them compare notes in between, so that one that fails
+leaves nobody waiting.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.optim import Optimizer
+
+from autopar.errors import AutoparError, CheckpointError
+from autopar.runtime import optimizer_state
+from autopar.runtime.checkpoint import (
+    LATEST,
+    MODEL,
+    STATE,
+    agreed,
+    guarded,
+    of_step,
+    parameter_names,
+)
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.pieces import pieces
+from autopar.runtime.scaler import LossScaler
+from autopar.runtime.storage import INDEX, Index, LoadPlanner, Reader, SavePlanner
+
+__all__ = ["Checkpoint", "load_checkpoint"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """What `load_checkpoint` found.
+
+    Attributes:
+        folder: that it was read from.
+        step: as given to `save_checkpoint`.
+        data: what the user added, such as the position in the data.
+    """
+
+    folder: Path
+    step: int
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+def load_checkpoint(
+    path: str | Path,
+    module: ParallelModule,
+    optimizer: Optimizer | None = None,
+    *,
+    scheduler: Any = None,
+    scaler: LossScaler | None = None,
+    step: int | None = None,
+) -> Checkpoint:
+    """Take up a training run, on any mesh and with any plan of the same model. Collective.
+
+    Each rank reads the parts of the files that it needs, into its tensors.
+
+    Args:
+        path: as given to `save_checkpoint`, or one of the folders in it.
+        module, optimizer, scheduler, scaler: as when it was saved; what is absent is not loaded.
+        step: which one; default: the latest.
+
+    Raises:
+        CheckpointError: none is there, tensors are missing or have another shape, or files are
+            damaged; on every rank. The module is unchanged, unless reading itself failed.
+    """
+    failure: Exception | None = None
+    ready: _Ready | None = None
+    try:
+        ready = _ready(Path(path), module, optimizer, step)
+        _check_asked(ready.extra, optimizer, scheduler, scaler)
+    except (CheckpointError, OSError) as error:
+        failure = error
+    agreed(failure, {"the checkpoint": ready.folder.name if ready else ""})
+    assert ready is not None
+    try:
+        _read(ready)
+    except CheckpointError as error:
+        failure = error
+    agreed(failure, {})
+    extra = ready.extra
+    try:
+        if optimizer is not None:
+            names = parameter_names(module)
+            optimizer_state.restore(optimizer, names, extra["optimizer"], ready.states)
+        if scheduler is not None:
+            scheduler.load_state_dict(extra["scheduler"])
+        wanted = scaler or module.loss_scaler
+        if wanted is not None and extra["scaler"] is not None:
+            wanted.load_state_dict(extra["scaler"])
+        module.random_state = extra["random"]
+    except (AutoparError, KeyError, TypeError, ValueError) as error:
+        failure = CheckpointError(f"{ready.folder}: {type(error).__name__}: {error}")
+    agreed(failure, {})
+    return Checkpoint(folder=ready.folder, step=int(extra["step"]), data=extra["data"])
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A checkpoint that fits the module, and the tensors to fill from it."""
+
+    folder: Path
+    index: Index
+    extra: dict[str, Any]
+    parameters: dict[str, Tensor]
+    states: dict[str, Tensor]
+
+
+def _ready(
+    root: Path, module: ParallelModule, optimizer: Optimizer | None, step: int | None
+) -> _Ready:
+    folder = _folder(root, step)
+    index = Index.read(folder)
+    extra = _read_extra(folder)
+    tensors = {f"{MODEL}{name}": value for name, value in module.saved_tensors().items()}
+    everywhere = {f"{MODEL}{name}" for name in module.plan.shapes} | tensors.keys()
+    _check_model(folder, index, tensors, everywhere)
+    states: dict[str, Tensor] = {}
+    if optimizer is not None:
+        states = optimizer_state.targets(optimizer, parameter_names(module), index.tensors)
+    return _Ready(folder, index, extra, tensors, states)
+
+
+def _folder(root: Path, step: int | None) -> Path:
+    if step is not None:
+        found = of_step(root, step)
+        if not found:
+            raise CheckpointError(f"there is no checkpoint of step {step} in {root}")
+        return found[0]
+    if (root / INDEX).exists():
+        return root
+    try:
+        name = (root / LATEST).read_text().strip()
+    except OSError as error:
+        raise CheckpointError(f"there is no complete checkpoint in {root} ({error})") from error
+    if not name or Path(name).name != name:
+        raise CheckpointError(f"{root / LATEST} names no checkpoint but {name!r}")
+    return root / name
+
+
+def _read_extra(folder: Path) -> dict[str, Any]:
+    path = folder / STATE
+    try:
+        extra = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        first = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"{path} is damaged ({type(error).__name__}: {first}): load an earlier checkpoint"
+        ) from error
+    keys = {"step", "random", "optimizer", "scheduler", "scaler", "data"}
+    if not isinstance(extra, dict) or not keys <= extra.keys():
+        raise CheckpointError(f"{path} is not the state of a training run")
+    return extra
+
+
+def _check_model(
+    folder: Path, index: Index, tensors: Mapping[str, Tensor], everywhere: set[str]
+) -> None:
+    stored = {name for name in index.tensors if name.startswith(MODEL)}
+    missing, strange = sorted(tensors.keys() - stored), sorted(stored - everywhere)
+    for names, what in ((missing, "lacks"), (strange, "has, and the model has not,")):
+        if names:
+            listed = ", ".join(name.removeprefix(MODEL) for name in names[:3])
+            raise CheckpointError(f"{folder} {what} {len(names)} tensors: {listed}")
+    for name, tensor in tensors.items():
+        entry = index.tensors[name]
+        here = (tuple(tensor.shape), tensor.dtype)
+        there = (tuple(entry.size), entry.properties.dtype)
+        if here != there:
+            raise CheckpointError(
+                f"{name.removeprefix(MODEL)} is {here[1]} of shape {here[0]} in the model and "
+                f"{there[1]} of shape {there[0]} in {folder}"
+            )
+
+
+def _check_asked(
+    extra: Mapping[str, Any], optimizer: Any, scheduler: Any, scaler: LossScaler | None
+) -> None:
+    for name, given in (("optimizer", optimizer), ("scheduler", scheduler), ("scaler", scaler)):
+        if given is not None and extra[name] is None and getattr(given, "enabled", True):
+            raise CheckpointError(f"the checkpoint was saved without {name}=")
+
+
+def _read(ready: _Ready) -> None:
+    boxes = pieces({**ready.parameters, **ready.states})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is unavailable")
+        guarded(
+            lambda: load(
+                SavePlanner.state(boxes),
+                storage_reader=Reader(ready.folder, ready.index),
+                planner=LoadPlanner(boxes),
+                no_dist=True,
+            ),
+            f"read from {ready.folder}",
+        )

@@ -1,0 +1,359 @@
+"""Checkpoints on real gloo ranks: saved on one mesh, taken up on another, damaged, cut off."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import autopar
+from autopar.runtime.storage import Writer
+from tests import handwritten as hw
+from tests import zoo
+from tests.dist import RankError, run_ranks, try_ranks
+from tests.test_gloo import whole
+
+MIXED = {"data": 2, "tensor": {"mode": "1d", "size": 2}, "zero": 3}
+BEFORE = AFTER = 3
+
+Run = tuple[Any, torch.optim.Optimizer, Any, dict[str, Any]]
+
+
+def start(world: int, constraints: Any, seed: int, **options: Any) -> Run:
+    """A module with dropout, its optimizer in two groups, a schedule and a batch."""
+    torch.manual_seed(seed)
+    model, inputs = zoo.gpt2(dropout=0.1, layers=1)
+    mesh = init_device_mesh("cpu", (world,))
+    parallel = autopar.parallelize(
+        model.train(), mesh, inputs, constraints=constraints, seed=seed, **options
+    )
+    weights = [p for p in parallel.parameters() if p.dim() > 1]
+    rest = [p for p in parallel.parameters() if p.dim() <= 1]
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": rest, "lr": 1e-2}]
+    optimizer = torch.optim.AdamW(groups, lr=5e-3, betas=(0.8, 0.95))
+    return parallel, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5]), inputs
+
+
+def steps(run: Run, number: int) -> list[float]:
+    parallel, optimizer, schedule, inputs = run
+    losses = []
+    for _ in range(number):
+        losses.append(parallel.train_step(**inputs).item())
+        parallel.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return losses
+
+
+def everything(run: Run) -> dict[str, torch.Tensor]:
+    """Whole parameters, buffers and optimizer states, by name."""
+    parallel, optimizer, _, _ = run
+    found = {name: whole(value).detach().clone() for name, value in parallel.state_dict().items()}
+    for name, parameter in parallel.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            found[f"{name}/{key}"] = whole(value).detach().clone()
+    return found
+
+
+def unbroken(rank: int, path: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Train, save, and train on: the state at the save, and the losses after it."""
+    run = start(4, MIXED, seed=3)
+    steps(run, BEFORE)
+    state = everything(run)
+    handle = autopar.save_checkpoint(
+        path, run[0], run[1], scheduler=run[2], step=BEFORE, data={"epoch": 2, "seen": [1, 2]}
+    )
+    assert handle.done() and handle.result() == Path(path) / "step-00000003"
+    return state, steps(run, AFTER)
+
+
+def resumed(
+    rank: int, path: str, world: int, constraints: Any
+) -> tuple[dict[str, torch.Tensor], list[float], Any]:
+    """The state that a run with other weights, seed and plan loads, and its losses."""
+    run = start(world, constraints, seed=8)
+    steps(run, 1)
+    found = autopar.load_checkpoint(path, run[0], run[1], scheduler=run[2])
+    return everything(run), steps(run, AFTER), (found.step, found.data)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A checkpoint of four ranks; tests that damage it copy it first."""
+    path = tmp_path_factory.mktemp("checkpoints")
+    results = run_ranks(unbroken, 4, str(path))
+    torch.save(results[0], path / "expected.pt")
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.mark.parametrize(
+    ("world", "constraints"),
+    [
+        (2, {"data": 2, "zero": 3}),
+        (1, None),
+        (4, {"tensor": {"mode": "2d", "size": 4}}),
+        (2, {"tensor": {"mode": "1d", "size": 2}}),
+    ],
+    ids=["zero3", "one", "2d", "1d"],
+)
+def test_a_run_goes_on_anywhere_as_if_unbroken(saved: Path, world: int, constraints: Any) -> None:
+    state, losses = torch.load(saved / "expected.pt")
+    assert len({round(x, 4) for x in losses}) == AFTER
+    for found, after, note in run_ranks(resumed, world, str(saved), world, constraints):
+        assert found.keys() == state.keys() and any("exp_avg_sq" in name for name in found)
+        for name, value in state.items():
+            assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+        assert after == pytest.approx(losses, rel=1e-6)
+        assert note == (BEFORE, {"epoch": 2, "seen": [1, 2]})
+
+
+def test_the_files_hold_each_tensor_once_and_no_pickled_index(saved: Path) -> None:
+    assert (saved / "latest").read_text() == "step-00000003"
+    folder = saved / "step-00000003"
+    names = {p.name for p in folder.iterdir()}
+    assert names == {"index.json", "state.pt", "plan.json", *(f"__{r}_0.distcp" for r in range(4))}
+    index = json.loads((folder / "index.json").read_text())["tensors"]
+    assert "model/transformer.wte.weight" not in index or "model/lm_head.weight" not in index
+    for name, entry in index.items():
+        volume = sum(torch.Size(sizes).numel() for _, sizes, _ in entry["boxes"])
+        assert volume == torch.Size(entry["shape"]).numel(), name
+    assert any(len(entry["boxes"]) > 4 for entry in index.values())  # strided shards
+    assert autopar.load_plan(folder / "plan.json").mesh_shape == (2, 2)
+    assert not list(saved.glob(".*"))
+
+
+# --- what goes wrong
+
+
+def load_only(rank: int, path: str, kind: str) -> None:
+    """Load into a module that fits, or differs in the way of `kind`."""
+    mesh, batch = init_device_mesh("cpu", (2,)), hw.vectors()
+    widths = {"wider": {"classes": 16}, "deeper": {"layers": 3}, "shallower": {"layers": 1}}
+    model = hw.Mlp(**widths.get(kind, {}))
+    if kind == "double":
+        model.double()
+        batch = hw.vectors() | {"x": hw.vectors()["x"].double()}
+    parallel = autopar.parallelize(model, mesh, batch, constraints={"data": 2, "zero": 3})
+    before = {n: whole(p).clone() for n, p in parallel.named_parameters()}
+    optimizer: Any = torch.optim.AdamW(parallel.parameters())
+    if kind == "groups":
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    if kind == "fewer":
+        optimizer = torch.optim.AdamW(list(parallel.parameters())[1:])
+    scaler = autopar.LossScaler(parallel) if kind == "scaler" else None
+    step = 7 if kind == "step" else None
+    try:
+        autopar.load_checkpoint(path, parallel, optimizer, scaler=scaler, step=step)
+    finally:
+        if kind != "fits":
+            assert all(torch.equal(before[n], whole(p)) for n, p in parallel.named_parameters())
+
+
+def save_small(rank: int, path: str) -> None:
+    parallel, optimizer = small()
+    autopar.save_checkpoint(path, parallel, optimizer, step=1)
+
+
+def small() -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,))
+    parallel = autopar.parallelize(hw.Mlp(), mesh, hw.vectors(), constraints={"data": 2, "zero": 3})
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+    parallel.train_step(**hw.vectors())
+    optimizer.step()
+    optimizer.zero_grad()
+    return parallel, optimizer
+
+
+@pytest.fixture(scope="module")
+def small_saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("small")
+    run_ranks(save_small, 2, str(path))
+    return path
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch /tmp/autopar-evil",)
+
+
+def damage(folder: Path, kind: str) -> None:
+    data = folder / "__1_0.distcp"
+    if kind == "truncated":
+        os.truncate(data, data.stat().st_size - 100)
+    elif kind == "overwritten":
+        data.write_bytes(b"x" * data.stat().st_size)
+    elif kind == "missing file":
+        data.unlink()
+    elif kind == "cut index":
+        text = (folder / "index.json").read_text()
+        (folder / "index.json").write_text(text[: len(text) // 2])
+    elif kind == "cut state":
+        os.truncate(folder / "state.pt", 300)
+    elif kind == "code":
+        (folder / "state.pt").write_bytes(pickle.dumps({"step": Evil()}))
+    elif kind == "no latest":
+        (folder.parent / "latest").unlink()
+    elif kind == "a hole":
+        index = json.loads((folder / "index.json").read_text())
+        index["tensors"]["model/head.weight"]["boxes"].pop()
+        (folder / "index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        ("truncated", r"__1_0.distcp has \d+ bytes, \d+ bytes were written"),
+        ("overwritten", "was not read from"),
+        ("missing file", "__1_0.distcp is missing"),
+        ("cut index", "index.json is damaged"),
+        ("cut state", "state.pt is damaged"),
+        ("code", "state.pt is damaged"),
+        ("no latest", "no complete checkpoint"),
+        ("a hole", "elements of model/head.weight"),
+        ("wider", r"head.* is torch.float32 of shape .*16.* in the model and .*8"),
+        ("double", "torch.float64.*torch.float32"),
+        ("deeper", r"lacks 4 tensors: layers\.2"),
+        ("shallower", r"has not, 4 tensors: layers\.1"),
+        ("groups", "not the module's"),
+        ("fewer", r"optimizer state of layers\.0\.0\.weight"),
+        ("scaler", "saved without scaler="),
+        ("step", "no checkpoint of step 7"),
+    ],
+)
+def test_what_does_not_fit_is_an_error_on_every_rank(
+    small_saved: Path, tmp_path: Path, kind: str, match: str
+) -> None:
+    path = tmp_path / "checkpoints"
+    shutil.copytree(small_saved, path)
+    damage(path / "step-00000001", kind)
+    Path("/tmp/autopar-evil").unlink(missing_ok=True)
+    for outcome in try_ranks(load_only, 2, str(path), kind, timeout=90):
+        assert isinstance(outcome, RankError)
+        assert outcome.kind == "CheckpointError", outcome.trace
+        assert __import__("re").search(match, outcome.message), outcome.message
+    assert not Path("/tmp/autopar-evil").exists()
+
+
+def breaking(rank: int, path: str, kind: str) -> None:
+    """The first save works; the second one breaks on rank 1 while it writes."""
+    parallel, optimizer = small()
+    autopar.save_checkpoint(path, parallel, optimizer, step=1)
+    write = Writer.write_data
+
+    def broken(self: Writer, plan: Any, planner: Any) -> Any:
+        if rank == 1:
+            if kind == "dies":
+                os._exit(1)
+            raise OSError(28, "No space left on device")
+        return write(self, plan, planner)
+
+    Writer.write_data = broken  # type: ignore[method-assign]
+    for parameter in parallel.parameters():
+        parameter.data.add_(1.0)
+    handle = autopar.save_checkpoint(
+        path, parallel, optimizer, step=2, asynchronous=kind == "later"
+    )
+    assert kind == "later"
+    handle.result()
+
+
+@pytest.mark.parametrize("kind", ["dies", "full", "later"])
+def test_a_crash_while_saving_leaves_the_last_good_one(tmp_path: Path, kind: str) -> None:
+    outcomes = try_ranks(breaking, 2, str(tmp_path), kind, timeout=90)
+    assert outcomes[0].kind == "CheckpointError", outcomes[0].trace
+    assert outcomes[1].kind == ("Died" if kind == "dies" else "CheckpointError")
+    if kind != "dies":
+        assert all("rank 1: OSError: [Errno 28]" in o.message for o in outcomes)
+    assert (tmp_path / "latest").read_text() == "step-00000001"
+    run_ranks(load_only, 2, str(tmp_path), "fits")
+    run_ranks(save_small, 2, str(tmp_path))  # and what is left over is in nobody's way
+
+
+def replacing(rank: int, path: str) -> None:
+    parallel, optimizer = small()
+    kept = []
+    for step, asynchronous in ((1, False), (2, True), (2, True), (1, False)):
+        kept.append({n: whole(p).clone() for n, p in parallel.named_parameters()})
+        handle = autopar.save_checkpoint(
+            path, parallel, optimizer, step=step, asynchronous=asynchronous,
+            data={"number": len(kept)},
+        )  # fmt: skip
+        parallel.train_step(**hw.vectors())  # while the files are written
+        optimizer.step()
+        optimizer.zero_grad()
+        for parameter in parallel.parameters():
+            parameter.data.mul_(1.5)
+    handle.result()
+    for step, number in ((None, 4), (1, 4), (2, 3)):
+        found = autopar.load_checkpoint(path, parallel, optimizer, step=step)
+        assert found.data == {"number": number}
+        for name, parameter in parallel.named_parameters():
+            assert torch.equal(whole(parameter), kept[number - 1][name])
+    with pytest.raises(autopar.CheckpointError, match=r"'data' holds more than tensors"):
+        autopar.save_checkpoint(path, parallel, step=9, data={"position": Evil()})
+
+
+def test_saving_meanwhile_and_saving_again(tmp_path: Path) -> None:
+    run_ranks(replacing, 2, str(tmp_path))
+    folders = sorted(p.name for p in tmp_path.iterdir() if p.is_dir())
+    assert folders == ["step-00000001.2", "step-00000002.2"]
+    assert (tmp_path / "latest").read_text() == "step-00000001.2"
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adafactor": functools.partial(torch.optim.Adafactor, lr=1e-2),
+    "momentum": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+    "amsgrad": functools.partial(torch.optim.Adam, lr=1e-2, amsgrad=True, foreach=True),
+}
+
+
+def with_optimizer(rank: int, path: str, name: str, world: int, load: bool) -> list[float]:
+    """Losses behind a save, or behind loading it; batch norm and fp16 scaling are along."""
+    torch.manual_seed(1 if load else 0)
+    inputs = {"x": torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0)),
+              "target": torch.zeros(8, 2, 8, 8)}  # fmt: skip
+    mesh = init_device_mesh("cpu", (world,))
+    parallel = autopar.parallelize(hw.UNet().train(), mesh, inputs, constraints={"data": world})
+    optimizer = OPTIMIZERS[name](parallel.parameters())
+    scaler = autopar.LossScaler(parallel, initial_scale=4.0, growth_interval=2)
+
+    def train(number: int) -> list[float]:
+        losses = []
+        for _ in range(number):
+            losses.append(parallel.train_step(**inputs).item())
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return losses
+
+    if load:
+        autopar.load_checkpoint(path, parallel, optimizer)
+        assert scaler.state_dict() == {"scale": 8.0, "growth_tracker": 1, "overflows": 0}
+    else:
+        train(3)
+        autopar.save_checkpoint(path, parallel, optimizer, step=3)
+    losses = train(2)
+    parallel.eval()
+    with torch.no_grad():
+        return [*losses, parallel(**inputs).item()]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer_buffers_and_the_scaler(tmp_path: Path, name: str) -> None:
+    expected = run_ranks(with_optimizer, 4, str(tmp_path), name, 4, False)[0]
+    assert len(set(expected)) == 3
+    for world in (2, 1):
+        for losses in run_ranks(with_optimizer, world, str(tmp_path), name, world, True):
+            assert losses == pytest.approx(expected, rel=1e-5)
