@@ -61,12 +61,12 @@ _WHERE = {
     "Verification": "autopar.verification",
     "load_checkpoint": "autopar.runtime.resume",
     "load_plan": "autopar.api",
-    "load_safetensors": "autopar.runtime.safetensors",
+    "load_safetensors": "autopar.runtime.exchange",
     "parallelize": "autopar.api",
     "plan": "autopar.api",
     "simulate": "autopar.simulation",
     "save_checkpoint": "autopar.runtime.checkpoint",
-    "save_safetensors": "autopar.runtime.safetensors",
+    "save_safetensors": "autopar.runtime.exchange",
     "verify": "autopar.verification",
 }
 

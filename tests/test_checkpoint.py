@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,7 +157,7 @@ def load_only(rank: int, path: str, kind: str) -> None:
     try:
         autopar.load_checkpoint(path, parallel, optimizer, scaler=scaler, step=step)
     finally:
-        if kind != "fits":
+        if kind not in ("fits", "overwritten", "a hole"):
             assert all(torch.equal(before[n], whole(p)) for n, p in parallel.named_parameters())
 
 
@@ -215,7 +216,7 @@ def damage(folder: Path, kind: str) -> None:
     ("kind", "match"),
     [
         ("truncated", r"__1_0.distcp has \d+ bytes, \d+ bytes were written"),
-        ("overwritten", "was not read from"),
+        ("overwritten", "was not read from.*something else than tensors"),
         ("missing file", "__1_0.distcp is missing"),
         ("cut index", "index.json is damaged"),
         ("cut state", "state.pt is damaged"),
@@ -242,7 +243,7 @@ def test_what_does_not_fit_is_an_error_on_every_rank(
     for outcome in try_ranks(load_only, 2, str(path), kind, timeout=90):
         assert isinstance(outcome, RankError)
         assert outcome.kind == "CheckpointError", outcome.trace
-        assert __import__("re").search(match, outcome.message), outcome.message
+        assert re.search(match, outcome.message), outcome.message
     assert not Path("/tmp/autopar-evil").exists()
 
 
@@ -325,7 +326,9 @@ def with_optimizer(rank: int, path: str, name: str, world: int, load: bool) -> l
     inputs = {"x": torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0)),
               "target": torch.zeros(8, 2, 8, 8)}  # fmt: skip
     mesh = init_device_mesh("cpu", (world,))
-    parallel = autopar.parallelize(hw.UNet().train(), mesh, inputs, constraints={"data": world})
+    parallel = autopar.parallelize(
+        hw.UNet().train(), mesh, inputs, constraints={"data": world} if world > 1 else None
+    )
     optimizer = OPTIMIZERS[name](parallel.parameters())
     scaler = autopar.LossScaler(parallel, initial_scale=4.0, growth_interval=2)
 
@@ -344,10 +347,11 @@ def with_optimizer(rank: int, path: str, name: str, world: int, load: bool) -> l
     else:
         train(3)
         autopar.save_checkpoint(path, parallel, optimizer, step=3)
-    losses = train(2)
-    parallel.eval()
+    parallel.eval()  # first: a bias in front of a norm has gradients of rounding alone
     with torch.no_grad():
-        return [*losses, parallel(**inputs).item()]
+        evaluated = parallel(**inputs).item()
+    parallel.train()
+    return [evaluated, *train(2)]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -13,6 +13,7 @@ by `latest`: what stops in between leaves the one before. Nothing of it is unpic
 from __future__ import annotations
 
 import io
+import pickle
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -42,6 +43,7 @@ __all__ = [
     "guarded",
     "of_step",
     "parameter_names",
+    "reason",
     "save_checkpoint",
 ]
 
@@ -79,6 +81,13 @@ class SaveHandle:
         return self.folder
 
 
+def reason(error: BaseException) -> str:
+    """What an error says, without torch's advice to load files that may hold code."""
+    if isinstance(error, pickle.UnpicklingError):
+        return "a file holds something else than tensors and plain values"
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
 def guarded(call: Callable[[], Any], what: str) -> Any:
     """Run a call of DCP; its errors, those of other ranks among them, become ours."""
     try:
@@ -90,13 +99,10 @@ def guarded(call: Callable[[], Any], what: str) -> Any:
         rank, first = next(iter(failures.items()), (-1, error))
         if isinstance(first, CheckpointError) and len(failures) == 1:
             raise CheckpointError(str(first)) from error
-        raise CheckpointError(
-            f"the checkpoint was not {what}: rank {rank}: {type(first).__name__}: {first}"
-        ) from error
+        where = f"rank {rank}: " if what == "written" else ""
+        raise CheckpointError(f"the checkpoint was not {what}: {where}{reason(first)}") from error
     except Exception as error:
-        raise CheckpointError(
-            f"the checkpoint was not {what}: {type(error).__name__}: {error}"
-        ) from error
+        raise CheckpointError(f"the checkpoint was not {what}: {reason(error)}") from error
 
 
 def save_checkpoint(

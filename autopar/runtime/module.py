@@ -267,6 +267,10 @@ class ParallelModule(nn.Module):
         kept = {entry.owner for entry in self._names if entry.persistent}
         return {name: held[name] for name in held if name in kept}
 
+    def names(self) -> list[tuple[str, str]]:
+        """`(name, owner)` of every FQN of the state; a tied tensor has several."""
+        return [(entry.name, entry.owner) for entry in self._names]
+
     @property
     def random_state(self) -> dict[str, int]:
         """The seed of dropout, and how many training steps have drawn from it."""

@@ -28,6 +28,7 @@ from autopar.runtime.checkpoint import (
     guarded,
     of_step,
     parameter_names,
+    reason,
 )
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.pieces import pieces
@@ -153,9 +154,8 @@ def _read_extra(folder: Path) -> dict[str, Any]:
     try:
         extra = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        first = str(error).partition("\n")[0]
         raise CheckpointError(
-            f"{path} is damaged ({type(error).__name__}: {first}): load an earlier checkpoint"
+            f"{path} is damaged ({reason(error)}): load an earlier checkpoint"
         ) from error
     keys = {"step", "random", "optimizer", "scheduler", "scaler", "data"}
     if not isinstance(extra, dict) or not keys <= extra.keys():
@@ -194,7 +194,7 @@ def _check_asked(
 def _read(ready: _Ready) -> None:
     boxes = pieces({**ready.parameters, **ready.states})
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is unavailable")
+        warnings.filterwarnings("ignore", message="torch.distributed is ")
         guarded(
             lambda: load(
                 SavePlanner.state(boxes),

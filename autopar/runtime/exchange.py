@@ -1,0 +1,199 @@
+"""Weights in and out as safetensors, in the layout of Hugging Face.
+
+    path/model.safetensors                          or, above `max_file_bytes`,
+    path/model-00001-of-00002.safetensors, …        with model.safetensors.index.json
+
+Each rank reads only the boxes that it holds. For a run to go on, use checkpoints: these files have
+neither optimizer nor counters.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import CheckpointError
+from autopar.runtime.checkpoint import agreed, reason
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.pieces import pieces
+
+__all__ = ["load_safetensors", "save_safetensors"]
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def save_safetensors(
+    path: str | Path, module: ParallelModule, *, max_file_bytes: int = 5 * 10**9
+) -> None:
+    """Write parameters and persistent buffers, each tied one once. Collective.
+
+    Tensors are gathered one by one; rank 0 holds those of one file.
+
+    Args:
+        path: folder, which `from_pretrained` reads if the model's config is there too.
+        module: the parallel module.
+        max_file_bytes: start another file before this is exceeded, where one tensor allows it.
+
+    Raises:
+        CheckpointError: it cannot be written; on every rank.
+    """
+    folder = Path(path)
+    tensors = module.saved_tensors()
+    files = _files(tensors, max_file_bytes)
+    failure: Exception | None = None
+    for name, names in files.items():
+        held: dict[str, Tensor] = {}
+        for key in names:
+            whole = _whole(tensors[key])
+            if dist.get_rank() == 0:
+                held[key] = whole.cpu().contiguous()
+        if held and failure is None:
+            failure = _written(folder, name, held)
+    if dist.get_rank() == 0 and failure is None and len(files) > 1:
+        total = sum(t.numel() * t.element_size() for t in tensors.values())
+        weight_map = {key: name for name, names in files.items() for key in names}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / _INDEX).write_text(json.dumps(index, indent=1))
+    agreed(failure, {})
+
+
+def _files(tensors: Mapping[str, Tensor], max_file_bytes: int) -> dict[str, list[str]]:
+    """Names of the tensors of each file."""
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        num_bytes = math.prod(tensor.shape) * tensor.element_size()
+        if parts[-1] and size + num_bytes > max_file_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += num_bytes
+    if len(parts) == 1:
+        return {_SINGLE: parts[0]}
+    count = len(parts)
+    return {f"model-{i:05d}-of-{count:05d}.safetensors": p for i, p in enumerate(parts, 1)}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _written(folder: Path, name: str, tensors: dict[str, Tensor]) -> Exception | None:
+    from safetensors.torch import save_file
+
+    scratch = folder / f".{name}.part"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, scratch, metadata={"format": "pt"})
+        scratch.replace(folder / name)
+    except Exception as error:
+        return CheckpointError(f"{folder / name} was not written: {reason(error)}")
+    return None
+
+
+def load_safetensors(
+    path: str | Path,
+    module: ParallelModule,
+    *,
+    rename: Callable[[str], str] | None = None,
+    strict: bool = True,
+) -> None:
+    """Read parameters and persistent buffers into a module, each rank what it holds. Collective.
+
+    Values are cast where the file has another floating dtype.
+
+    Args:
+        path: a file, or a folder with one or with an index of several.
+        module: the parallel module.
+        rename: name in the files of an FQN of the module; default: the same.
+        strict: names in the files that the module has not are an error.
+
+    Raises:
+        CheckpointError: files are missing or damaged, tensors are missing or have another shape; on
+            every rank.
+    """
+    failure: Exception | None = None
+    try:
+        _load(Path(path), module, rename or (lambda name: name), strict)
+    except CheckpointError as error:
+        failure = error
+    except Exception as error:
+        failure = CheckpointError(f"{path} cannot be read: {reason(error)}")
+    agreed(failure, {})
+
+
+def _load(path: Path, module: ParallelModule, rename: Callable[[str], str], strict: bool) -> None:
+    from safetensors import safe_open
+
+    tensors = module.saved_tensors()
+    with ExitStack() as stack:
+        opened = [stack.enter_context(safe_open(p, framework="pt")) for p in _paths(path)]
+        where = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+        found = _found(path, module, tensors, where, rename, strict)
+        for name, key in found.items():
+            there = tuple(where[key].get_slice(key).get_shape())
+            if there != tuple(tensors[name].shape):
+                raise CheckpointError(
+                    f"{name} has shape {tuple(tensors[name].shape)} in the model and {there} as "
+                    f"{key} in {path}"
+                )
+        with torch.no_grad():
+            for piece in pieces(tensors):
+                key = found[piece.name]
+                piece.value.copy_(_box(where[key], key, piece.index))
+
+
+def _paths(path: Path) -> Iterable[Path]:
+    if path.is_file():
+        return [path]
+    if (path / _INDEX).exists():
+        names = set(json.loads((path / _INDEX).read_text())["weight_map"].values())
+        return [path / Path(name).name for name in sorted(names)]
+    if (path / _SINGLE).exists():
+        return [path / _SINGLE]
+    raise CheckpointError(f"there is neither {_SINGLE} nor {_INDEX} in {path}")
+
+
+def _found(
+    path: Path,
+    module: ParallelModule,
+    tensors: Mapping[str, Tensor],
+    where: Mapping[str, Any],
+    rename: Callable[[str], str],
+    strict: bool,
+) -> dict[str, str]:
+    """Name in the files of each tensor, which may be stored under any of its tied names."""
+    found: dict[str, str] = {}
+    used: set[str] = set()
+    for alias, owner in module.names():
+        key = rename(alias)
+        used.add(key)
+        if key in where and owner in tensors:
+            found.setdefault(owner, key)
+    missing, strange = sorted(tensors.keys() - found.keys()), sorted(where.keys() - used)
+    if missing:
+        raise CheckpointError(
+            f"{path} lacks {len(missing)} tensors of the model: {', '.join(missing[:3])}; "
+            f"its names are like {', '.join(list(where)[:3])} (see rename=)"
+        )
+    if strict and strange:
+        raise CheckpointError(
+            f"{path} has {len(strange)} tensors that the model has not: {', '.join(strange[:3])}; "
+            "pass strict=False to leave them out"
+        )
+    return found
+
+
+def _box(file: Any, key: str, index: tuple[slice, ...]) -> Tensor:
+    value: Tensor = file.get_slice(key)[index] if index else file.get_tensor(key)
+    return value
