@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.tracer.precision import call_in
 from tests import handwritten as hw
 from tests import zoo
 from tests.dist import run_ranks
@@ -262,3 +264,51 @@ def odd_training(rank: int, precision: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_unused_frozen_and_grouped_parameters(precision: str) -> None:
     run_ranks(odd_training, 4, precision)
+
+
+def scaled_losses(rank: int, world: int) -> list[tuple[float, float]]:
+    """Loss and scale of fp16 steps; a scale of 2^22 overflows until it has backed off."""
+    torch.manual_seed(0)
+    model, inputs = zoo.gpt2(layers=1)
+    mesh = init_device_mesh("cpu", (world,))
+    parallel = autopar.parallelize(
+        model.train(), mesh, inputs, constraints=MIXED if world > 1 else None, precision="fp16"
+    )
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=5e-3)
+    scaler = autopar.LossScaler(parallel, initial_scale=2.0**22, growth_interval=3, hysteresis=1)
+    found = []
+    for _ in range(12):
+        loss = parallel.train_step(**inputs).item()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found.append((loss, scaler.get_scale()))
+    return found
+
+
+def with_torchs_scaler() -> list[tuple[float, float]]:
+    """The same on one device, eagerly, with `torch.amp.GradScaler`."""
+    torch.manual_seed(0)
+    model, inputs = zoo.gpt2(layers=1)
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=5e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=3)
+    found = []
+    for _ in range(12):
+        loss = call_in(torch.float16, model, (), inputs).loss
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found.append((loss.item(), scaler.get_scale()))
+    return found
+
+
+def test_fp16_training_is_that_of_one_device_with_torchs_scaler() -> None:
+    expected = with_torchs_scaler()
+    scales = [scale for _, scale in expected]
+    assert min(scales) < scales[0] and any(a < b for a, b in itertools.pairwise(scales))
+    assert expected[-1][0] < 0.9 * expected[0][0]
+    unit = torch.finfo(torch.float16).eps
+    for found in run_ranks(scaled_losses, 4, 4):
+        assert [scale for _, scale in found] == scales
+        assert [loss for loss, _ in found] == pytest.approx([x for x, _ in expected], rel=4 * unit)

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.optim import Optimizer
@@ -141,24 +142,7 @@ def save_checkpoint(
     if before is not None:
         module.pending_save = None
         before.result()
-    tensors = {f"{MODEL}{name}": value for name, value in module.saved_tensors().items()}
-    kept: dict[str, Any] = {}
-    failure: Exception | None = None
-    try:
-        if optimizer is not None:
-            states, kept = optimizer_state.collect(optimizer, parameter_names(module))
-            tensors.update(states)
-    except CheckpointError as error:
-        failure = error
-    agreed(failure, {"the number of the checkpoint": step})
-    extra = {
-        "step": step,
-        "random": module.random_state,
-        "optimizer": optimizer_state.merged(kept) if optimizer is not None else None,
-        "scheduler": scheduler.state_dict() if scheduler is not None else None,
-        "scaler": _state_of(scaler or module.loss_scaler),
-        "data": dict(data or {}),
-    }
+    tensors, extra = _collected(module, optimizer, scheduler, scaler, step, data, asynchronous)
     part, final = _prepared(root, module, step, extra)
     boxes = pieces(tensors)
     arguments: dict[str, Any] = {
@@ -178,6 +162,41 @@ def save_checkpoint(
     return module.pending_save
 
 
+def _collected(
+    module: ParallelModule,
+    optimizer: Optimizer | None,
+    scheduler: Any,
+    scaler: LossScaler | None,
+    step: int,
+    data: Mapping[str, Any] | None,
+    asynchronous: bool,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What this rank holds of the run's tensors, and the rest of its state, of all ranks."""
+    tensors = {f"{MODEL}{name}": value for name, value in module.saved_tensors().items()}
+    kept: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    failure: Exception | None = None
+    try:
+        if optimizer is not None:
+            states, kept = optimizer_state.collect(optimizer, parameter_names(module))
+            tensors.update(states)
+        extra = {
+            "step": step,
+            "random": module.random_state,
+            "optimizer": None,
+            "scheduler": scheduler.state_dict() if scheduler is not None else None,
+            "scaler": _state_of(scaler or module.loss_scaler),
+            "data": dict(data or {}),
+        }
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        failure = error
+    asked = {"the checkpoint's step": step, "what is saved": [optimizer is None, asynchronous]}
+    agreed(failure, asked)
+    if optimizer is not None:
+        extra["optimizer"] = optimizer_state.merged(kept)
+    return tensors, extra
+
+
 def parameter_names(module: ParallelModule) -> dict[int, str]:
     return {id(parameter): name for name, parameter in module.named_parameters()}
 
@@ -192,8 +211,10 @@ def agreed(failure: Exception | None, mine: Mapping[str, Any]) -> None:
         agree(failure, mine)
     except CheckpointError:
         raise
-    except (AutoparError, OSError) as error:
+    except AutoparError as error:
         raise CheckpointError(str(error)) from error
+    except Exception as error:
+        raise CheckpointError(reason(error)) from error
 
 
 def _prepared(
@@ -211,7 +232,7 @@ def _prepared(
             part.mkdir(parents=True)
             write_file(part / STATE, blob)
             module.plan.save(part / _PLAN)
-        except (CheckpointError, OSError) as error:
+        except Exception as error:
             failure = error
     agreed(failure, {})
     if dist.get_world_size() > 1:

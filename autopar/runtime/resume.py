@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
-from autopar.errors import AutoparError, CheckpointError
+from autopar.errors import CheckpointError
 from autopar.runtime import optimizer_state
 from autopar.runtime.checkpoint import (
     LATEST,
@@ -80,7 +80,7 @@ def load_checkpoint(
     try:
         ready = _ready(Path(path), module, optimizer, step)
         _check_asked(ready.extra, optimizer, scheduler, scaler)
-    except (CheckpointError, OSError) as error:
+    except Exception as error:  # whatever it is, the other ranks must hear of it
         failure = error
     agreed(failure, {"the checkpoint": ready.folder.name if ready else ""})
     assert ready is not None
@@ -100,8 +100,8 @@ def load_checkpoint(
         if wanted is not None and extra["scaler"] is not None:
             wanted.load_state_dict(extra["scaler"])
         module.random_state = extra["random"]
-    except (AutoparError, KeyError, TypeError, ValueError) as error:
-        failure = CheckpointError(f"{ready.folder}: {type(error).__name__}: {error}")
+    except Exception as error:
+        failure = CheckpointError(f"{ready.folder}: {reason(error)}")
     agreed(failure, {})
     return Checkpoint(folder=ready.folder, step=int(extra["step"]), data=extra["data"])
 
