@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.core.graph import TracedModel
+from autopar.core.ops import REARRANGING
 from autopar.runtime.live import LiveBytes
 from autopar.tracer.precision import call_in, low_dtype
 from autopar.tracer.trace import trace
@@ -84,13 +85,15 @@ def test_every_gradient_is_as_near_as_rounding_allows(
 def casts(traced: TracedModel, dtype: torch.dtype) -> dict[str, str]:
     """Module in which each parameter is cast, by FQN."""
     target = {spec.node: spec.target for spec in traced.inputs}
-    return {
-        target[node.args[0].name]: traced.info[node.name].module
-        for node in traced.graph.nodes
-        if node.target is torch.ops.aten._to_copy.default
-        and node.args[0].op == "placeholder"
-        and node.meta["val"].dtype == dtype
-    }
+    found = {}
+    for node in traced.graph.nodes:
+        if node.target is torch.ops.aten._to_copy.default and node.meta["val"].dtype == dtype:
+            source = node.args[0]
+            while source.target in REARRANGING:
+                source = source.args[0]
+            if source.op == "placeholder":
+                found[target[source.name]] = traced.info[node.name].module
+    return found
 
 
 def test_parameters_are_cast_where_they_are_used() -> None:

@@ -9,7 +9,7 @@ for each whether to communicate in front of the cast or behind it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
+from autopar.core.ops import REARRANGING
 from autopar.errors import AutoparError
 
-__all__ = ["LossFn", "call_in", "lift_casts", "low_dtype"]
+__all__ = ["LossFn", "call_in", "cast_last", "lift_casts", "low_dtype"]
 
 _LOW: Mapping[str | None, torch.dtype | None] = {
     None: None,
@@ -128,3 +129,43 @@ def lift_casts(graph: fx.Graph, dtype: torch.dtype | None) -> dict[str, torch.dt
                 user.replace_all_uses_with(node)
                 graph.erase_node(user)
     return casts
+
+
+_COPY = torch.ops.aten._to_copy.default
+
+
+def cast_last(graph: fx.Graph, parameters: Collection[str]) -> None:
+    """Swap ``view(cast(parameter))`` and, of a gradient, ``cast(view(gradient))``.
+
+    A parameter is stored as the view that reads it wants (strided, for a fused weight), and a cast
+    between the two would have to offer the same placements.
+    """
+    for parameter in [n for n in graph.nodes if n.op == "placeholder" and n.name in parameters]:
+        for cast in [n for n in parameter.users if n.target is _COPY]:
+            while (view := _only_view(list(cast.users))) is not None:
+                source, low = cast.args[0], view.meta["val"]
+                assert isinstance(source, fx.Node)
+                view.replace_all_uses_with(cast)
+                view.replace_input_with(cast, source)
+                view.append(cast)
+                cast.replace_input_with(source, view)
+                view.meta["val"] = low.to(source.meta["val"].dtype)
+                cast.meta["val"] = low
+    output = graph.output_node()
+    for cast in [n for n in output.all_input_nodes if n.target is _COPY and len(n.users) == 1]:
+        while (
+            view := _only_view([n for n in cast.all_input_nodes if len(n.users) == 1])
+        ) is not None:
+            source, wide = view.args[0], cast.meta["val"]
+            assert isinstance(source, fx.Node)
+            cast.replace_all_uses_with(view)
+            view.replace_input_with(source, cast)
+            view.prepend(cast)
+            cast.replace_input_with(view, source)
+            cast.meta["val"] = source.meta["val"].to(wide.dtype)
+            view.meta["val"] = wide
+
+
+def _only_view(nodes: list[fx.Node]) -> fx.Node | None:
+    (node,) = nodes if len(nodes) == 1 else (None,)
+    return node if node is not None and node.target in REARRANGING - {_COPY} else None

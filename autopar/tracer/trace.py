@@ -36,7 +36,7 @@ from autopar.tracer.fanout import insert_fanouts
 from autopar.tracer.fold import find_repeats, is_sound, shortened
 from autopar.tracer.functional import remove_mutations
 from autopar.tracer.functions import FunctionCalls, custom_function
-from autopar.tracer.precision import lift_casts, low_dtype
+from autopar.tracer.precision import cast_last, lift_casts, low_dtype
 from autopar.tracer.rewrites import prepare_graph
 
 __all__ = ["normalize_inputs", "trace"]
@@ -397,7 +397,10 @@ class _JointTrace:
             if spec.kind != "gradient" and isinstance(arg, fx.Node)
         }
         self._phases(graph, forward)
-        insert_fanouts(graph, self.info, {s.node for s in inputs if s.kind == "parameter"})
+        parameters = {s.node for s in inputs if s.kind == "parameter"}
+        if self.capture.dtype is not None:
+            cast_last(graph, parameters)
+        insert_fanouts(graph, self.info, parameters)
         gm.recompile()
         self.info = {n.name: self.info[n.name] for n in graph.nodes if n.name in self.info}
         values = {
