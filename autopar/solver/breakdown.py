@@ -19,9 +19,9 @@ import numpy as np
 
 from autopar.core.graph import NodeInfo, TracedModel
 from autopar.core.timeline import Alternative, OpPhase, PlannedOp, PlannedSpan, Timeline, rounded
+from autopar.core.work import op_class
 from autopar.cost_model import Cluster, moments
 from autopar.solver.build import StepProblem
-from autopar.solver.candidates import op_class
 from autopar.solver.price import Decision, Pricing, Schedule, resident_bytes
 from autopar.solver.problem import Assignment, ChoiceProblem
 from autopar.solver.step import FoldedSpan, Op, Step, folded_spans
