@@ -180,6 +180,7 @@ def parallelize(
             ranks hold different models.
         PlanMismatchError: `plan` is for another model, mesh, input or precision.
     """
+    _check_arguments(model, mesh, memory_limit)
     _check_world(mesh)
     given, parsed, base = _agreed_settings(model, mesh, plan, constraints, seed, precision)
     if given is not None:
@@ -214,6 +215,18 @@ def parallelize(
     else:
         module.reserve(model, mesh)
     return module
+
+
+def _check_arguments(model: nn.Module, mesh: object, memory_limit: object) -> None:
+    if isinstance(model, ParallelModule):
+        raise AutoparError("the model is parallel already; pass the module that it was made from")
+    if not all(hasattr(mesh, name) for name in ("mesh", "size", "device_type")):
+        raise AutoparError(
+            f"mesh is a {type(mesh).__name__}; pass a DeviceMesh, such as "
+            "torch.distributed.device_mesh.init_device_mesh('cpu', (4,))"
+        )
+    if memory_limit is not None and not isinstance(memory_limit, (int, float)):
+        raise AutoparError(f"memory_limit is {memory_limit!r}; pass a number of bytes per device")
 
 
 def _check_world(mesh: DeviceMesh) -> None:
@@ -254,7 +267,9 @@ def _agreed_settings(
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         mine[name] = (tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
     if given is not None:
-        text = json.dumps(given.to_dict(), sort_keys=True)
+        # ranks may each have solved it: in other seconds
+        same = {k: v for k, v in given.to_dict().items() if k != "solver"}
+        text = json.dumps(same, sort_keys=True)
         mine["the plan"] = hashlib.sha256(text.encode()).hexdigest()[:16]
     mine["the constraints"] = parsed.to_dict()
     mine["the precision"] = precision

@@ -111,6 +111,9 @@ def verify(
     for (kind, target), value in found.items():
         floor = 1e-6 * largest if kind == "gradient" else 0.0
         errors[kind][target] = relative_error(value, expected[kind, target], floor)
+    for kind, target in expected.keys() - found.keys():
+        value = expected[kind, target]
+        errors[kind][target] = relative_error(torch.zeros_like(value), value)
     return Verification(
         outputs=errors["output"], gradients=errors["gradient"], buffers=errors["buffer"]
     )
@@ -222,7 +225,6 @@ def _eager(
     traced: TracedModel, model: nn.Module, args: Any, kwargs: Any, whole: Mapping[str, Tensor]
 ) -> dict[tuple[str, str], Tensor]:
     buffers = {name: b.clone() for name, b in model.named_buffers()}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
     with torch.set_grad_enabled(traced.training):
         output = call_in(low_dtype(traced.precision), model, args, kwargs)
     leaves = pytree.tree_leaves(output)
@@ -232,19 +234,44 @@ def _eager(
             found["buffer", spec.target] = dict(model.named_buffers())[spec.target].clone()
         elif spec.kind == "output" and spec.node is not None:
             found["output", spec.target] = leaves[int(spec.target)].detach()
-    targets = [spec.target for spec in traced.outputs if spec.kind == "gradient"]
-    tangents = [s for s in traced.inputs if s.kind == "tangent"]
-    if targets:
-        gradients = torch.autograd.grad(
-            [leaves[int(s.target)] for s in tangents],
-            [parameters[t] for t in targets],
-            [whole[s.node] for s in tangents],
-        )
-        found.update({("gradient", t): g for t, g in zip(targets, gradients, strict=True)})
+    found.update(_gradients(model, _roots(traced, leaves, whole)))
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
     return found
+
+
+def _gradients(
+    model: nn.Module, roots: Sequence[tuple[Tensor, Tensor]]
+) -> dict[tuple[str, str], Tensor]:
+    """The gradient of every parameter that gets one, known to the trace or not.
+
+    By `backward` rather than `grad`, which torch's reentrant checkpoints refuse.
+    """
+    if not roots:
+        return {}
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    kept = [p.grad for _, p in parameters]
+    for _, parameter in parameters:
+        parameter.grad = None
+    torch.autograd.backward([root for root, _ in roots], [tangent for _, tangent in roots])
+    found = {("gradient", name): p.grad for name, p in parameters if p.grad is not None}
+    for (_, parameter), grad in zip(parameters, kept, strict=True):
+        parameter.grad = grad
+    return found
+
+
+def _roots(
+    traced: TracedModel, leaves: Sequence[Any], whole: Mapping[str, Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """The outputs that have a gradient, each with the one that it gets."""
+    if not traced.training:
+        return []
+    tangents = {int(s.target): whole[s.node] for s in traced.inputs if s.kind == "tangent"}
+    if not tangents:  # the trace has found nothing that trains
+        scalars = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad and not x.dim()]
+        return [(x, torch.ones_like(x)) for x in scalars]
+    return [(leaves[index], tangent) for index, tangent in tangents.items()]
 
 
 def layout_of(program: Program, node: str) -> Layout:

@@ -127,6 +127,11 @@ def _summands(value: Tensor, count: int) -> list[Tensor]:
     return [*parts, value - sum(parts)] if parts else [value]
 
 
+def strided(value: Tensor) -> Tensor:
+    """The same values with gaps between them, as a slice of a larger tensor has."""
+    return torch.stack([value, torch.full_like(value, 1)], dim=-1)[..., 0]
+
+
 def distribute(value: Tensor, layout: Layout, mesh_shape: Sequence[int]) -> list[Tensor]:
     """Every rank's local tensor, in rank order."""
     axes = [axis for axis, p in enumerate(layout) if p.is_partial]
@@ -203,7 +208,7 @@ def emit(
     for i, part in enumerate(parts):
         place = graph.placeholder(f"x{i}")
         with mode:
-            place.meta["val"] = torch.empty(part.shape, dtype=part.dtype)
+            place.meta["val"] = torch.empty_strided(part.shape, part.stride(), dtype=part.dtype)
         places.append(place)
     following = iter(places)
     args, kwargs = fx.map_arg((call.args, call.kwargs), lambda _: next(following))
@@ -221,13 +226,20 @@ def emit(
     return graph
 
 
-def check_rows(captured: Captured, rows: Rows, mesh_shape: tuple[int, ...]) -> None:
-    """Raise AssertionError unless running these rows gives the outputs of the whole op."""
+def check_rows(
+    captured: Captured, rows: Rows, mesh_shape: tuple[int, ...], gaps: bool = False
+) -> None:
+    """Raise AssertionError unless running these rows gives the outputs of the whole op.
+
+    With `gaps`, no operand is contiguous.
+    """
     ins, outs = layouts(rows)
     split = [
         distribute(value, layout, mesh_shape)
         for value, layout in zip(captured.operands, ins, strict=True)
     ]
+    if gaps:
+        split = [[strided(part) for part in parts] for parts in split]
     num_ranks = len(mesh_coords(mesh_shape))
     by_rank = [[parts[rank] for parts in split] for rank in range(num_ranks)]
     graphs = [emit(captured, rows, mesh_shape, r, by_rank[r]) for r in range(num_ranks)]

@@ -293,7 +293,9 @@ def _attempt(
         for k, v in inputs_for(name, model, config).items()
     }
     with torch.no_grad():
-        model(**inputs)
+        loss = getattr(model(**inputs), "loss", None)
+    if loss is not None and not bool(loss.isfinite().all()):
+        raise NotBuiltError("its loss is not a number, run eagerly")
     return model, inputs
 
 

@@ -71,6 +71,12 @@ VIEWS = [
     case("roll", lambda x: aten.roll.default(x, [1], [0]), rand(4, 8)),
     case("roll_flat", lambda x: aten.roll.default(x, [1]), rand(4, 8)),
     case("diagonal", lambda x: aten.diagonal.default(x, 0, 0, 2), rand(4, 8, 4)),
+    case(
+        "diagonal_scatter",
+        lambda x, s: aten.diagonal_scatter.default(x, s, 0, 0, 2),
+        rand(4, 8, 4),
+        rand(8, 4),
+    ),
     case("diag_embed", lambda x: aten.diag_embed.default(x), rand(4, 8)),
     case("unfold", lambda x: aten.unfold.default(x, 1, 3, 2), rand(4, 9, 2)),
     case(

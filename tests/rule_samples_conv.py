@@ -170,3 +170,5 @@ for _dims in (2, 3):
             lambda dims=_dims: (_x(4, 4, *[3] * dims), *_grid(dims)),
             *(0, 0, False, [_keeps, True]),
         )
+
+_add("col2im", aten.col2im.default, lambda: (_x(4, 16, 9),), [4, 4], [2, 2], [1, 1], [0, 0], [1, 1])

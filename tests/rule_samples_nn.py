@@ -308,6 +308,16 @@ _add_call(
 )
 
 
+# --- spectra ----------------------------------------------------------------------------------
+def _complex() -> tuple[Tensor, ...]:
+    return (torch.randn(4, 8, 4, dtype=torch.complex128),)
+
+
+_add("fft_c2c", aten._fft_c2c.default, _complex, [1, 2], 0, True)
+_add("fft_r2c", aten._fft_r2c.default, lambda: (_x(4, 8, 4),), [1], 0, True)
+_add("fft_c2r", aten._fft_c2r.default, _complex, [1], 2, 14)
+
+
 # --- mixture of experts -----------------------------------------------------------------------
 def _grouped() -> tuple[Tensor, ...]:
     """Rows, four matrices, and ends of the groups: an empty group, and a row behind the last."""

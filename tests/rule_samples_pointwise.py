@@ -23,6 +23,15 @@ _SCALARS = {"Scalar": 0.5, "number": 0.5, "float": 0.5, "bool": False, "int": 1,
 seed = ints(1 << 30)
 SPECIAL = [
     case("imag", lambda x: aten.imag.default(x), lambda: torch.randn(4, 6, dtype=torch.complex128)),
+    case(
+        "_conj", lambda x: aten._conj.default(x), lambda: torch.randn(4, 6, dtype=torch.complex128)
+    ),
+    case(
+        "bucketize",
+        lambda x, edges: aten.bucketize.Tensor(x, edges),
+        rand(4, 6),
+        lambda: torch.linspace(-1, 1, 5, dtype=torch.float64),
+    ),
     case("clamp", lambda x: aten.clamp.default(x, -0.5, 0.5), rand(4, 6)),
     case("mul_number", lambda x: aten.mul.Tensor(x, 2.0), rand(4, 6)),
     case("add_number", lambda x: aten.add.Tensor(x, 2.0), rand(4, 6)),
@@ -94,6 +103,8 @@ def _pointwise_ops() -> list[Any]:
         aten.clamp.default,
         aten._to_copy.default,
         aten.exponential.default,
+        aten._conj.default,
+        aten.bucketize.Tensor,
     )
     return [
         op

@@ -127,6 +127,19 @@ def test_constraints_that_cannot_be_read(constraints: Any, words: list[str]) -> 
         assert word in str(caught.value)
 
 
+def test_dtypes_that_do_not_fit_name_the_line() -> None:
+    batch = hw.vectors()
+    with pytest.raises(autopar.TraceError, match=r"handwritten\.py:\d+ in forward.*\n.*dtype"):
+        autopar.plan(hw.Clamped(), cluster(2), {**batch, "x": batch["x"].double()})
+
+
+def test_an_empty_parameter_stays_whole() -> None:
+    model = nn.Linear(16, 8)
+    model.register_parameter("none", nn.Parameter(torch.empty(0)))
+    plan = autopar.plan(model, cluster(2), (torch.randn(8, 16),), constraints={"zero": 3})
+    assert not any(p.is_shard for p in plan.parameters["none"])
+
+
 @pytest.mark.parametrize("constraints", [{"tensor": "1d"}, {"tensor": "2d"}, {"data": 4}], ids=str)
 def test_sizes_that_do_not_divide(constraints: Any) -> None:
     odd = nn.Sequential(nn.ModuleList([nn.Linear(15, 15)])[0], nn.Linear(15, 5))
@@ -304,6 +317,25 @@ def test_all_ranks_stop_and_say_why(function: Any, words: list[str]) -> None:
             assert word in outcome.message, outcome.message
 
 
+def solved_on_each_rank(rank: int) -> bool:
+    """Every rank makes the plan itself; how long the solver took is no difference."""
+    mesh = init_device_mesh("cpu", (2,))
+    plan = autopar.plan(hw.Mlp(), autopar.Cluster.from_mesh(mesh), hw.vectors(), cache=False)
+    return autopar.parallelize(hw.Mlp(), mesh, hw.vectors(), plan=plan).plan == plan
+
+
+def test_ranks_may_each_plan() -> None:
+    assert try_ranks(solved_on_each_rank, 2) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "limit", "word"), [(2, None, "DeviceMesh"), (None, "3GB", "number of bytes")]
+)
+def test_arguments_of_another_kind(mesh: Any, limit: Any, word: str) -> None:
+    with pytest.raises(autopar.AutoparError, match=word):
+        autopar.parallelize(hw.Mlp(), mesh or _FakeMesh(), hw.vectors(), memory_limit=limit)
+
+
 def unset_and_wrong_mode(rank: int) -> None:
     parallel = autopar.parallelize(hw.Mlp(), init_device_mesh("cpu", (1,)))
     with pytest.raises(autopar.AutoparError, match="example_inputs"):
@@ -312,6 +344,8 @@ def unset_and_wrong_mode(rank: int) -> None:
     with pytest.raises(autopar.AutoparError, match=r"\.train\(\)"):
         parallel.train_step(**hw.vectors())
     batch = hw.vectors()
+    with pytest.raises(autopar.AutoparError, match="parallel already"):
+        autopar.parallelize(parallel, init_device_mesh("cpu", (1,)))
     with pytest.raises(autopar.AutoparError, match="either by position or by keyword"):
         parallel(batch["x"], labels=batch["labels"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from autopar.core.constraints import Constraints, assign_mesh
 from autopar.cost_model import Cluster
@@ -72,3 +73,24 @@ def test_rows_are_never_below_the_priced_peak(name: str, mesh: tuple[int, ...]) 
         peak = price(step, cluster, decision, "adamw").peak
         row = liveness.row(peak.index).value(chosen)
         assert peak.peak_bytes <= row <= 1.5 * peak.peak_bytes
+
+
+class Tables(torch.nn.Module):
+    """Microseconds of compute: splitting it costs many times what it takes whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = torch.nn.Parameter(torch.randn(4, 16, 8))
+        self.deep = torch.nn.Parameter(torch.randn(1, 3, 8, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = x[:, None] @ self.wide
+        return hidden.square().mean() + (hidden[:, :3] @ self.deep).square().mean()
+
+
+@pytest.mark.parametrize("share", [0.7, 0.4])
+def test_a_model_far_cheaper_than_its_collectives_is_split_for_memory(share: float) -> None:
+    traced = trace(Tables(), (torch.randn(8, 6, 16),))
+    whole = solve(traced, CLUSTER, constraints=Constraints(checkpoint="none"))
+    limit = int(share * whole.predicted.peak_memory_bytes)
+    assert solve(traced, CLUSTER, memory_limit=limit).predicted.peak_memory_bytes <= limit

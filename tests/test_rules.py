@@ -105,6 +105,16 @@ def test_rows_on_one_axis(sample: Sample) -> None:
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=_name)
+def test_rows_on_slices(sample: Sample) -> None:
+    """A local tensor may be a slice of a whole one: some kernels read it as if it were dense."""
+    captured = _captured(sample)
+    call = op_call(captured.node, 2)
+    rows = [row for row in rows_of(captured, 2) if offered(call, (row,), (2,))]
+    for row in rows[:1] + rows[-1:]:
+        check_rows(captured, (row,), (2,), gaps=True)
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=_name)
 def test_pairs_of_rows_on_two_axes(sample: Sample) -> None:
     _check_pairs(_captured(sample), PAIRS_PER_SAMPLE)
 

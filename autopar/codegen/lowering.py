@@ -8,9 +8,10 @@ arguments hold no size of a sharded dim.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from autopar.codegen.builder import Builder
@@ -18,6 +19,8 @@ from autopar.core.placement import Layout, local_shape
 from autopar.core.strategy import OpCall
 
 __all__ = ["LocalCall", "find_lowering", "lower", "lowering"]
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +85,28 @@ def find_lowering(target: Any) -> Lowering | None:
     return _LOWERINGS.get(target) or _LOWERINGS.get(str(target))
 
 
+# kernels that read operands as if they were dense, without a check or with one that fails; a
+# local tensor may be a slice, where the traced one was dense
+_DENSE = frozenset(
+    {
+        aten.native_layer_norm_backward.default,
+        aten.native_group_norm.default,
+        aten.native_group_norm_backward.default,
+        aten.adaptive_max_pool3d_backward.default,
+        aten._embedding_bag.default,
+        aten._embedding_bag_forward_only.default,
+        aten._embedding_bag_dense_backward.default,
+        aten._embedding_bag_per_sample_weights_backward.default,
+        aten.view_as_complex.default,
+    }
+)
+
+
 def lower(b: Builder, local: LocalCall) -> fx.Node:
     """Append the local form of an op; multi-output ops yield a node with a tuple value."""
+    if local.call.target in _DENSE:
+        args, kwargs = fx.map_arg((local.args, local.kwargs), b.contiguous)
+        local = replace(local, args=tuple(args), kwargs=dict(kwargs))
     function = find_lowering(local.call.target)
     if function is not None:
         return function(b, local)

@@ -76,6 +76,8 @@ _lib.impl("einsum", contract, _IMPL)
 
 @torch.library.register_fake("autopar::einsum", lib=_lib)
 def _einsum_fake(equation: str, a: Tensor, b: Tensor) -> Tensor:
+    if a.dtype != b.dtype:
+        raise RuntimeError(f"a product of dtypes {a.dtype} and {b.dtype}; cast one of them")
     return a.new_empty(output_shape(equation, a.shape, b.shape))
 
 

@@ -45,9 +45,10 @@ class Contraction:
 
 
 def find_contractions(traced: TracedModel, step: Step) -> dict[str, Contraction]:
-    """Weight contractions of the forward pass, by op name."""
+    """Contractions of a weight with what depends on the inputs, in the forward, by op name."""
     nodes = {n.name: n for n in traced.graph.nodes}
     found: dict[str, Contraction] = {}
+    fed = _fed_by_inputs(step)
     for op in step.ops.values():
         if not op.forward or op.call.target not in (
             autopar_ops.einsum.default,
@@ -57,7 +58,7 @@ def find_contractions(traced: TracedModel, step: Step) -> dict[str, Contraction]
             continue
         sources = [unview(step.ops, value)[0] for value in op.operands[:2]]
         weights = [i for i, name in enumerate(sources) if name in step.parameters]
-        if len(weights) != 1:
+        if len(weights) != 1 or sources[1 - weights[0]] not in fed:
             continue
         module = node_info(traced, nodes[op.name]).module
         found[op.name] = Contraction(
@@ -71,6 +72,15 @@ def find_contractions(traced: TracedModel, step: Step) -> dict[str, Contraction]
     if found and not any(c.core for c in found.values()):
         found = {k: replace(c, core=True) for k, c in found.items()}
     return found
+
+
+def _fed_by_inputs(step: Step) -> set[str]:
+    """What depends on the user's inputs; all else, such as a table of positions, has no batch."""
+    fed = {name for name, spec in step.inputs.items() if spec.kind == "input"}
+    for op in step.ops.values():
+        if any(name in fed for name, _ in op.operands):
+            fed.add(op.name)
+    return fed
 
 
 def _batch_dim(op: Op, weight_index: int) -> int:

@@ -123,15 +123,16 @@ class MemorySearch:
         Prices grow on the rows where the plans peak (multiplicative weights).
         """
         free = self.rough()
-        best = free
+        best = min(self.fits, key=lambda fit: fit.peak)
         prices = {free.price.peak.index: 1.0}
         for turn in range(_LEAST_ROUNDS):
             hopeless = enough and turn >= _HOPELESS_AFTER and best.peak > _HOPELESS * enough
             if best.peak <= enough or hopeless:
                 break
             total = sum(prices.values())
-            # a little of the seconds, so that ties in memory go to the faster plan
-            scale = 1e-2 * best.peak / max(free.solution.objective, 1e-12)
+            # a little of the seconds, so that ties in memory go to the faster plan; less each turn,
+            # as what sharding costs may be any multiple of what the free plan does
+            scale = 0.1 ** (turn + 2) * best.peak / max(free.solution.objective, 1e-12)
             found = self._solve({p: w / total for p, w in prices.items()}, scale)
             fit = self._keep(self._as_plan(found.chosen, found, 0.0, "least memory"))
             if fit.peak < best.peak:

@@ -242,7 +242,9 @@ class Pins:
         if any(layout != wanted for wanted in self.pinned(placeholder)):
             return False
         shardable = any(
-            size % axis_size == 0 for size in spec.shape for axis_size in self._zero_sizes()
+            size and size % axis_size == 0
+            for size in spec.shape
+            for axis_size in self._zero_sizes()
         )
         zero = self.constraints.zero
         for axis in self.data_axes:

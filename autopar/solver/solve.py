@@ -80,7 +80,12 @@ def solve(
         raise ConstraintError(f"the step has no {without.name}")
     if best is None:
         assert last is not None
-        raise last.search.does_not_fit(limit)
+        if last.search.memory.least().peak > limit:
+            raise last.search.does_not_fit(limit)
+        fit = last.search.within(limit, math.inf)  # the search had given up too early
+        if fit is None:
+            raise last.search.does_not_fit(limit)
+        best = replace(last, fit=fit)
     return _as_plan(best, planned, wanted, limit, optimizer)
 
 

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
 from autopar.tracer.diagnose import explain_failure, refuse_data_dependent, refuse_mixed
+from autopar.tracer.no_grad import mark_no_grad
 from autopar.tracer.precision import call_in
 
 __all__ = ["PREFIX", "Capture", "export", "normalize_inputs"]
@@ -107,13 +108,20 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
             refuse_data_dependent(capture.wrapped, exported.graph_module)
             if capture.dtype is not None:
                 refuse_mixed(capture.wrapped, exported.graph_module, capture.dtype)
-            if any(_mutates(node) for node in exported.graph.nodes):
+            if _changes_in_place(exported.graph_module):
+                mark_no_grad(capture.wrapped, exported)
                 exported = exported.run_decompositions({})
     except TraceError:
         raise
     except Exception as error:
         raise TraceError(explain_failure(capture.wrapped, error)) from error
     return exported
+
+
+def _changes_in_place(gm: fx.GraphModule) -> bool:
+    """True if an op writes to its operand, in a part without gradients too."""
+    parts = (part for part in gm.modules() if isinstance(part, fx.GraphModule))
+    return any(_mutates(node) for part in parts for node in part.graph.nodes)
 
 
 def _mutates(node: fx.Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,13 @@ def clean(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def drop_unread(graph: fx.Graph, inputs: list[InputSpec]) -> list[InputSpec]:
-    """Drop placeholders that nothing reads: tied names beyond the one in use, unused state."""
+def drop_unread(
+    graph: fx.Graph, inputs: list[InputSpec], plain: Collection[str] = ()
+) -> list[InputSpec]:
+    """Drop placeholders that nothing reads: tied names beyond the one in use, unused state.
+
+    User inputs stay, so that they can be bound in order, but for those in `plain`: no tensors.
+    """
     by_name = {n.name: n for n in graph.nodes if n.op == "placeholder"}
     read = {s.target for s in inputs if s.kind == "parameter" and by_name[s.node].users}
     kept: list[InputSpec] = []
@@ -93,7 +99,7 @@ def drop_unread(graph: fx.Graph, inputs: list[InputSpec]) -> list[InputSpec]:
             drop = unread and (spec.target in read or spec.target in seen)
             seen.add(spec.target)
         else:
-            drop = unread and spec.kind in ("buffer", "constant")
+            drop = unread and (spec.kind in ("buffer", "constant") or spec.node in plain)
         if drop:
             graph.erase_node(node)
         else:

@@ -17,6 +17,18 @@ from torch import Tensor
 from torch._decomp import get_decompositions
 
 from autopar.core.ops import ops
+from autopar.tracer.formulas import (
+    addbmm,
+    bilinear,
+    embedding_bag_backward,
+    exponential,
+    normal,
+    randint,
+    randint_from,
+    uniform,
+    vdot,
+    weight_norm,
+)
 
 __all__ = ["REPLACEMENTS", "RandomContext", "decomposition_table"]
 
@@ -289,6 +301,14 @@ REPLACEMENTS: Mapping[Any, Replacement] = {
     aten.bernoulli.default: _bernoulli,
     aten.bernoulli.p: _bernoulli,
     aten.rms_norm.default: _rms_norm,
+    aten.addbmm.default: addbmm,
+    aten._weight_norm.default: weight_norm,
+    aten.bilinear.default: bilinear,
+    aten.uniform.default: uniform,
+    aten.exponential.default: exponential,
+    aten.normal_functional.default: normal,
+    aten.randint.default: randint,
+    aten.randint.low: randint_from,
 }
 
 
@@ -384,6 +404,8 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
             aten.mean.default: _mean,
             aten.var_mean.correction: _var_mean,
             aten.var.correction: _var,
+            aten.vdot.default: vdot,
+            aten._embedding_bag_backward.default: embedding_bag_backward,
         }
     )
     return table

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -12,7 +15,15 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from autopar.errors import TraceError
 
-__all__ = ["explain_failure", "refuse_data_dependent", "refuse_mixed"]
+__all__ = [
+    "explain_failure",
+    "refuse_data_dependent",
+    "refuse_hooks",
+    "refuse_mixed",
+    "refuse_random",
+    "refusing_tensor_hooks",
+    "user_line",
+]
 
 _TORCH_DIR = str(Path(torch.__file__).parent)
 _OWN_DIR = str(Path(__file__).parent.parent)
@@ -35,7 +46,10 @@ _REMEDY = (
 
 def _user_frame(error: BaseException) -> str:
     """`file:line in function: source` of the innermost frame outside torch and autopar."""
-    frames = traceback.extract_tb(error.__traceback__)
+    return _innermost(traceback.extract_tb(error.__traceback__))
+
+
+def _innermost(frames: traceback.StackSummary) -> str:
     for frame in reversed(frames):
         if frame.filename.startswith((_TORCH_DIR, _OWN_DIR, "<")) or frame.name in _MODES:
             continue
@@ -48,8 +62,8 @@ _FRAME = re.compile(
 )
 
 
-def _user_line(node: fx.Node) -> str:
-    """As `_user_frame`, of the call that an exported node comes from."""
+def user_line(node: fx.Node) -> str:
+    """`file:line in function: source` of the call that an exported node comes from."""
     for frame in reversed(list(_FRAME.finditer(node.meta.get("stack_trace") or ""))):
         skipped = frame["file"].startswith((_TORCH_DIR, _OWN_DIR, "<")) or frame["name"] in _MODES
         if not skipped:
@@ -68,7 +82,7 @@ def refuse_data_dependent(model: nn.Module, gm: fx.GraphModule) -> None:
             found = [v for v in values if v is not None and free_unbacked_symbols(v)]
             if found:
                 what = f"{node.target} gives {_described(found[0])}"
-                where = f"cannot trace {type(model).__name__} at {_user_line(node)}"
+                where = f"cannot trace {type(model).__name__} at {user_line(node)}"
                 raise TraceError(f"{where}\n  {what}\n  {_REMEDY}")
 
 
@@ -92,11 +106,60 @@ def refuse_mixed(model: nn.Module, gm: fx.GraphModule, dtype: torch.dtype) -> No
         }
         if len(dtypes) > 1:
             raise TraceError(
-                f"cannot trace {type(model).__name__} in {str(dtype)[6:]} at {_user_line(node)}\n"
+                f"cannot trace {type(model).__name__} in {str(dtype)[6:]} at {user_line(node)}\n"
                 f"  {name} has operands of {' and '.join(sorted(dtypes))}\n"
                 "  Parameters and floating inputs are cast, floating buffers and constants are "
                 "not. Cast what meets them in the forward, as in `buffer.to(x.dtype)`."
             )
+
+
+def refuse_random(node: fx.Node, source: str) -> None:
+    """Raises:
+    TraceError: a node of the joint graph draws random numbers that ranks would not share.
+    """
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded in tags:
+        raise TraceError(
+            f"cannot trace {source or '(no line outside torch)'}\n  {node.target} draws random "
+            "numbers that depend on who draws them. Draw with torch.rand, randn, randint, "
+            "bernoulli or dropout, or pass the drawn numbers in as an input."
+        )
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Raises:
+    TraceError: a hook waits for a gradient, which a compiled backward would not call.
+    """
+    remedy = (
+        "A compiled backward calls no hooks. Remove it, use a torch.autograd.Function in the "
+        "forward, or change the gradients of the parallel module after its backward."
+    )
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise TraceError(f"parameter {name} has a gradient hook. {remedy}")
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            what = f"{type(module).__name__} {name!r}" if name else type(module).__name__
+            raise TraceError(f"module {what} has a backward hook. {remedy}")
+
+
+@contextmanager
+def refusing_tensor_hooks() -> Iterator[None]:
+    """Gradient hooks that a forward puts on its activations are an error: export forgets them."""
+    original = torch.Tensor.register_hook
+
+    def refuse(tensor: torch.Tensor, hook: Any) -> Any:
+        raise TraceError(
+            f"{_innermost(traceback.extract_stack())}\n  a tensor of shape {tuple(tensor.shape)} "
+            "gets a gradient hook. A compiled backward calls no hooks: use a "
+            "torch.autograd.Function that changes the gradient instead."
+        )
+
+    torch.Tensor.register_hook = refuse  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.register_hook = original  # type: ignore[method-assign]
 
 
 def _live(graph: fx.Graph) -> list[fx.Node]:

@@ -3,11 +3,12 @@
 Export removes what the model writes in place. What is left comes from ATen's own derivative
 formulas and decompositions, which write into tensors that they made themselves:
 ``y = masked_fill_(x, m, 0)`` becomes ``y = masked_fill(x, m, 0)``, and later readers of `x` read
-`y`. A write that shows through another view of the same storage is an error.
+`y`. A write through a view becomes a scatter into what it is a view of.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,15 +18,17 @@ from autopar.errors import TraceError
 
 __all__ = ["remove_mutations"]
 
+aten = torch.ops.aten
+
 
 def remove_mutations(graph: fx.Graph) -> None:
     """Replace every in-place op of the graph, in order.
 
     Raises:
-        TraceError: an op writes to what other nodes see through another view, or has no form
-            that returns its result.
+        TraceError: an op writes to what other nodes see through a view that has no inverse, or has
+            no form that returns its result.
     """
-    position = {node: index for index, node in enumerate(graph.nodes)}
+    position = {node: (index, 0) for index, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         written = _written(node)
         if written is None:
@@ -33,17 +36,105 @@ def remove_mutations(graph: fx.Graph) -> None:
         functional = _functional(node.target)
         if functional is None:
             raise TraceError(f"{node.target} writes in place and has no form that does not")
-        for other in _aliases(written):
-            late = [u for u in other.users if position[u] > position[node]]
-            if other is not written and position[other] < position[node] and late:
-                raise TraceError(
-                    f"{node.target} writes to {written.name}, which {late[0].name} reads through "
-                    f"{other.name}, another view of it. Clone it before the write."
-                )
+        moved = torch.Tag.inplace_view in node.target.tags  # other views keep their shapes
         node.target = functional
-        for user in list(written.users):
-            if position[user] > position[node]:
-                user.replace_input_with(written, node)
+        renewed = {written: node} if moved else _renewed(written, node, position)
+        for old, new in renewed.items():
+            for user in _late(old, node, position):
+                user.replace_input_with(old, new)
+
+
+# index of a node of the first graph, and number among the calls put behind it
+_Positions = dict[fx.Node, tuple[int, int]]
+
+
+def _late(node: fx.Node, write: fx.Node, position: _Positions) -> list[fx.Node]:
+    """The readers of a node behind a write."""
+    return [user for user in node.users if position[user][0] > position[write][0]]
+
+
+def _renewed(written: fx.Node, write: fx.Node, position: _Positions) -> dict[fx.Node, fx.Node]:
+    """What each node that shares the written memory is after the write.
+
+    The new value climbs from view to view up to their base, and all views are taken of it again.
+    """
+    chain = [written]
+    while (source := _source_of_view(chain[-1])) is not None:
+        chain.append(source)
+    value = write
+    for view, source in pairwise(chain):
+        value = _append(value, write, position, *_scattered(view, source, value))
+    renewed = {chain[-1]: value}
+    for other in sorted(_aliases(written), key=position.__getitem__):
+        if other is chain[-1] or position[other][0] >= position[write][0]:
+            continue
+        first = other.args[0] if other.args else None
+        if isinstance(first, fx.Node) and first in renewed:
+            args = (renewed[first], *other.args[1:])
+            renewed[other] = _append(value, write, position, other.target, args)
+            value = renewed[other]
+        elif late := _late(other, write, position):
+            raise TraceError(
+                f"{write.target} writes to {written.name}, which {late[0].name} reads through "
+                f"{other.name}, another view of it. Clone it before the write."
+            )
+    renewed[write] = renewed[written]  # an in-place op returns what it wrote to
+    return renewed
+
+
+_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+_SCATTERS = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+    aten.diagonal.default: aten.diagonal_scatter.default,
+}
+_INVERTIBLE = (
+    *_RESHAPES,
+    *_SQUEEZES,
+    *_SCATTERS,
+    aten.unsqueeze.default,
+    aten.transpose.int,
+    aten.t.default,
+    aten.permute.default,
+    aten.alias.default,
+    aten.detach.default,
+)
+
+
+def _source_of_view(node: fx.Node) -> fx.Node | None:
+    """What a node is a view of, if a write to it can be taken back there."""
+    source = node.args[0] if node.args else None
+    return source if isinstance(source, fx.Node) and node.target in _INVERTIBLE else None
+
+
+def _scattered(view: fx.Node, source: fx.Node, value: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """The call that gives the source of a view, where the view has a new value."""
+    target: Any = view.target
+    if target in _SCATTERS:
+        return _SCATTERS[target], (source, value, *view.args[1:])
+    if target is aten.unsqueeze.default:
+        return aten.squeeze.dim, (value, *view.args[1:])
+    if target is aten.permute.default:
+        dims: Any = view.args[1]
+        rank = len(dims)
+        order = [d % rank for d in dims]
+        return target, (value, [order.index(d) for d in range(rank)])
+    if target in (aten.transpose.int, aten.t.default, aten.alias.default, aten.detach.default):
+        return target, (value, *view.args[1:])
+    return aten.reshape.default, (value, list(source.meta["val"].shape))
+
+
+def _append(
+    after: fx.Node, write: fx.Node, position: _Positions, target: Any, args: Any
+) -> fx.Node:
+    """A call behind `after`, which counts as part of the write."""
+    graph = after.graph
+    with graph.inserting_after(after):
+        node = graph.call_function(target, args)
+    node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+    position[node] = (position[write][0], position[after][1] + 1)
+    return node
 
 
 def _written(node: fx.Node) -> fx.Node | None:
@@ -62,7 +153,16 @@ def _functional(target: Any) -> Any:
     if not name[1].endswith("_"):
         return None
     packet = getattr(getattr(torch.ops, name[0]), name[1].rstrip("_"), None)
-    return getattr(packet, target._overloadname, None)
+    same = getattr(packet, target._overloadname, None)
+    if same is not None or packet is None:
+        return same
+    wanted = _parameters(target)  # `transpose_` has no overload name where `transpose.int` has
+    overloads = (getattr(packet, name) for name in packet.overloads())
+    return next((op for op in overloads if _parameters(op) == wanted), None)
+
+
+def _parameters(target: Any) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in target._schema.arguments]
 
 
 def _aliases(node: fx.Node) -> set[fx.Node]:
@@ -71,7 +171,9 @@ def _aliases(node: fx.Node) -> set[fx.Node]:
     while stack:
         current = stack.pop()
         # the parts of a split do not overlap, so that one part does not show through another
-        parts = isinstance(current.meta.get("val"), (list, tuple))
+        parts = isinstance(current.meta.get("val"), (list, tuple)) and not found.isdisjoint(
+            current.users
+        )
         near = [] if parts else [user for user in current.users if _is_view_of(user, current)]
         near += [arg for arg in current.all_input_nodes if _is_view_of(current, arg)]
         stack += [n for n in near if n not in found]

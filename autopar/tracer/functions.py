@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
+
+from autopar.errors import TraceError
 
 __all__ = ["FunctionCalls", "custom_function"]
 
@@ -68,10 +71,18 @@ class FunctionCalls:
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             real = original.__get__(None, cls)
+            if cls is CheckpointFunction:
+                run, _, *operands = args  # what is computed again is the plan's choice
+                return run(*operands)
             leaves, spec = pytree.tree_flatten(args)
-            # torch's own ones (checkpointing) take code that closes over parameters
-            if cls.__module__.startswith("torch.") or kwargs or any(map(callable, leaves)):
+            if cls.__module__.startswith("torch.") or kwargs:
                 return real(*args, **kwargs)
+            if any(map(callable, leaves)):
+                raise TraceError(
+                    f"the autograd function {cls.__qualname__} takes code as an argument, whose "
+                    "parameters its backward may use unseen. Call the code in the forward, and "
+                    "give the function tensors only."
+                )
             tensors = [x for x in leaves if isinstance(x, Tensor)]
             holes = [_HOLE if isinstance(x, Tensor) else x for x in leaves]
             call = _Call(real, holes, spec)

@@ -9,6 +9,7 @@ works on. Hooks on the autograd nodes tell which forward op a backward op belong
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -32,10 +33,17 @@ from autopar.tracer.cleanup import (
     tied_parameters,
 )
 from autopar.tracer.decompositions import REPLACEMENTS, RandomContext, decomposition_table
+from autopar.tracer.diagnose import (
+    refuse_hooks,
+    refuse_random,
+    refusing_tensor_hooks,
+    user_line,
+)
 from autopar.tracer.fanout import insert_fanouts
 from autopar.tracer.fold import find_repeats, is_sound, shortened
 from autopar.tracer.functional import remove_mutations
 from autopar.tracer.functions import FunctionCalls, custom_function
+from autopar.tracer.no_grad import runs_without_grad
 from autopar.tracer.precision import cast_last, lift_casts, low_dtype
 from autopar.tracer.rewrites import prepare_graph
 
@@ -82,7 +90,9 @@ def trace(
     capture = Capture(model, loss_fn, low_dtype(precision))
     capture.training = model.training  # not .train(): submodules keep modes of their own
     calls = FunctionCalls()
-    with calls.recording():
+    if with_grad:
+        refuse_hooks(model)
+    with calls.recording(), refusing_tensor_hooks():
         exported = export(capture, args, kwargs)
     traced = _JointTrace(capture, exported, with_grad, loss, calls).run()
     return replace(traced, precision=precision or "fp32")
@@ -130,7 +140,11 @@ class _Replay(fx.Interpreter):
         first = torch._C._autograd._get_sequence_nr()
         before = _last_node()
         self._cast_operands(n)
-        result = super().run_node(n)
+        with torch.no_grad() if runs_without_grad(n) else nullcontext():
+            try:
+                result = super().run_node(n)
+            except RuntimeError as error:  # shapes or dtypes that export's fakes let pass
+                raise TraceError(f"cannot trace {user_line(n)}\n  {error}") from error
         self.ranges.append((first, torch._C._autograd._get_sequence_nr(), n))
         self.marks.append((before, n))
         return result
@@ -191,6 +205,7 @@ class _JointTrace:
         self.output_kinds: list[OutputSpec] = []
         self.tangent_specs: list[InputSpec] = []
         self.info: dict[str, NodeInfo] = {}
+        self.plain: set[str] = set()  # inputs that are no tensors: their values are in the graph
 
     def run(self) -> TracedModel:
         gm = self.exported.graph_module
@@ -208,7 +223,13 @@ class _JointTrace:
                 leaf.requires_grad_(True)
         joint = make_fx(
             lambda flat, seed: self._joint(gm, specs, flat, seed),
-            decomposition_table=decomposition_table(),
+            decomposition_table={
+                **decomposition_table(),
+                # recurrent layers drop out inside of one call
+                aten.bernoulli_.float: lambda x, p=0.5, generator=None: x.copy_(
+                    REPLACEMENTS[aten.bernoulli.p](self.rng, x, p)
+                ),
+            },
         )
         with fake:
             graph_module = joint(leaves, seed)
@@ -222,6 +243,13 @@ class _JointTrace:
                 f"the forward changes its input {names} in place. Clone it first, so that the "
                 "caller's tensor stays as it was on every rank."
             )
+        for spec in self.exported.graph_signature.output_specs:
+            if spec.kind.name == "PARAMETER_MUTATION":
+                raise TraceError(
+                    f"the forward changes its parameter {spec.target.removeprefix(PREFIX)} in "
+                    "place. Compute a new tensor from it (torch.nn.utils.parametrize does), or "
+                    "change it between steps."
+                )
 
     def _input_specs(self) -> list[InputSpec]:
         """Descriptors of the exported graph's placeholders, in order."""
@@ -237,6 +265,8 @@ class _JointTrace:
                 continue
             value = node.meta.get("val")
             is_tensor = isinstance(value, Tensor)
+            if not is_tensor:
+                self.plain.add(node.name)
             shape = tuple(int(s) for s in value.shape) if is_tensor else ()
             dtype = value.dtype if is_tensor else torch.int64
             kind: Any = "input"
@@ -266,8 +296,8 @@ class _JointTrace:
     def _joint(
         self, gm: fx.GraphModule, specs: list[InputSpec], flat: list[Tensor], seed: Tensor
     ) -> list[Any]:
-        rng = RandomContext(seed)
-        replay = _Replay(gm, rng, torch.device("cpu"), self.calls, self.casts)
+        self.rng = RandomContext(seed)
+        replay = _Replay(gm, self.rng, torch.device("cpu"), self.calls, self.casts)
         with torch.set_grad_enabled(self.with_grad):
             results = replay.run(*flat)
         user_outputs, updates = self._sort_outputs(gm, list(results))
@@ -388,7 +418,7 @@ class _JointTrace:
         )
         output.args = (tuple(results),)
         clean(graph)
-        inputs = drop_unread(graph, inputs)
+        inputs = drop_unread(graph, inputs, self.plain)
         order = {n.name: i for i, n in enumerate(graph.nodes) if n.op == "placeholder"}
         inputs.sort(key=lambda s: order[s.node])
         forward = {
@@ -396,6 +426,9 @@ class _JointTrace:
             for spec, arg in zip(self.output_kinds, output.args[0], strict=True)
             if spec.kind != "gradient" and isinstance(arg, fx.Node)
         }
+        for node in graph.nodes:
+            if node.op == "call_function":
+                refuse_random(node, self.info[node.name].source if node.name in self.info else "")
         self._phases(graph, forward)
         parameters = {s.node for s in inputs if s.kind == "parameter"}
         if self.capture.dtype is not None:

@@ -152,7 +152,6 @@ def _group_sizes(b: Builder, x: fx.Node, stats: Any) -> tuple[int, int, int]:
 @lowering(aten.native_group_norm.default)
 def lower_group_norm(b: Builder, local: LocalCall) -> fx.Node:
     x, weight, bias, _, _, space, _, eps = local.args
-    x = b.contiguous(x)
     batch, channels, groups = _group_sizes(b, x, local.output_shape(1))
     return b.call(local.call.target, x, weight, bias, batch, channels, space, groups, eps)
 
@@ -160,7 +159,6 @@ def lower_group_norm(b: Builder, local: LocalCall) -> fx.Node:
 @lowering(aten.native_group_norm_backward.default)
 def lower_group_norm_backward(b: Builder, local: LocalCall) -> fx.Node:
     grad, x, mean, rstd, weight, _, _, space, _, mask = local.args
-    grad, x = b.contiguous(grad), b.contiguous(x)
     batch, channels, groups = _group_sizes(b, x, b.shape(mean))
     return b.call(
         local.call.target, grad, x, mean, rstd, weight, batch, channels, space, groups, mask

@@ -156,6 +156,13 @@ def resample_rule(call: OpCall) -> list[AxisStrategy]:
     return _leading(call) + linear_rows(call, [(0,)])
 
 
+@rule(*_overloads("col2im"))
+def col2im_rule(call: OpCall) -> list[AxisStrategy]:
+    """(…, C k², L) -> (…, C, H, W): a run of channels stays one."""
+    lead: list[str | None] = [f"d{i}" for i in range(len(call.operands[0].shape) - 1)]
+    return by_labels(call, [[*lead, None]], [[*lead, None, None]]) + linear_rows(call, [(0,)])
+
+
 @rule(*_overloads("pixel_shuffle pixel_unshuffle channel_shuffle"))
 def pixel_shuffle_rule(call: OpCall) -> list[AxisStrategy]:
     """(…, C r², H, W) <-> (…, C, H r, W r): a shard of C is a run of channels on both sides."""

@@ -100,6 +100,15 @@ def select_scatter_rule(call: OpCall) -> list[AxisStrategy]:
     return rows + linear_rows(call, [(0, 1)])
 
 
+@rule(aten.diagonal_scatter.default)
+def diagonal_scatter_rule(call: OpCall) -> list[AxisStrategy]:
+    rank = len(call.operands[0].shape)
+    pair = {one_dim(call.arg(3, "dim1", 0), rank), one_dim(call.arg(4, "dim2", 1), rank)}
+    names = dim_names(call.operands[0], pair)
+    rows = by_labels(call, [names, [*without(names, pair), None]], [names])
+    return rows + linear_rows(call, [(0, 1)])
+
+
 @rule(aten.narrow.default, aten.narrow_copy.default)
 def narrow_rule(call: OpCall) -> list[AxisStrategy]:
     names = dim_names(call.operands[0], {_dim(call, 1)})

@@ -39,6 +39,8 @@ def _pointwise(call: OpCall) -> list[AxisStrategy]:
 _LINEAR = [
     aten.neg.default,
     aten.conj.default,
+    aten._conj.default,
+    aten._conj_physical.default,
     aten.real.default,
     aten.imag.default,
     aten.clone.default,
@@ -74,7 +76,7 @@ _NONLINEAR = [
     "xlogy.Tensor _prelu_kernel log_sigmoid_backward bitwise_left_shift.Tensor fill.Scalar",
     "bitwise_right_shift.Tensor heaviside hypot logaddexp erfinv lgamma digamma polygamma",
     "special_i0 special_entr masked_fill.Tensor addcmul addcdiv exponential frac deg2rad signbit",
-    "__and__.Tensor __or__.Tensor __xor__.Tensor __lshift__.Scalar __rshift__.Scalar",
+    "polar __and__.Tensor __or__.Tensor __xor__.Tensor __lshift__.Scalar __rshift__.Scalar",
 ]
 
 
@@ -135,6 +137,20 @@ def cast_rule(call: OpCall) -> list[AxisStrategy]:
 @rule(*_NONLINEAR_OPS)
 def nonlinear_pointwise(call: OpCall) -> list[AxisStrategy]:
     return _pointwise(call)
+
+
+@rule(aten.bucketize.Tensor)
+def bucketize_rule(call: OpCall) -> list[AxisStrategy]:
+    """(x, boundaries) -> the place of each element."""
+    names = [f"d{i}" for i in range(len(call.operands[0].shape))]
+    return by_labels(call, [names, [None]], [names])
+
+
+@rule(aten._prelu_kernel_backward.default)
+def prelu_backward_rule(call: OpCall) -> list[AxisStrategy]:
+    """(dy, x, w) of one rank, w broadcast -> (dx, dw before its sum); linear in dy."""
+    inputs, outputs = broadcast_labels(call)
+    return by_labels(call, inputs, outputs) + linear_rows(call, [(0,)])
 
 
 @rule(torch.ops.autopar.dropout.default)

@@ -1,0 +1,116 @@
+"""ATen calls spelled with ops that have sharding rules; `decompositions` says when they apply.
+
+The first argument of those that replace a call before autograd is the `RandomContext`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.core.ops import ops
+
+__all__ = [
+    "addbmm",
+    "bilinear",
+    "embedding_bag_backward",
+    "exponential",
+    "normal",
+    "randint",
+    "randint_from",
+    "uniform",
+    "vdot",
+    "weight_norm",
+]
+
+aten = torch.ops.aten
+
+
+def vdot(x: Tensor, y: Tensor) -> Tensor:
+    return (x.conj() * y).sum()
+
+
+def addbmm(
+    _rng: object, x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    out = ops.einsum("byk,bkn->byn", a, b).sum(0)
+    out = out if alpha == 1 else out * alpha
+    return out if beta == 0 else out + (x if beta == 1 else x * beta)
+
+
+def bilinear(
+    _rng: object, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """x W y for each output feature; x (…, I), y (…, J), weight (O, I, J)."""
+    lead = "abcdefgh"[: x.dim() - 1]
+    half = ops.einsum(f"{lead}k,nkj->{lead}nj", x, weight)
+    out = (half * y.unsqueeze(-2)).sum(-1)
+    return out if bias is None else out + bias
+
+
+def weight_norm(_rng: object, v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """g v / ‖v‖, the norm over all dims but `dim` (Salimans and Kingma 2016, arXiv 1602.07868)."""
+    dims = [i for i in range(v.dim()) if dim == -1 or i != dim % v.dim()]
+    return v * (g / (v * v).sum(dims, keepdim=True).sqrt())
+
+
+def embedding_bag_backward(
+    grad: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    offset2bag: Tensor,
+    bag_size: Tensor,
+    maximum_indices: Tensor,
+    num_weights: int,
+    scale_grad_by_freq: bool,
+    mode: int,
+    sparse: bool,
+    per_sample_weights: Tensor | None,
+    padding_idx: int = -1,
+) -> Tensor:
+    """Always dense. The bag of each index comes from the offsets: a fast kernel returns none."""
+    places = torch.arange(indices.shape[0], dtype=offsets.dtype, device=indices.device)
+    bags = (torch.searchsorted(offsets, places, right=True) - 1).to(indices.dtype)
+    return aten._embedding_bag_dense_backward.default(
+        grad,
+        indices,
+        bags,
+        bag_size,
+        maximum_indices,
+        num_weights,
+        scale_grad_by_freq,
+        mode,
+        per_sample_weights,
+        padding_idx,
+    )
+
+
+# --- random numbers ---------------------------------------------------------------------------
+def uniform(rng: Any, x: Tensor, low: float = 0.0, high: float = 1.0, **options: Any) -> Tensor:
+    """What `x.uniform_()` yields."""
+    return low + (high - low) * rng.uniform(x.shape, x.dtype)
+
+
+def exponential(rng: Any, x: Tensor, lambd: float = 1.0, **options: Any) -> Tensor:
+    """What `x.exponential_()` yields: -log(1 - u) / λ."""
+    return (-torch.log1p(-rng.uniform(x.shape, torch.float64)) / lambd).to(x.dtype)
+
+
+def normal(rng: Any, x: Tensor, mean: float = 0.0, std: float = 1.0, **options: Any) -> Tensor:
+    """What `x.normal_()` yields: the Box-Muller transform of two uniforms."""
+    radius = torch.sqrt(-2.0 * torch.log1p(-rng.uniform(x.shape, torch.float64)))
+    angle = 2.0 * math.pi * rng.uniform(x.shape, torch.float64)
+    return (mean + std * radius * torch.cos(angle)).to(x.dtype)
+
+
+def randint(rng: Any, high: int, size: Sequence[int], **options: Any) -> Tensor:
+    return randint_from(rng, 0, high, size, **options)
+
+
+def randint_from(rng: Any, low: int, high: int, size: Sequence[int], **options: Any) -> Tensor:
+    drawn = torch.floor(rng.uniform(size, torch.float64) * (high - low)) + low
+    return drawn.to(options.get("dtype") or torch.int64)

@@ -1,0 +1,93 @@
+"""Keeps `torch.no_grad` through the removal of in-place ops.
+
+`torch.export` puts what runs under `no_grad` into a subgraph; its `run_decompositions`, which
+takes the writes out, dissolves the subgraph and the mode with it. A mark that torch copies to every
+node made from a marked one tells afterwards what ran without gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar.errors import TraceError
+from autopar.tracer.diagnose import user_line
+
+__all__ = ["mark_no_grad", "runs_without_grad"]
+
+aten = torch.ops.aten
+_MARK = "autopar_no_grad"
+_set_grad = torch.ops.higher_order.wrap_with_set_grad_enabled
+
+
+def runs_without_grad(node: fx.Node) -> bool:
+    """True for a node that comes from a `no_grad` part of the forward."""
+    return bool(node.meta.get("custom", {}).get(_MARK))
+
+
+def mark_no_grad(model: nn.Module, exported: Any) -> None:
+    """Mark the subgraphs of an exported program that run without gradients.
+
+    Raises:
+        TraceError: one of them writes to a tensor that has a gradient: autograd would pass the
+            gradient by the write, a program without writes cannot.
+    """
+    graph = exported.graph_module.graph
+    differentiable = _differentiable(exported, model)
+    for node in graph.nodes:
+        if node.target is not _set_grad or node.args[0]:
+            continue
+        node.meta["custom"] = {**node.meta.get("custom", {}), _MARK: True}
+        part, *operands = node.args[1:]
+        places = [n for n in _part(exported, part).graph.nodes if n.op == "placeholder"]
+        outer = dict(zip(places, operands, strict=True))
+        for write, written in _writes(_part(exported, part).graph):
+            if outer.get(written) in differentiable:
+                raise TraceError(
+                    f"cannot trace {type(model).__name__} at {user_line(write)}\n  "
+                    f"{write.target} writes under no_grad to a tensor that has a gradient. "
+                    "Make a new tensor there, or write to x.detach().clone()."
+                )
+
+
+def _part(exported: Any, node: fx.Node) -> fx.GraphModule:
+    part = exported.graph_module.get_submodule(str(node.target))
+    assert isinstance(part, fx.GraphModule)
+    return part
+
+
+def _differentiable(exported: Any, model: nn.Module) -> set[Any]:
+    """The nodes that may have a gradient: parameters, and what is computed from them with one."""
+    names = exported.graph_signature.inputs_to_parameters
+    found: set[Any] = set()
+    for node in exported.graph_module.graph.nodes:
+        if node.op == "placeholder":
+            parameter = names.get(node.name)
+            if parameter is not None and exported.state_dict[parameter].requires_grad:
+                found.add(node)
+        elif node.op == "call_function" and node.target not in (aten.detach.default, _set_grad):
+            if any(operand in found for operand in node.all_input_nodes):
+                found.add(node)
+    return found
+
+
+def _writes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
+    """Each in-place op with the placeholder or op whose memory it writes to."""
+    found = []
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            found.append((node, _owner(node)))
+    return found
+
+
+def _owner(node: fx.Node) -> fx.Node:
+    """Where the memory of a node comes from, through views and earlier writes."""
+    while isinstance(node.target, torch._ops.OpOverload) and node.args:
+        source = node.args[0]
+        shares = node.target._schema.arguments[0].alias_info is not None
+        if not shares or not isinstance(source, fx.Node):
+            break
+        node = source
+    return node

@@ -1,0 +1,386 @@
+"""What a forward may do besides computing: write, stop gradients, take numbers, put on hooks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import autopar
+from autopar.tracer.functional import remove_mutations
+from autopar.tracer.trace import trace
+from tests import handwritten as hw
+from tests.test_handwritten import plan_for
+
+
+def double(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {
+        k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
+        for k, v in inputs.items()
+    }
+
+
+def verified(model: nn.Module, inputs: dict[str, Any], constraints: Any = None) -> Any:
+    """`verify` of a float64 form on two ranks."""
+    model, inputs = model.double(), double(inputs)
+    plan = plan_for(model, inputs, (2,), constraints or {"data": 2})
+    return autopar.verify(plan, model, inputs)
+
+
+class Averaging(nn.Module):
+    """Updates buffers under no_grad and reads them, as a codebook with moving averages does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("book", torch.ones(4, 16))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.inner(x)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(0.1 * hidden.mean(0))
+            self.book[1] = hidden[0]
+            self.steps += 1
+            target = hidden.exp()  # has no gradient, unlike the outer hidden
+        squares = (hidden - self.mean).square().mean()
+        return squares + (target * hidden).mean() + self.book.sum() * hidden.mean()
+
+
+def test_no_grad_holds_where_buffers_are_written() -> None:
+    model = Averaging()
+    before = {name: b.clone() for name, b in model.double().named_buffers()}
+    result = verified(model, hw.vectors())
+    assert result.worst[1] < 1e-9, result.worst
+    assert set(result.buffers) == set(before)
+    for name, buffer in model.named_buffers():  # comparing changes nothing
+        assert torch.equal(buffer, before[name])
+
+
+def test_spectral_norm_iterates_in_its_buffers() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)))
+    for _ in range(2):
+        x = double(hw.vectors())["x"]
+        plan = plan_for(model.double(), (x,), (2,), {"data": 2})
+        result = autopar.verify(plan, model, (x,))
+        assert result.worst[1] < 1e-9, result.worst
+        assert len(result.buffers) == 2
+
+
+class Silenced(hw.Mlp):
+    """Writes under no_grad to what has a gradient: autograd passes the gradient by the write."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        hidden = self.layers[0](x)
+        with torch.no_grad():
+            written = hidden.t()[0] if self.what == "activation" else self.head.weight
+            written.clamp_(-0.1, 0.1)  # the line with the write
+        return super().forward(hidden, labels)
+
+
+@pytest.mark.parametrize("what", ["activation", "parameter"])
+def test_a_hidden_write_to_what_has_a_gradient_is_refused(what: str) -> None:
+    with pytest.raises(autopar.TraceError, match="under no_grad") as caught:
+        trace(Silenced(what), hw.vectors())
+    assert "the line with the write" in str(caught.value)
+
+
+class Stepping(hw.Mlp):
+    """Changes a frozen parameter."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        self.head.bias.mul_(0.5)
+        return super().forward(x, labels)
+
+
+def test_a_write_to_a_parameter_is_refused() -> None:
+    model = Stepping()
+    model.head.bias.requires_grad_(False)
+    with pytest.raises(autopar.TraceError, match=r"parameter head\.bias in place"):
+        trace(model, hw.vectors())
+
+
+class Numbered(nn.Module):
+    """Numbers, flags, a string and None stand before and between its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 4)
+
+    def forward(
+        self,
+        scale: float,
+        x: Tensor,
+        mode: str,
+        unused: Tensor | None,
+        mask: Tensor | None,
+        keep: Tensor,
+        flag: bool,
+        labels: Tensor,
+    ) -> Tensor:
+        logits = self.inner(x) * scale
+        if flag and mode == "twice":
+            logits = logits + logits
+        return F.cross_entropy(torch.where(keep, logits, logits.new_zeros(())), labels)
+
+
+def test_inputs_that_are_no_tensors_keep_their_places() -> None:
+    batch = hw.vectors()
+    inputs = {
+        "scale": 0.5,
+        "x": batch["x"],
+        "mode": "twice",
+        "unused": torch.randn(3),
+        "mask": None,
+        "keep": torch.rand(8, 4) > 0.5,
+        "flag": True,
+        "labels": batch["labels"],
+    }
+    assert verified(Numbered(), inputs).worst[1] < 1e-9
+    by_position = tuple(double(inputs).values())
+    model = Numbered().double()
+    plan = plan_for(model, by_position, (2,), {"data": 2})
+    assert autopar.verify(plan, model, by_position).worst[1] < 1e-9
+
+
+class Recomputed(nn.Module):
+    """Torch's own recomputation, of either kind."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 4)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        hidden = checkpoint(self.second, self.first(x).relu(), use_reentrant=self.reentrant)
+        return F.cross_entropy(self.head(hidden), labels)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_parts_keep_their_gradients(reentrant: bool) -> None:
+    result = verified(Recomputed(reentrant), hw.vectors())
+    assert len(result.gradients) == 6
+    assert result.worst[1] < 1e-9, result.worst
+
+
+class _RunsCode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, code: Any, x: Tensor) -> Tensor:
+        ctx.code = code
+        return code(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, grad
+
+
+class Running(hw.Mlp):
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        return super().forward(_RunsCode.apply(self.layers[0], x), labels)
+
+
+def test_a_function_that_takes_code_is_refused() -> None:
+    with pytest.raises(autopar.TraceError, match="_RunsCode takes code"):
+        trace(Running(), hw.vectors())
+
+
+class Hooked(hw.Mlp):
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        hidden = self.layers[0](x)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: 2 * grad)  # the line with the hook
+        return super().forward(hidden, labels)
+
+
+def test_gradient_hooks_are_refused() -> None:
+    with pytest.raises(autopar.TraceError, match="gradient hook") as caught:
+        trace(Hooked(), hw.vectors())
+    assert "the line with the hook" in str(caught.value)
+    model = hw.Mlp()
+    model.head.weight.register_hook(lambda grad: 2 * grad)
+    with pytest.raises(autopar.TraceError, match=r"parameter head\.weight has a gradient hook"):
+        trace(model, hw.vectors())
+    model = hw.Mlp()
+    model.head.register_full_backward_hook(lambda module, grads, outs: None)
+    with pytest.raises(autopar.TraceError, match="module Linear 'head' has a backward hook"):
+        trace(model, hw.vectors())
+    trace(model, hw.vectors(), training=False)  # nothing waits for a gradient
+
+
+def test_verify_misses_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace that finds too few gradients is noticed."""
+    model, inputs = hw.Mlp().double(), double(hw.vectors())
+    model.head.bias.requires_grad_(False)
+    plan = plan_for(model, inputs, (2,), {"data": 2})
+    traced = trace(model, inputs)
+    model.head.bias.requires_grad_(True)
+    assert autopar.verify(plan, model, inputs, traced=traced).gradients["head.bias"] == 1.0
+
+
+class Positioned(nn.Module):
+    """A table of positions goes through a linear of its own: that product has no batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("places", torch.randn(1, 5, 3))
+        self.position = nn.Linear(3, 16)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        hidden = x[:, None] + self.position(self.places).relu()
+        return F.cross_entropy(self.head(hidden.mean(1)), labels)
+
+
+def test_data_parallel_leaves_alone_what_has_no_batch() -> None:
+    result = verified(Positioned(), hw.vectors(), {"data": 2, "zero": 0})
+    assert result.worst[1] < 1e-9, result.worst
+
+
+def test_a_gru_of_two_directions() -> None:
+    """ATen's derivative of it transposes in place."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru = nn.GRU(8, 8, bidirectional=True, batch_first=True)
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return self.gru(x.unflatten(1, (2, 8)))[0].square().mean()
+
+    assert verified(Model(), hw.vectors()).worst[1] < 1e-9
+
+
+def _parts(x: Tensor) -> tuple[Tensor, ...]:
+    x = x.clone()
+    rows, columns, flat, diagonal = x[1:3], x.t(), x.view(-1), x.diagonal()
+    first, second = x.split(2)
+    rows.mul_(2.0)
+    diagonal.add_(flat[:4])
+    columns[0].add_(1)
+    turned = x.permute(1, 0)
+    turned.unsqueeze(0)[0, 1].mul_(columns[2])
+    flat.clamp_(max=1.0)
+    total = x.sum(0)
+    x.select(0, 1).zero_()
+    rows.add_(1)
+    return x, rows, columns, flat, diagonal, first, second, turned, total
+
+
+def test_writes_through_views_reach_every_view() -> None:
+    x = torch.randn(4, 4)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        traced = make_fx(_parts)(mode.from_tensor(x))
+    remove_mutations(traced.graph)
+    traced.recompile()
+    for node in traced.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        assert schema is None or not schema.is_mutable
+    for got, expected in zip(traced(x), _parts(x), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_a_write_to_one_part_of_a_split_is_refused_where_the_whole_is_read() -> None:
+    def split(x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.clone()
+        x.split(2)[0].add_(1)
+        return x, x
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        traced = make_fx(split)(mode.from_tensor(torch.randn(4, 4)))
+    with pytest.raises(autopar.TraceError, match="another view"):
+        remove_mutations(traced.graph)
+
+
+class Spectral(nn.Module):
+    """ATen's derivatives of these write through slices and diagonals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(9, 2))
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(self.inner(x)) * torch.view_as_complex(self.filter)
+        y = torch.fft.irfft(spectrum, n=16)
+        gram = y.t() @ y + torch.eye(16, dtype=y.dtype)
+        return torch.linalg.solve(gram, y.t()).square().mean() + torch.logdet(gram)
+
+
+def test_spectra_and_linear_algebra() -> None:
+    assert verified(Spectral(), hw.vectors()).worst[1] < 1e-9
+
+
+class Noisy(nn.Module):
+    """Draws in place, as routers with jitter and Gumbel softmax do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = x * torch.empty_like(x).uniform_(0.9, 1.1) + torch.empty_like(x).normal_(0.0, 0.1)
+        hidden = F.gumbel_softmax(self.inner(x), dim=-1)
+        hidden = hidden + torch.randint(0, 3, hidden.shape) + torch.randint(2, (16,))
+        return F.cross_entropy(self.head(hidden), labels)
+
+
+def test_numbers_drawn_in_place_do_not_depend_on_the_plan() -> None:
+    model, inputs = Noisy().double(), double(hw.vectors())
+    for mesh, constraints in (((2,), {"data": 2}), ((2,), {"tensor": "1d"})):
+        plan = plan_for(model, inputs, mesh, constraints)
+        result = autopar.verify(plan, model, inputs)
+        assert result.worst[1] < 1e-9, result.worst
+    nodes = trace(model, inputs).graph.nodes
+    drawn = [n.meta["val"] for n in nodes if n.target is torch.ops.autopar.uniform.default]
+    assert len(drawn) == 6
+
+
+class Recurrent(nn.Module):
+    """Dropout between the layers of an LSTM, which is one call of ATen."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, num_layers=2, dropout=p, batch_first=True)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return self.lstm(x.unflatten(1, (2, 8)))[0].square().mean()
+
+
+def test_dropout_between_recurrent_layers() -> None:
+    model, inputs = Recurrent(0.5).double(), double(hw.vectors())
+    plan = plan_for(model, inputs, (2,), {"data": 2})
+    for seed in (0, 1):
+        result = autopar.verify(plan, model, inputs, seed=seed)
+        assert result.worst[1] < 1e-9, result.worst
+    nodes = trace(model, inputs).graph.nodes
+    assert sum(n.target is torch.ops.autopar.uniform.default for n in nodes) == 1
+
+
+class Shuffled(hw.Mlp):
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        return super().forward(x[torch.randperm(8)], labels)  # the line that shuffles
+
+
+def test_numbers_that_ranks_would_not_share_are_refused() -> None:
+    with pytest.raises(autopar.TraceError, match="randperm") as caught:
+        trace(Shuffled(), hw.vectors())
+    line = next(
+        i
+        for i, text in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if text.endswith("# the line that shuffles")
+    )
+    assert f"test_forward_semantics.py:{line}" in str(caught.value)
