@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store, _get_default_store
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor import Replicate as TorchReplicate
@@ -14,7 +15,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from autopar.core.placement import Layout, Partial, Replicate, Shard
 
-__all__ = ["dtensor_like", "dtensor_placements", "layout_of"]
+__all__ = ["default_store", "dtensor_like", "dtensor_placements", "layout_of"]
+
+
+def default_store() -> Store:
+    """The key-value store that the ranks of the default process group met at."""
+    return _get_default_store()
 
 
 def dtensor_like(local: Tensor, other: DTensor) -> DTensor:

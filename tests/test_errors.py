@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +316,25 @@ def test_all_ranks_stop_and_say_why(function: Any, words: list[str]) -> None:
         assert outcome.kind in ("AutoparError", "TraceError", "InfeasiblePlanError"), outcome.trace
         for word in words:
             assert word in outcome.message, outcome.message
+
+
+def different_batch_later(rank: int) -> None:
+    """The second batch of one rank has another shape, so that it alone plans again."""
+    os.environ["AUTOPAR_TIMEOUT_S"] = "5"
+    pins = {"data": 2}
+    mesh = init_device_mesh("cpu", (2,))
+    module = autopar.parallelize(hw.Mlp(), mesh, hw.vectors(), constraints=pins)
+    module.train_step(**hw.vectors())
+    module.train_step(**hw.vectors(8 + 4 * (rank == 1)))
+
+
+def test_a_rank_that_plans_alone_does_not_wait_for_ever() -> None:
+    stayed, left = try_ranks(different_batch_later, 2, timeout=100)
+    assert isinstance(left, RankError) and left.kind == "AutoparError", left
+    for word in ("rank 1 waited 5 s for ranks 0", "another shape"):
+        assert word in left.message
+    # its partner is in a collective, which fails when the process is gone
+    assert isinstance(stayed, RankError) and stayed.kind != "Timeout", stayed
 
 
 def solved_on_each_rank(rank: int) -> bool:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from autopar._compat import default_store
 from autopar.errors import AutoparError
 
 __all__ = ["agree"]
+
+_PATIENCE_S = 300.0
+_calls = itertools.count()
 
 
 def agree(error: Exception | None, mine: Mapping[str, Any]) -> None:
@@ -21,11 +28,13 @@ def agree(error: Exception | None, mine: Mapping[str, Any]) -> None:
 
     Raises:
         Exception: `error`, where there is one.
-        AutoparError: another rank failed, or holds something else.
+        AutoparError: another rank failed, holds something else, or does not come within
+            `$AUTOPAR_TIMEOUT_S` seconds (default 300).
     """
     text = None if error is None else f"{type(error).__name__}: {error}"
     everyone: list[Any] = [(text, dict(mine))]
     if dist.is_initialized() and dist.get_world_size() > 1:
+        _wait_for_all()
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (text, dict(mine)))
     if error is not None:
@@ -41,6 +50,25 @@ def agree(error: Exception | None, mine: Mapping[str, Any]) -> None:
                 f"0 and {rank}. Build the same model with the same configuration, and pass the "
                 "same plan and the same global batch shape on every rank."
             )
+
+
+def _wait_for_all() -> None:
+    """A barrier that ends: where one rank alone has something to compile, the rest never come."""
+    call, rank, world = next(_calls), dist.get_rank(), dist.get_world_size()
+    store = default_store()
+    keys = [f"autopar/agree/{call}/{other}" for other in range(world)]
+    store.set(keys[rank], "here")
+    patience = float(os.environ.get("AUTOPAR_TIMEOUT_S", _PATIENCE_S))
+    try:
+        store.wait(keys, timedelta(seconds=patience))
+    except RuntimeError as error:  # torch's DistStoreError
+        missing = [str(other) for other in range(world) if not store.check([keys[other]])]
+        raise AutoparError(
+            f"rank {rank} waited {patience:g} s for ranks {', '.join(missing)} to plan the same "
+            "step. Is this batch of another shape, dtype or structure than theirs, or the module "
+            "in another mode? Pass batches of equal global shape on every rank. Set "
+            "AUTOPAR_TIMEOUT_S where ranks may be further apart."
+        ) from error
 
 
 def _difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
