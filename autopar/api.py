@@ -25,6 +25,7 @@ from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.runtime.agree import agree
 from autopar.runtime.module import CompiledStep, ParallelModule, StateName, input_signature
+from autopar.runtime.optimizers import guard_optimizers
 from autopar.runtime.state import check_devices, materialize
 from autopar.tracer.fold import find_repeats
 from autopar.tracer.precision import low_dtype
@@ -182,6 +183,7 @@ def parallelize(
     """
     _check_arguments(model, mesh, memory_limit)
     _check_world(mesh)
+    guard_optimizers()
     given, parsed, base = _agreed_settings(model, mesh, plan, constraints, seed, precision)
     if given is not None:
         precision = given.precision

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -86,3 +87,15 @@ def test_the_stage_is_in_the_mode_names() -> None:
 def test_a_stage_that_does_not_exist() -> None:
     with pytest.raises(ConstraintError, match="the stages are 0, 1, 2 and 3"):
         planned("gpt2", 4)
+
+
+@pytest.mark.parametrize(
+    "pins", [{"data": 1}, {"tensor": {"mode": "1d", "size": 1}, "sequence": "megatron"}]
+)
+def test_a_mode_on_one_device_pins_nothing(pins: dict[str, Any]) -> None:
+    model, inputs = zoo.gpt2()
+    alone = Cluster.from_profile("cpu-gloo", devices_per_node=1)
+    plan = autopar.plan(model, alone, inputs, constraints=pins)
+    assert plan.predicted.comm_bytes == ()
+    rest = autopar.plan(model, CLUSTER, inputs, constraints={"data": 1})
+    assert rest.mesh_shape == (1, RANKS)

@@ -66,9 +66,11 @@ class Pins:
         self.mesh_shape = tuple(r.size for r in roles)
         self.step = step
         self.contractions = find_contractions(traced, step)
-        self.tensor_axes = [i for i, r in enumerate(roles) if r.name.startswith("tensor")]
-        self.data_axes = [i for i, r in enumerate(roles) if r.name == "data"]
-        self.sequence_axes = [i for i, r in enumerate(roles) if r.name == "sequence"]
+        # an axis of one device splits nothing, so there is nothing to pin on it
+        split = [(i, r.name) for i, r in enumerate(roles) if r.size > 1]
+        self.tensor_axes = [i for i, name in split if name.startswith("tensor")]
+        self.data_axes = [i for i, name in split if name == "data"]
+        self.sequence_axes = [i for i, name in split if name == "sequence"]
         # the axes of N and K are interchangeable: the first contraction settles which is which
         self.first = next((c.op.name for c in self.contractions.values() if c.core), None)
         self.by_weight: dict[str, list[Contraction]] = {}
@@ -145,6 +147,8 @@ class Pins:
             wanted = "NK" if self._is_megatron() else "M"
             if kinds[axis] not in wanted:
                 return False
+        if not self.tensor_axes:
+            return True
         tensor = "".join(kinds[axis] for axis in self.tensor_axes)
         allowed = {
             None: ("",),
@@ -224,7 +228,8 @@ class Pins:
         )
 
     def _is_megatron(self) -> bool:
-        return self.constraints.sequence == "megatron"
+        split = bool(self.sequence_axes or self.tensor_axes)
+        return split and self.constraints.sequence == "megatron"
 
     # --- parameters ----------------------------------------------------------------------------
     def pinned(self, placeholder: str) -> tuple[Layout, ...]:
