@@ -15,7 +15,6 @@ from typing import Any
 from rich.table import Table
 from torch import nn
 
-from autopar.api import traced_for
 from autopar.core.constraints import Constraints
 from autopar.core.folding import every_instance
 from autopar.core.graph import TracedModel
@@ -25,6 +24,7 @@ from autopar.core.timeline import Alternative, PlannedMove, PlannedOp
 from autopar.core.units import format_bytes, format_seconds
 from autopar.cost_model import Cluster, dtype_bytes
 from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError, PlanMismatchError
+from autopar.planning import traced_for
 from autopar.report.tables import render
 
 __all__ = ["Explanation", "Resolved", "explain", "render_explanation"]

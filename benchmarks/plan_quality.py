@@ -32,12 +32,14 @@ def hand_written(mesh: tuple[int, ...]) -> dict[str, dict[str, Any]]:
     tensor = {"tensor": {"mode": "1d", "size": node}, "sequence": "megatron"}
     plans: dict[str, dict[str, Any]] = {
         "DDP": {"data": devices, "zero": 0},
+        "ZeRO-1": {"data": devices, "zero": 1},
         "FSDP": {"data": devices, "zero": 3},
     }
     if devices == node:
         plans["Megatron TP+SP"] = tensor
     else:
         plans["Megatron TP+SP, DDP"] = {"data": devices // node, **tensor, "zero": 0}
+        plans["Megatron TP+SP, ZeRO-1"] = {"data": devices // node, **tensor, "zero": 1}
         plans["TP+SP, FSDP"] = {"data": devices // node, **tensor, "zero": 3}
     return plans
 

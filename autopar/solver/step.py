@@ -188,7 +188,7 @@ def build_step(traced: TracedModel) -> Step:
         if output.kind == "buffer" or is_required(traced, output.target):
             required.append(value)
     parameters = {s.node: s for s in traced.parameters()}
-    prepared = _prepared(ops, parameters)
+    prepared, copies = _read_parameters(ops, parameters)
     return Step(
         ops=ops,
         parameters=parameters,
@@ -199,7 +199,7 @@ def build_step(traced: TracedModel) -> Step:
         saved=_saved(ops, specs),
         specs=specs,
         prepared=prepared,
-        copies=_copies_read(ops, parameters, prepared),
+        copies=copies,
         blocks=Blocks(traced),
     )
 
@@ -260,27 +260,16 @@ def unview(ops: dict[str, Op], value: Value) -> Value:
     return value
 
 
-def _prepared(ops: dict[str, Op], parameters: dict[str, InputSpec]) -> dict[str, str]:
-    """Parameter behind each op that only brings one into another shape, order or dtype."""
-    found: dict[str, str] = {}
+def _read_parameters(
+    ops: dict[str, Op], parameters: dict[str, InputSpec]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Parameter behind each op that only rearranges one, and behind each alias of such."""
+    prepared: dict[str, str] = {}
+    copies: dict[str, str] = {}
     for op in ops.values():
-        if op.call.target in REARRANGING:
-            source = op.operands[0][0]
-            owner = source if source in parameters else found.get(source)
-            if owner is not None:
-                found[op.name] = owner
-    return found
-
-
-def _copies_read(
-    ops: dict[str, Op], parameters: dict[str, InputSpec], prepared: dict[str, str]
-) -> dict[str, str]:
-    """Parameter behind each alias that stands for it in forward and backward."""
-    found: dict[str, str] = {}
-    for op in ops.values():
-        if op.call.target is _ALIAS:
+        if op.call.target in REARRANGING or op.call.target is _ALIAS:
             source = op.operands[0][0]
             owner = source if source in parameters else prepared.get(source)
             if owner is not None:
-                found[op.name] = owner
-    return found
+                (copies if op.call.target is _ALIAS else prepared)[op.name] = owner
+    return prepared, copies

@@ -1,0 +1,257 @@
+"""Plans and compiles the steps of a model: trace, look up or solve, unfold, emit."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from autopar.cache import PlanCache
+from autopar.codegen.emit import emit
+from autopar.core.constraints import Constraints
+from autopar.core.folding import every_instance, same_for_all_instances, unfolded
+from autopar.core.graph import TracedModel
+from autopar.core.plan import Plan
+from autopar.cost_model import Cluster
+from autopar.errors import AutoparError, PlanMismatchError
+from autopar.runtime.agree import agree
+from autopar.runtime.module import CompiledStep
+from autopar.tracer.fold import find_repeats
+from autopar.tracer.trace import trace
+
+__all__ = ["Planner", "solved", "traced_for"]
+
+
+def traced_for(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    constraints: Constraints,
+    training: bool,
+    loss_fn: Callable[..., Any] | None,
+    precision: str | None = None,
+) -> TracedModel:
+    """The graph that `plan` solves for these arguments: folded where the pins allow it."""
+    return trace(
+        model,
+        example_inputs,
+        training=training,
+        loss_fn=loss_fn,
+        fold=may_fold(model, constraints),
+        precision=precision,
+    )
+
+
+def solved(
+    traced: TracedModel,
+    cluster: Cluster,
+    constraints: Constraints,
+    memory_limit: int | None,
+    optimizer: object,
+    cache: bool,
+) -> Plan:
+    """The plan from the cache, or solved and kept there."""
+    plans = PlanCache() if cache else None
+    key = plans.key(traced, cluster, constraints, memory_limit, optimizer) if plans else ""
+    known = plans.get(key) if plans else None
+    if known is not None:
+        return known
+    from autopar.solver.solve import solve
+
+    found = solve(
+        traced, cluster, constraints=constraints, memory_limit=memory_limit, optimizer=optimizer
+    )
+    if plans is not None:
+        plans.put(key, found)
+    return found
+
+
+def may_fold(model: nn.Module, constraints: Constraints) -> bool:
+    """False where a pin tells apart blocks that would share one choice."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    matches = {glob: fnmatch.filter(names, glob) for glob in constraints.params}
+    return same_for_all_instances(matches, find_repeats(model))
+
+
+class Planner:
+    """Compiles a step for each input signature of one parallel module."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        given: Plan | None,
+        constraints: Constraints,
+        memory_limit: int | None,
+        optimizer: object,
+        loss_fn: Callable[..., Any] | None,
+        cluster: Cluster | None,
+        cache: bool,
+        precision: str | None,
+    ) -> None:
+        self.model = model
+        self.mesh = mesh
+        self.first = given
+        self.given = given
+        self.constraints = constraints
+        self.memory_limit = memory_limit
+        self.optimizer = optimizer
+        self.loss_fn = loss_fn
+        self.cluster = cluster
+        self.cache = cache
+        self.precision = precision
+        self._mesh_of: dict[tuple[int, ...], DeviceMesh] = {tuple(mesh.mesh.shape): mesh}
+
+    def device_mesh(self, chosen: Plan) -> DeviceMesh:
+        """The user's mesh, or the same ranks in the shape that the plan wants."""
+        shape = chosen.mesh_shape
+        if shape not in self._mesh_of:
+            ranks = self.mesh.mesh.reshape(shape)
+            self._mesh_of[shape] = DeviceMesh(
+                self.mesh.device_type, ranks, mesh_dim_names=chosen.axis_names
+            )
+        return self._mesh_of[shape]
+
+    def compile(self, args: Any, kwargs: Any, training: bool, mode: bool) -> CompiledStep:
+        """Trace, plan (rank 0 decides) and emit for one input signature.
+
+        Args:
+            args, kwargs: the global batch.
+            training: with gradients.
+            mode: the module's training flag.
+        """
+        if mode != self.model.training:
+            self.model.train(mode)
+        traced, chosen = self._planned(args, kwargs, training)
+        planned = self.device_mesh(chosen)
+        coords = planned.get_coordinate()
+        assert coords is not None
+        groups = [planned.get_group(i).group_name for i in range(planned.ndim)]
+        program = emit(traced, chosen, coords, group_names=groups, device=self.mesh.device_type)
+        return CompiledStep(traced=traced, plan=chosen, program=program)
+
+    def _planned(self, args: Any, kwargs: Any, training: bool) -> tuple[TracedModel, Plan]:
+        """The whole graph and its plan, chosen on the folded graph where there is one."""
+        given = self.given
+        if given is None:
+            fold = self.first is None and may_fold(self.model, self.constraints)
+        else:
+            fold = bool(given.repeats)
+        traced = self._traced(args, kwargs, training, fold)
+        chosen = self._choose(traced)
+        if not traced.repeats:
+            return traced, chosen
+        whole = self._traced(args, kwargs, training, False)
+        try:
+            return whole, unfolded(chosen, traced, whole)
+        except PlanMismatchError:
+            if given is not None:
+                raise
+        # blocks that look alike but compute different things: each has its own choice
+        self.first = None
+        return whole, self._choose(whole)
+
+    def _traced(self, args: Any, kwargs: Any, training: bool, fold: bool) -> TracedModel:
+        """The graph, the same on all ranks."""
+        traced: TracedModel | None = None
+        failure: Exception | None = None
+        try:
+            if args and kwargs:
+                raise AutoparError("pass the batch either by position or by keyword, not both")
+            inputs = pytree.tree_map_only(Tensor, _as_example, (args, kwargs))
+            example = (*inputs[0],) if inputs[0] else inputs[1]
+            traced = trace(
+                self.model,
+                example,
+                training=training,
+                loss_fn=self.loss_fn,
+                fold=fold,
+                precision=self.precision,
+            )
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            failure = error
+        agree(failure, {} if traced is None else _describe(traced))
+        assert traced is not None
+        return traced
+
+    def _choose(self, traced: TracedModel) -> Plan:
+        if self.given is not None:
+            chosen, self.given = self.given, None
+            self._check_given(chosen, traced)
+            self.first = chosen
+            return chosen
+        box: list[Any] = [None]
+        src = int(self.mesh.mesh.flatten()[0])
+        failure: Exception | None = None
+        if dist.get_rank() == src:
+            try:
+                box = [self._solve(traced)]
+            except AutoparError as error:
+                box = [error]
+            except Exception as error:
+                failure = error
+                box = [AutoparError(f"rank {src} failed to plan: {type(error).__name__}: {error}")]
+        if self.mesh.size() > 1:
+            dist.broadcast_object_list(box, src=src)
+        if failure is not None:
+            raise failure
+        chosen = box[0]
+        if isinstance(chosen, AutoparError):
+            raise chosen
+        assert isinstance(chosen, Plan)
+        if self.first is None:
+            self.first = chosen
+        return chosen
+
+    def _solve(self, traced: TracedModel) -> Plan:
+        described = self.cluster or Cluster.from_mesh(self.mesh)
+        constraints = self.constraints
+        if self.first is not None:
+            described = described.with_mesh_shape(self.first.mesh_shape, self.first.axis_names)
+            constraints = Constraints(
+                params={
+                    name: tuple(p.short for p in layout)
+                    for name, layout in self.first.parameters.items()
+                }
+            )
+        return solved(traced, described, constraints, self.memory_limit, self.optimizer, self.cache)
+
+    def _check_given(self, chosen: Plan, traced: TracedModel) -> None:
+        total = 1
+        for size in chosen.mesh_shape:
+            total *= size
+        if total != self.mesh.size():
+            raise PlanMismatchError(
+                f"the plan is for {total} devices {chosen.mesh_shape}, the mesh has "
+                f"{self.mesh.size()} {tuple(self.mesh.mesh.shape)}"
+            )
+        shapes = every_instance({s.target: s.shape for s in traced.parameters()}, traced.repeats)
+        for name in sorted({*shapes, *chosen.shapes}):
+            if shapes.get(name) != chosen.shapes.get(name):
+                raise PlanMismatchError(
+                    f"parameter {name} has shape {shapes.get(name)} in the model and "
+                    f"{chosen.shapes.get(name)} in the plan"
+                )
+
+
+def _as_example(value: Tensor) -> Tensor:
+    """A stand-in of the global shape; nothing of the batch is kept."""
+    return (
+        torch.empty(value.shape, dtype=value.dtype, device="meta")
+        if value.is_meta
+        else (torch.zeros(value.shape, dtype=value.dtype))
+    )
+
+
+def _describe(traced: TracedModel) -> dict[str, Any]:
+    return {
+        **{s.target: (s.shape, str(s.dtype)) for s in traced.inputs},
+        "the number of ops": len(traced.graph.nodes),
+        "the graph": traced.fingerprint(),
+    }
