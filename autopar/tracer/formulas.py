@@ -19,6 +19,7 @@ __all__ = [
     "bilinear",
     "embedding_bag_backward",
     "exponential",
+    "histc",
     "normal",
     "randint",
     "randint_from",
@@ -40,6 +41,13 @@ def addbmm(
     out = ops.einsum("byk,bkn->byn", a, b).sum(0)
     out = out if alpha == 1 else out * alpha
     return out if beta == 0 else out + (x if beta == 1 else x * beta)
+
+
+def histc(_rng: object, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Of whole numbers too, which the kernels of some devices refuse."""
+    if x.is_floating_point():
+        return aten.histc.default(x, *args, **kwargs)
+    return aten.histc.default(x.to(torch.float64), *args, **kwargs).to(x.dtype)
 
 
 def bilinear(
