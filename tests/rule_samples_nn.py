@@ -331,3 +331,18 @@ _add_call(
     lambda *given: _experts.grouped_mm_fallback_backward.default(*given),
     lambda: (*_grouped(), _x(9, 8)),
 )
+
+
+def _native_grouped() -> tuple[Tensor, ...]:
+    """Small whole numbers, whose sums bfloat16 has exactly; fake tensors allow no other dtype."""
+    x, w = (torch.randint(-1, 2, shape).bfloat16() for shape in ((16, 128), (4, 128, 256)))
+    return x, w, torch.tensor([2, 2, 5, 16], dtype=torch.int32)
+
+
+def _native_gradient() -> tuple[Tensor, ...]:
+    x, _, ends = _native_grouped()
+    return x.t(), torch.randint(-1, 2, (16, 256)).bfloat16(), ends
+
+
+_add("native_grouped_mm", aten._grouped_mm.default, _native_grouped)
+_add("native_grouped_mm_gradient", aten._grouped_mm.default, _native_gradient)

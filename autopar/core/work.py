@@ -154,9 +154,10 @@ def global_flops(call: OpCall) -> float:
         macs = math.prod(out) * math.prod(weight[1:])
         return 2.0 * macs * (2.0 if backward else 1.0)
     if _is_grouped(call):
-        weight = next(s for s in shapes if len(s) == 3)
-        rows = next(s for s in shapes if len(s) == 2)[0]
-        return 2.0 * rows * weight[1] * weight[2] * len(call.outputs)
+        # each row meets one group: (S, K) with (G, K, N), or (K, S) with (S, N)
+        if len(shapes[1]) == 2:
+            return 2.0 * math.prod(shapes[0]) * shapes[1][1]
+        return 2.0 * shapes[0][0] * math.prod(shapes[1][1:]) * len(call.outputs)
     if op_class(call) == "matmul":
         a, b = shapes[-2:]
         return 2.0 * math.prod(a) * b[-1]

@@ -8,9 +8,11 @@ sum (expert parallelism with gathered tokens; Lepikhin et al. 2020, arXiv 2006.1
 
 from __future__ import annotations
 
+import torch
+
 from autopar.core.placement import Partial, Replicate, Shard
 from autopar.core.strategy import AxisStrategy, OpCall
-from autopar.solver.rules.labels import by_labels, linear_rows
+from autopar.solver.rules.labels import by_labels, linear_rows, replicated_row
 from autopar.solver.rules.registry import rule
 
 
@@ -30,3 +32,32 @@ def grouped_mm_backward_rule(call: OpCall) -> list[AxisStrategy]:
     whole = Replicate()
     rows.append(AxisStrategy((whole, Shard(0), whole, whole), (Partial(), Shard(0)), "expert"))
     return rows + linear_rows(call, [(3,)])
+
+
+_ALIGNMENT = 128  # bytes: the kernel wants 16, also where several axes split a dim
+
+
+@rule(torch.ops.aten._grouped_mm.default)
+def native_grouped_mm_rule(call: OpCall) -> list[AxisStrategy]:
+    """torch's own: (x (S, K), W (G, K, N), offs) -> y (S, N), or (a (K, S), b (S, N), offs) ->
+    (G, K, N), the gradient of W, whose groups are blocks of S."""
+    if len(call.operands) != 3 or len(call.operands[0].shape) != 2:
+        return [replicated_row(call)]
+    whole = Replicate()
+    if len(call.operands[1].shape) == 3:
+        rows = by_labels(call, [[None, "k"], [None, "k", "n"], [None]], [[None, "n"]], summed="k")
+        rows.append(AxisStrategy((whole, Shard(0), whole), (Partial(),), "expert"))
+    else:
+        rows = by_labels(call, [["k", None], [None, "n"], [None]], [[None, "k", "n"]])
+        rows.append(AxisStrategy((whole, whole, whole), (Shard(0),), "expert"))
+    return [row for row in rows if _is_aligned(call, row)]
+
+
+def _is_aligned(call: OpCall, row: AxisStrategy) -> bool:
+    pairs = zip((*row.inputs, *row.outputs), (*call.operands, *call.outputs), strict=True)
+    return all(
+        not placement.is_shard
+        or (placement.dim == 0 and len(spec.shape) == 3)
+        or spec.shape[placement.dim] // call.axis_size * spec.dtype.itemsize % _ALIGNMENT == 0
+        for placement, spec in pairs
+    )
