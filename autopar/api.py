@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.codegen.emit import emit
 from autopar.core.constraints import Constraints
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, PlanMismatchError
-from autopar.planning import Planner, solved, traced_for
+from autopar.planning import Planner, check_emitted, solved, traced_for
 from autopar.runtime.agree import agree
 from autopar.runtime.module import ParallelModule, StateName, input_signature
 from autopar.runtime.optimizers import guard_optimizers
+from autopar.runtime.pipeline import own_plan
 from autopar.runtime.state import check_devices, materialize
 from autopar.tracer.precision import low_dtype
 from autopar.tracer.trace import normalize_inputs
@@ -85,7 +85,7 @@ def plan(
         precision=precision,
     )
     found = solved(traced, described, parsed, memory_limit, optimizer, cache)
-    emit(traced, found, [0] * len(found.mesh_shape))
+    check_emitted(traced, found)
     return found
 
 
@@ -145,6 +145,8 @@ def parallelize(
     )
 
     def create(chosen: Plan) -> Any:
+        if chosen.pipeline is not None:
+            chosen = own_plan(chosen, planner.pipeline_mesh(chosen).rank)
         planned = planner.device_mesh(chosen)
         coords = planned.get_coordinate()
         assert coords is not None

@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 
 from autopar.cache import PlanCache
 from autopar.codegen.emit import emit
-from autopar.core.constraints import Constraints
+from autopar.codegen.turns import emit_turns
+from autopar.core.constraints import Constraints, PipelinePin
 from autopar.core.folding import every_instance, same_for_all_instances, unfolded
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
@@ -22,10 +23,12 @@ from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.runtime.agree import agree
 from autopar.runtime.module import CompiledStep
+from autopar.runtime.pipeline import PipelinedStep, PipelineMesh
+from autopar.runtime.turns import stages_at_turns
 from autopar.tracer.fold import find_repeats
 from autopar.tracer.trace import trace
 
-__all__ = ["Planner", "solved", "traced_for"]
+__all__ = ["Planner", "check_emitted", "solved", "traced_for"]
 
 
 def traced_for(
@@ -62,9 +65,9 @@ def solved(
     known = plans.get(key) if plans else None
     if known is not None:
         return known
-    from autopar.solver.solve import solve
+    from autopar.pipelining import plan_step
 
-    found = solve(
+    found = plan_step(
         traced, cluster, constraints=constraints, memory_limit=memory_limit, optimizer=optimizer
     )
     if plans is not None:
@@ -72,8 +75,25 @@ def solved(
     return found
 
 
+def check_emitted(traced: TracedModel, found: Plan) -> None:
+    """Write the first rank's program: it must move the bytes that the plan says.
+
+    Raises:
+        AutoparError: it does not.
+    """
+    first = [0] * len(found.mesh_shape)
+    if found.pipeline is None:
+        emit(traced, found, first)
+        return
+    turns = stages_at_turns(traced, found.pipeline)
+    for number, stage in enumerate(found.pipeline.stages):
+        emit_turns([t.stages.models[number] for t in turns], stage, first)
+
+
 def may_fold(model: nn.Module, constraints: Constraints) -> bool:
     """False where a pin tells apart blocks that would share one choice."""
+    if constraints.pipeline is not None:
+        return False
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     matches = {glob: fnmatch.filter(names, glob) for glob in constraints.params}
     return same_for_all_instances(matches, find_repeats(model))
@@ -107,9 +127,23 @@ class Planner:
         self.cache = cache
         self.precision = precision
         self._mesh_of: dict[tuple[int, ...], DeviceMesh] = {tuple(mesh.mesh.shape): mesh}
+        self._pipelines: dict[tuple[int, ...], PipelineMesh] = {}
+
+    def pipeline_mesh(self, chosen: Plan) -> PipelineMesh:
+        """This rank's place in a plan's pipeline."""
+        assert chosen.pipeline is not None
+        shape = (chosen.pipeline.size, *chosen.mesh_shape)
+        if shape not in self._pipelines:
+            self._pipelines[shape] = PipelineMesh.over(self.mesh, chosen)
+        return self._pipelines[shape]
 
     def device_mesh(self, chosen: Plan) -> DeviceMesh:
-        """The user's mesh, or the same ranks in the shape that the plan wants."""
+        """The user's mesh, or the same ranks in the shape that the plan wants.
+
+        With a pipeline, the mesh of this rank's stages.
+        """
+        if chosen.pipeline is not None:
+            return self.pipeline_mesh(chosen).stage
         shape = chosen.mesh_shape
         if shape not in self._mesh_of:
             ranks = self.mesh.mesh.reshape(shape)
@@ -118,7 +152,9 @@ class Planner:
             )
         return self._mesh_of[shape]
 
-    def compile(self, args: Any, kwargs: Any, training: bool, mode: bool) -> CompiledStep:
+    def compile(
+        self, args: Any, kwargs: Any, training: bool, mode: bool
+    ) -> CompiledStep | PipelinedStep:
         """Trace, plan (rank 0 decides) and emit for one input signature.
 
         Args:
@@ -129,6 +165,8 @@ class Planner:
         if mode != self.model.training:
             self.model.train(mode)
         traced, chosen = self._planned(args, kwargs, training)
+        if chosen.pipeline is not None:
+            return PipelinedStep(traced, chosen, self.pipeline_mesh(chosen))
         planned = self.device_mesh(chosen)
         coords = planned.get_coordinate()
         assert coords is not None
@@ -213,22 +251,13 @@ class Planner:
         described = self.cluster or Cluster.from_mesh(self.mesh)
         constraints = self.constraints
         if self.first is not None:
-            described = described.with_mesh_shape(self.first.mesh_shape, self.first.axis_names)
-            constraints = Constraints(
-                params={
-                    name: tuple(p.short for p in layout)
-                    for name, layout in self.first.parameters.items()
-                }
-            )
+            described, constraints = _like(self.first, described, traced.training)
         return solved(traced, described, constraints, self.memory_limit, self.optimizer, self.cache)
 
     def _check_given(self, chosen: Plan, traced: TracedModel) -> None:
-        total = 1
-        for size in chosen.mesh_shape:
-            total *= size
-        if total != self.mesh.size():
+        if chosen.num_devices != self.mesh.size():
             raise PlanMismatchError(
-                f"the plan is for {total} devices {chosen.mesh_shape}, the mesh has "
+                f"the plan is for {chosen.num_devices} devices {chosen.mesh_shape}, the mesh has "
                 f"{self.mesh.size()} {tuple(self.mesh.mesh.shape)}"
             )
         shapes = every_instance({s.target: s.shape for s in traced.parameters()}, traced.repeats)
@@ -238,6 +267,28 @@ class Planner:
                     f"parameter {name} has shape {shapes.get(name)} in the model and "
                     f"{chosen.shapes.get(name)} in the plan"
                 )
+
+
+def _like(first: Plan, cluster: Cluster, training: bool) -> tuple[Cluster, Constraints]:
+    """Mesh and constraints of a step whose parameters lie as another step's plan has them."""
+    params = {name: tuple(p.short for p in layout) for name, layout in first.parameters.items()}
+    if first.pipeline is None:
+        described = cluster.with_mesh_shape(first.mesh_shape, first.axis_names)
+        return described, Constraints(params=params)
+    p = first.pipeline
+    if p.size == 1 and not training:
+        described = cluster.with_mesh_shape(first.mesh_shape, first.axis_names)
+        return described, Constraints(params=params)
+    names = ("pipeline", *first.axis_names)
+    described = cluster.with_mesh_shape((p.size, *first.mesh_shape), names)
+    pin = PipelinePin(
+        size=p.size,
+        microbatches=p.microbatches if training else 1,
+        schedule=p.schedule if training or p.chunks > 1 else "gpipe",
+        chunks=p.chunks,
+        cuts=p.cuts,
+    )
+    return described, Constraints(params=params, pipeline=pin)
 
 
 def _as_example(value: Tensor) -> Tensor:

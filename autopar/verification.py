@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.codegen.emit import Program, emit
@@ -18,6 +18,7 @@ from autopar.core.plan import Plan
 from autopar.errors import PlanMismatchError
 from autopar.runtime.lockstep import mesh_coords, run_lockstep
 from autopar.runtime.shards import assemble, take_shard
+from autopar.runtime.turns import Strided, run_stages
 from autopar.tracer.precision import call_in, low_dtype
 from autopar.tracer.trace import normalize_inputs, trace
 
@@ -95,15 +96,13 @@ def verify(
     args, kwargs = normalize_inputs(example_inputs)
     flat = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     whole = whole_inputs(traced, model, flat, seed)
-    programs = [emit(traced, plan, coords) for coords in mesh_coords(plan.mesh_shape)]
-    results = run_lockstep(
-        [p.joint.graph for p in programs],
-        [_feed(p, whole, plan, coords)
-         for p, coords in zip(programs, mesh_coords(plan.mesh_shape), strict=True)],
-        plan.mesh_shape,
-    )  # fmt: skip
-    found = _assembled(programs[0], results, plan.mesh_shape)
     expected = reference(traced, model, args, kwargs, whole, loss_fn)
+    if plan.pipeline is None:
+        found = _run_in_one(traced, plan, whole)
+    else:
+        found = run_stages(traced, plan.pipeline, whole)
+        # beside the loss, a step in microbatches returns nothing
+        expected = {k: v for k, v in expected.items() if k[0] != "output" or k in found}
     errors: dict[str, dict[str, float]] = {"output": {}, "gradient": {}, "buffer": {}}
     largest = max(
         (float(v.norm()) for (kind, _), v in expected.items() if kind == "gradient"), default=0.0
@@ -117,6 +116,17 @@ def verify(
     return Verification(
         outputs=errors["output"], gradients=errors["gradient"], buffers=errors["buffer"]
     )
+
+
+def _run_in_one(
+    traced: TracedModel, plan: Plan, whole: Mapping[str, Tensor]
+) -> dict[tuple[str, str], Tensor]:
+    """Outputs of the programs of all ranks, run in lockstep."""
+    coords = mesh_coords(plan.mesh_shape)
+    programs = [emit(traced, plan, c) for c in coords]
+    feeds = [_feed(p, whole, plan, c) for p, c in zip(programs, coords, strict=True)]
+    results = run_lockstep([p.joint.graph for p in programs], feeds, plan.mesh_shape)
+    return _assembled(programs[0], results, plan.mesh_shape)
 
 
 def relative_error(value: Tensor, expected: Tensor, floor: float = 0.0) -> float:
@@ -204,21 +214,12 @@ def reference(
 
 def _replay(traced: TracedModel, whole: Mapping[str, Tensor]) -> dict[tuple[str, str], Tensor]:
     feed = [whole[n.name] for n in traced.graph.nodes if n.op == "placeholder"]
-    results = _Strided(traced.graph_module).run(*feed)
+    results = Strided(traced.graph_module).run(*feed)
     return {
         (spec.kind, spec.target): value
         for spec, value in zip(traced.outputs, results, strict=True)
         if spec.node is not None
     }
-
-
-class _Strided(fx.Interpreter):
-    """Runs a graph whose views were traced on other strides than the kernels here return."""
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
-            target = torch.ops.aten.reshape.default
-        return super().call_function(target, args, kwargs)
 
 
 def _eager(

@@ -174,7 +174,7 @@ def test_plan_file_is_damaged(saved: Path, tmp_path: Path) -> None:
         broken = {k: v for k, v in data.items() if k != key}
         path.write_text(json.dumps(broken))
         defaults = ("constraints", "memory_limit_bytes", "optimizer", "checkpoint", "repeats")
-        if key in (*defaults, "precision"):
+        if key in (*defaults, "precision", "pipeline"):
             continue  # fields with defaults
         with pytest.raises(autopar.PlanMismatchError):
             autopar.load_plan(path)

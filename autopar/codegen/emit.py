@@ -31,7 +31,7 @@ from autopar.core.recompute import recomputed
 from autopar.core.strategy import op_call
 from autopar.errors import AutoparError, PlanMismatchError
 
-__all__ = ["Program", "emit"]
+__all__ = ["Program", "check_traffic", "count_collectives", "emit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +103,17 @@ def emit(
         )
     traced = recomputed(traced, plan.checkpoint)
     program = _Emitter(traced, plan, coords, group_names, torch.device(device)).run()
-    found = program.comm_bytes()
+    check_traffic(program.comm_bytes(), plan)
+    return program
+
+
+def check_traffic(found: tuple[CommBytes, ...], plan: Plan) -> None:
+    """A program must move the bytes that its plan says."""
     if found != plan.predicted.comm_bytes:
         raise AutoparError(
             f"the emitted program moves {found}, the plan says {plan.predicted.comm_bytes}: this "
             "is a defect of autopar"
         )
-    return program
 
 
 class _Emitter:

@@ -12,7 +12,7 @@ from torch.fx.graph import CodeGen
 from autopar.core.einsum import contract
 from autopar.core.work import is_view
 
-__all__ = ["split_phases", "wait_late"]
+__all__ = ["EmptiesItsList", "copy_part", "split_phases", "wait_late"]
 
 c10d = torch.ops._c10d_functional
 # called without torch's dispatcher, which takes longer than a small product
@@ -65,24 +65,22 @@ def split_phases(
     for node in gradients:
         if isinstance(node, fx.Node) and node.meta.get("phase") != "backward":
             saved.setdefault(node)
-    forward = _copy(
-        joint,
+    forward = copy_part(
         [n for n in joint.nodes if n.op == "placeholder" and n.name not in tangents],
         [n for n in joint.nodes if n.meta.get("phase") == "forward"],
         (*results, *saved),
     )
-    backward = _copy(
-        joint,
+    backward = copy_part(
         [*saved, *(n for n in joint.nodes if n.op == "placeholder" and n.name in tangents)],
         [n for n in joint.nodes if n.meta.get("phase") == "backward"],
         tuple(gradients),
     )
-    backward.graph.set_codegen(_EmptiesItsList())
+    backward.graph.set_codegen(EmptiesItsList())
     backward.recompile()
     return forward, backward
 
 
-class _EmptiesItsList(CodeGen):
+class EmptiesItsList(CodeGen):
     """Arguments come in one list, which is emptied at once ("boxed")."""
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **options: Any) -> str:
@@ -94,12 +92,12 @@ class _EmptiesItsList(CodeGen):
         return "\n    ".join(lines)
 
 
-def _copy(
-    joint: fx.Graph,
+def copy_part(
     inputs: list[fx.Node],
     body: list[fx.Node],
     outputs: tuple[fx.Node | None, ...],
 ) -> fx.GraphModule:
+    """A graph of some nodes of another: `(*inputs) -> outputs`."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in inputs:

@@ -79,12 +79,24 @@ class Blocks:
         repeat = self.repeats.get(block.container)
         return repeat if repeat is not None and repeat.holds(block.number) else None
 
-    def weight(self, name: str) -> int:
+    def copies(self, name: str) -> int:
         """How many times a node of the graph stands in the model."""
         repeat = self.repeat_of(name)
         return repeat.times if repeat is not None else 1
 
+    def runs(self, name: str) -> int:
+        """How many times a node runs in a step: once per microbatch, unless it is hoisted."""
+        return 1 if name in self.traced.hoisted else self.traced.microbatches
+
+    def weight(self, name: str) -> int:
+        """How many times a node runs in a step, in all the places where it stands."""
+        return self.copies(name) * self.runs(name)
+
     def edge_weight(self, producer: str, consumer: str) -> int:
+        """How many times a use of a value happens in a step."""
+        return self._uses(producer, consumer) * self.runs(consumer)
+
+    def _uses(self, producer: str, consumer: str) -> int:
         """How many times a use of a value stands in the model.
 
         Towards later blocks the consumer counts, and towards earlier ones (gradients) the producer:

@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from autopar.core.schedule import SCHEDULES
 from autopar.errors import ConstraintError
 
-__all__ = ["AxisRole", "Constraints", "assign_mesh"]
+__all__ = ["AxisRole", "Constraints", "PipelinePin", "assign_mesh"]
 
 TENSOR_MODES = ("1d", "2d", "2.5d", "3d")
 SEQUENCE_MODES = ("megatron", "ulysses", "ring")
-_KEYS = ("tensor", "sequence", "data", "zero", "checkpoint", "params")
+_KEYS = ("tensor", "sequence", "data", "zero", "checkpoint", "pipeline", "params")
 CHECKPOINTS = ("none", "selective", "full")
 
 
@@ -24,6 +25,31 @@ class AxisRole:
 
     name: str
     size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelinePin:
+    """What is pinned of a pipeline; None is free.
+
+    Attributes:
+        size: ranks that a microbatch passes; 1 for microbatches without a pipeline.
+        microbatches: turns of a step; they divide the batch.
+        schedule: one of `core.schedule.SCHEDULES`.
+        chunks: stages of each rank; more than 1 for "interleaved" only.
+        cuts: FQN of the block that each stage but the first begins with.
+    """
+
+    size: int | None = None
+    microbatches: int | None = None
+    schedule: str | None = None
+    chunks: int | None = None
+    cuts: tuple[str, ...] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Only what is pinned."""
+        found = {k: getattr(self, k) for k in self.__dataclass_fields__}
+        found["cuts"] = list(self.cuts) if self.cuts is not None else None
+        return {k: v for k, v in found.items() if v is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +66,8 @@ class Constraints:
         zero: stage on the data axes. 0 keeps every parameter whole; the others shard optimizer
             state and gradient, and gather the parameter once a step (1, 2) or at each use (3).
         checkpoint: recomputation of activations, "none", "selective" or "full"; None is free.
-        params: storage placements by FQN glob, one per mesh axis.
+        pipeline: stages and microbatches.
+        params: storage placements by FQN glob, one per mesh axis (of a stage's mesh).
     """
 
     tensor_mode: str | None = None
@@ -51,6 +78,7 @@ class Constraints:
     data: int | None = None
     zero: int | None = None
     checkpoint: str | None = None
+    pipeline: PipelinePin | None = None
     params: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
@@ -88,6 +116,8 @@ class Constraints:
                     f"checkpoint={checkpoint!r}: known are {', '.join(CHECKPOINTS)}"
                 )
             fields["checkpoint"] = checkpoint
+        if (pipeline := value.get("pipeline")) is not None:
+            fields["pipeline"] = _pipeline(pipeline)
         params = value.get("params") or {}
         fields["params"] = {
             glob: tuple([p] if isinstance(p, str) else p) for glob, p in params.items()
@@ -105,6 +135,8 @@ class Constraints:
         for key in ("data", "zero", "checkpoint"):
             if getattr(self, key) is not None:
                 found[key] = getattr(self, key)
+        if self.pipeline is not None:
+            found["pipeline"] = self.pipeline.to_dict()
         if self.params:
             found["params"] = {glob: list(wanted) for glob, wanted in self.params.items()}
         return found
@@ -112,8 +144,36 @@ class Constraints:
 
 def _positive(value: Any, name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConstraintError(f"{name}={value!r} must be a positive whole number of devices")
+        raise ConstraintError(f"{name}={value!r} must be a positive whole number")
     return value
+
+
+def _pipeline(value: Any) -> PipelinePin:
+    if isinstance(value, PipelinePin):
+        return value
+    spec: dict[str, Any] = {"size": value} if isinstance(value, int) else dict(value)
+    known = tuple(PipelinePin.__dataclass_fields__)
+    for key in spec:
+        if key not in known:
+            raise ConstraintError(f"unknown pipeline setting {key!r}; known: {', '.join(known)}")
+    for key in ("size", "microbatches", "chunks"):
+        if spec.get(key) is not None:
+            _positive(spec[key], f"pipeline {key}")
+    schedule = spec.get("schedule")
+    if schedule is not None and schedule not in SCHEDULES:
+        raise ConstraintError(
+            f"unknown pipeline schedule {schedule!r}; known are {', '.join(SCHEDULES)}"
+        )
+    if spec.get("cuts") is not None:
+        spec["cuts"] = tuple(spec["cuts"])
+        stages = len(spec["cuts"]) + 1
+        size, chunks = spec.get("size"), spec.get("chunks")
+        if size is not None and stages != size * (chunks or max(1, stages // size)):
+            raise ConstraintError(
+                f"pipeline cuts make {stages} stages, size {size} × chunks {chunks or 1} are "
+                f"{size * (chunks or 1)}"
+            )
+    return PipelinePin(**spec)
 
 
 def _tensor(value: Any) -> dict[str, Any]:

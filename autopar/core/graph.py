@@ -21,8 +21,8 @@ __all__ = [
     "tensor_operands",
 ]
 
-InputKind = Literal["parameter", "buffer", "constant", "input", "seed", "tangent"]
-OutputKind = Literal["output", "buffer", "gradient"]
+InputKind = Literal["parameter", "buffer", "constant", "input", "seed", "tangent", "received"]
+OutputKind = Literal["output", "buffer", "gradient", "sent"]
 Phase = Literal["forward", "backward"]
 
 
@@ -32,8 +32,10 @@ class InputSpec:
 
     Attributes:
         node: name of the placeholder.
-        kind: parameter, buffer, lifted constant, user input, random seed or output gradient.
-        target: FQN of a parameter, buffer or constant; name of a user input.
+        kind: parameter, buffer, lifted constant, user input, random seed, output gradient, or what
+            another pipeline stage sends.
+        target: FQN of a parameter, buffer or constant; name of a user input; name of a value that
+            is sent.
         shape, dtype: of the global tensor; empty and int64 for a non-tensor input.
         trainable: the parameter requires a gradient.
     """
@@ -52,15 +54,20 @@ class OutputSpec:
 
     Attributes:
         node: name of the node that computes it; None where the model returns a constant.
-        kind: user output, updated buffer, or gradient.
-        target: FQN of the buffer or parameter; index of a user output.
+        kind: user output, updated buffer, gradient, or what another pipeline stage receives.
+        target: FQN of the buffer or parameter; index of a user output; name of a value sent.
         constant: the value where `node` is None.
+        port: of a value sent: whose layout it takes, a placeholder of kind "received" or a name
+            of its own.
+        accumulated: of a value sent: the sum over all microbatches goes, once.
     """
 
     node: str | None
     kind: OutputKind
     target: str
     constant: Any = None
+    port: str = ""
+    accumulated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +133,9 @@ class TracedModel:
         state_values: tensors lifted from the code, by FQN.
         repeats: blocks that the graph holds once for many; empty for a graph to run.
         precision: what its parameters and inputs are cast to: "fp32" (nothing), "bf16", "fp16".
+        microbatches: how often the graph runs in a step; `hoisted` nodes run once, before.
+        hoisted: names of nodes whose values are the same for all microbatches.
+        in_flight: how many microbatches' activations are held at once.
     """
 
     graph_module: fx.GraphModule
@@ -140,10 +150,17 @@ class TracedModel:
     state_values: Mapping[str, torch.Tensor] = field(default_factory=dict)
     repeats: tuple[Repeat, ...] = ()
     precision: str = "fp32"
+    microbatches: int = 1
+    hoisted: frozenset[str] = frozenset()
+    in_flight: int = 1
 
     @property
     def graph(self) -> fx.Graph:
         return self.graph_module.graph
+
+    def nodes(self) -> dict[str, fx.Node]:
+        """Nodes of the graph by name."""
+        return {node.name: node for node in self.graph.nodes}
 
     def parameters(self) -> Iterator[InputSpec]:
         """Descriptors of the parameters, in graph order."""
@@ -159,6 +176,8 @@ class TracedModel:
                 value = tensor_meta(node)
                 shape = tuple(value.shape) if value is not None else ()
                 digest.update(repr((node.name, str(node.target), shape)).encode())
+        if self.microbatches > 1:
+            digest.update(repr((self.microbatches, sorted(self.hoisted))).encode())
         return digest.hexdigest()[:16]
 
     def digest(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,9 +15,17 @@ from autopar.core.placement import Layout, parse_placement
 from autopar.core.timeline import Timeline
 from autopar.errors import PlanMismatchError
 
-__all__ = ["PLAN_VERSION", "CommBytes", "NodePlan", "Plan", "Prediction", "SolverReport"]
+__all__ = [
+    "PLAN_VERSION",
+    "CommBytes",
+    "NodePlan",
+    "PipelinePlan",
+    "Plan",
+    "Prediction",
+    "SolverReport",
+]
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +62,8 @@ class Prediction:
         memory: bytes by kind at the peak.
         comm_bytes: per mesh axis and collective.
         timeline: op by op.
+        phases: of a step in microbatches, seconds of "prepare" and "finish" once, and of "forward",
+            "input" and "weight" (the two parts of the backward) for each microbatch.
     """
 
     step_time_s: float
@@ -62,6 +73,7 @@ class Prediction:
     memory: Mapping[str, int]
     comm_bytes: tuple[CommBytes, ...]
     timeline: Timeline = field(default_factory=Timeline)
+    phases: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,12 +90,37 @@ class SolverReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PipelinePlan:
+    """A step in microbatches, over one or more pipeline ranks.
+
+    Attributes:
+        size: pipeline ranks; the devices of rank r are the r-th of so many equal runs of ranks.
+        chunks: stages of each; stage s is on rank s modulo `size`.
+        microbatches: turns of a step.
+        schedule: one of `core.schedule.SCHEDULES`.
+        cuts: FQN of the block that each stage but the first begins with.
+        time: placement of each op of the whole step over the microbatches (layouts of one axis).
+        stages: the plan of each stage, on the mesh of a pipeline rank.
+        bubble: share of the step in which ranks stand idle, as simulated.
+    """
+
+    size: int
+    chunks: int
+    microbatches: int
+    schedule: str
+    cuts: tuple[str, ...]
+    time: Mapping[str, NodePlan]
+    stages: tuple[Plan, ...]
+    bubble: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """A parallel program in terms of the traced graph.
 
     Attributes:
         fingerprint: of the traced model that it is for.
-        mesh_shape, axis_names: the mesh that layouts refer to.
+        mesh_shape, axis_names: the mesh that layouts refer to: of one pipeline rank.
         training: plan of a training step, or of inference.
         nodes: per graph node.
         parameters: storage layout by FQN (parameter, gradient, optimizer state).
@@ -98,6 +135,8 @@ class Plan:
         checkpoint: recomputation of activations: "none", "selective" or "full".
         repeats: blocks of `nodes` that stand for others (`parameters` names all of them).
         precision: of compute, "fp32", "bf16" or "fp16"; `dtypes` are those of the masters.
+        pipeline: microbatches and stages, where there are any; `nodes` is empty then, and
+            `predicted` is of the rank that takes longest.
     """
 
     fingerprint: str
@@ -119,7 +158,14 @@ class Plan:
     checkpoint: str = "none"
     repeats: tuple[Repeat, ...] = ()
     precision: str = "fp32"
+    pipeline: PipelinePlan | None = None
     version: int = PLAN_VERSION
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all pipeline ranks."""
+        ranks = self.pipeline.size if self.pipeline is not None else 1
+        return math.prod(self.mesh_shape) * ranks
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; layouts as lists of short forms such as `"S0"`.
@@ -127,16 +173,15 @@ class Plan:
         What is known of a parameter is one row under its name: layout, shape, dtype, mode.
         """
         bare = replace(self.predicted, timeline=Timeline())
-        plain = asdict(replace(self, predicted=bare, nodes={}, parameters={}, inputs={}))
+        plain = asdict(
+            replace(self, predicted=bare, nodes={}, parameters={}, inputs={}, pipeline=None)
+        )
         plain["predicted"]["timeline"] = self.predicted.timeline.to_dict()
-        plain["nodes"] = {
-            name: [
-                [_layout(x) for x in node.inputs],
-                [_layout(x) for x in node.outputs],
-                list(node.variants),
-            ]
-            for name, node in self.nodes.items()
-        }
+        plain["nodes"] = _rows(self.nodes)
+        if self.pipeline is not None:
+            plain["pipeline"] = asdict(replace(self.pipeline, time={}, stages=()))
+            plain["pipeline"]["time"] = _rows(self.pipeline.time)
+            plain["pipeline"]["stages"] = [stage.to_dict() for stage in self.pipeline.stages]
         plain["parameters"] = {
             name: [_layout(x), list(self.shapes[name]), self.dtypes[name], self.modes.get(name)]
             for name, x in self.parameters.items()
@@ -229,6 +274,28 @@ def _text(data: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(f"{json.dumps(k)}: {section(v)}" for k, v in data.items()) + "\n}\n"
 
 
+def _rows(nodes: Mapping[str, NodePlan]) -> dict[str, Any]:
+    return {
+        name: [
+            [_layout(x) for x in node.inputs],
+            [_layout(x) for x in node.outputs],
+            list(node.variants),
+        ]
+        for name, node in nodes.items()
+    }
+
+
+def _nodes(rows: Mapping[str, Any]) -> dict[str, NodePlan]:
+    return {
+        name: NodePlan(
+            inputs=tuple(_parse(x) for x in row[0]),
+            outputs=tuple(_parse(x) for x in row[1]),
+            variants=tuple(row[2]),
+        )
+        for name, row in rows.items()
+    }
+
+
 def _layout(layout: Layout) -> list[str]:
     return [p.short for p in layout]
 
@@ -246,14 +313,13 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
     fields["shapes"] = {name: tuple(int(n) for n in row[1]) for name, row in rows.items()}
     fields["dtypes"] = {name: row[2] for name, row in rows.items()}
     fields["modes"] = {name: row[3] for name, row in rows.items() if row[3] is not None}
-    fields["nodes"] = {
-        name: NodePlan(
-            inputs=tuple(_parse(x) for x in row[0]),
-            outputs=tuple(_parse(x) for x in row[1]),
-            variants=tuple(row[2]),
-        )
-        for name, row in data["nodes"].items()
-    }
+    fields["nodes"] = _nodes(data["nodes"])
+    if data.get("pipeline") is not None:
+        pipeline = dict(data["pipeline"])
+        pipeline["cuts"] = tuple(pipeline["cuts"])
+        pipeline["time"] = _nodes(pipeline["time"])
+        pipeline["stages"] = tuple(Plan.from_dict(stage) for stage in pipeline["stages"])
+        fields["pipeline"] = PipelinePlan(**pipeline)
     fields["inputs"] = {name: _parse(x) for name, x in data["inputs"].items()}
     predicted = dict(data["predicted"])
     predicted["comm_bytes"] = tuple(CommBytes(**row) for row in predicted["comm_bytes"])

@@ -55,7 +55,7 @@ def recomputed(traced: TracedModel, kind: str) -> TracedModel:
     names = {twin.name: node.name for node, twin in twins.items()}
     assert all(new == old for new, old in names.items()), "a copied graph keeps its names"
     for nodes in Blocks(copied).members.values():
-        _Repeater(graph, info, nodes, kind).run()
+        _Repeater(graph, info, nodes, kind, traced.hoisted).run()
     copied.graph_module.recompile()
     return copied
 
@@ -64,11 +64,17 @@ class _Repeater:
     """Puts the copies of one block into the graph."""
 
     def __init__(
-        self, graph: fx.Graph, info: dict[str, NodeInfo], nodes: list[fx.Node], kind: str
+        self,
+        graph: fx.Graph,
+        info: dict[str, NodeInfo],
+        nodes: list[fx.Node],
+        kind: str,
+        hoisted: frozenset[str],
     ) -> None:
         self.graph = graph
         self.info = info
         self.kind = kind
+        self.hoisted = hoisted
         calls = [n for n in nodes if n.op == "call_function"]
         self.forward = {n for n in calls if info[n.name].phase == "forward"}
         self.backward = [n for n in calls if info[n.name].phase == "backward"]
@@ -99,7 +105,7 @@ class _Repeater:
             node.kwargs = fx.map_arg(node.kwargs, lambda n: self.copies.get(n, n))
 
     def _again(self, node: fx.Node) -> bool:
-        if node not in self.forward or node in self.kept:
+        if node not in self.forward or node in self.kept or node.name in self.hoisted:
             return False
         source = node
         while source.target in (operator.getitem, torch.ops.aten.alias.default):

@@ -44,7 +44,7 @@ class PlannedMove(NamedTuple):
         times: executions in one step.
         seconds: of one execution.
         of: the operand that arrives by it, as in `PlannedOp.operands`; `"gradient of FQN"` or
-            `"result"` for what leaves by it; `""` for a collective inside the op.
+            `"result"` or `"sent"` for what leaves by it; `""` for a collective inside the op.
     """
 
     axis: int
@@ -57,7 +57,12 @@ class PlannedMove(NamedTuple):
     @property
     def leaves(self) -> bool:
         """True for a collective behind the op."""
-        return self.of == "result" or self.of.startswith("gradient of ")
+        return self.of in ("result", "sent") or self.once
+
+    @property
+    def once(self) -> bool:
+        """True for what happens once a step, however many microbatches there are."""
+        return self.of.startswith("gradient of ")
 
 
 class Alternative(NamedTuple):

@@ -29,6 +29,7 @@ from autopar.core.plan import Plan
 from autopar.errors import AutoparError
 from autopar.runtime.data import ShardedLoader
 from autopar.runtime.gradients import clip_gradients
+from autopar.runtime.pipeline import PipelinedStep
 from autopar.runtime.profile import profile_step
 from autopar.runtime.scaler import LossScaler
 from autopar.runtime.shards import take_shard
@@ -58,7 +59,7 @@ class StateName:
     persistent: bool
 
 
-Compile = Callable[[Any, Any, bool, bool], CompiledStep]
+Compile = Callable[[Any, Any, bool, bool], "CompiledStep | PipelinedStep"]
 
 
 class _Step(torch.autograd.Function):
@@ -82,6 +83,39 @@ class _Step(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         gradients = ctx.run.backward(grads)
         return (None, *gradients)
+
+
+class _InTurns(torch.autograd.Function):
+    """A step in microbatches, whose gradients are there when its loss is."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss: Tensor,
+        tangent: float,
+        gradients: Sequence[Tensor | None],
+        *parameters: Tensor,
+    ) -> Tensor:
+        ctx.tangent = tangent
+        ctx.gradients = list(gradients)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.gradients is None:
+            raise _called_twice()
+        gradients, ctx.gradients = ctx.gradients, None
+        factor = float(grad) / ctx.tangent
+        if factor != 1.0:
+            gradients = [None if g is None else g * factor for g in gradients]
+        return (None, None, None, *gradients)
+
+
+def _called_twice() -> RuntimeError:
+    return RuntimeError(
+        "backward was called twice on one step of a parallel module: its activations are freed by "
+        "the first call. Call the module again, or add the losses up first."
+    )
 
 
 class _Run:
@@ -120,10 +154,7 @@ class _Run:
         program, plan = self.step.program, self.step.plan
         assert program.backward is not None
         if self.saved is None:
-            raise RuntimeError(
-                "backward was called twice on one step of a parallel module: its activations are "
-                "freed by the first call. Call the module again, or add the losses up first."
-            )
+            raise _called_twice()
         values, self.saved = self.saved, None
         tangents = []
         for spec, layout in program.inputs:
@@ -140,17 +171,11 @@ class _Run:
                 values, program.outputs[program.num_results :], strict=True
             )
         }
-        return [self._gradient(name, by_name) for name in self.module._parameter_order]
-
-    def _gradient(self, name: str, values: Mapping[str, tuple[Tensor, Layout]]) -> DTensor | None:
-        if name not in values:
-            return None
-        value, layout = values[name]
-        parameter = self.module.parameter(name)
-        if list(parameter.placements) == dtensor_placements(layout):
-            return dtensor_like(value.contiguous(), parameter)
-        shape = self.step.plan.shapes[name]
-        return to_dtensor(value.contiguous(), shape, layout, self.module.mesh)
+        module, shapes = self.module, self.step.plan.shapes
+        return [
+            module._gradient(name, *by_name[name], shapes[name]) if name in by_name else None
+            for name in module._parameter_order
+        ]
 
 
 def _global_shape(value: Tensor, layout: Layout, mesh_shape: Sequence[int]) -> tuple[int, ...]:
@@ -183,7 +208,7 @@ class ParallelModule(nn.Module):
         self._compile = compile_step
         self._materialize = materialize
         self._names = tuple(names)
-        self._steps: dict[Any, CompiledStep] = {}
+        self._steps: dict[Any, CompiledStep | PipelinedStep] = {}
         self._plan: Plan | None = None
         self._mesh = mesh
         self._seed = seed
@@ -195,8 +220,13 @@ class ParallelModule(nn.Module):
         self.pending_save: SaveHandle | None = None
 
     # --- set-up --------------------------------------------------------------------------------
-    def install(self, step: CompiledStep, signature: Any) -> None:
+    def install(self, step: CompiledStep | PipelinedStep, signature: Any) -> None:
         """Adopt the first plan: create this rank's parameters and buffers."""
+        if self._reserved and isinstance(step, PipelinedStep) and step.pipeline.size > 1:
+            raise AutoparError(
+                "a rank of a pipeline holds some of the parameters, so it must be known before "
+                "the optimizer is made: pass example_inputs to autopar.parallelize"
+            )
         self._plan = step.plan
         self._mesh, parameters, buffers = self._materialize(step.plan)
         for name, reserved in self._reserved.items():
@@ -204,6 +234,8 @@ class ParallelModule(nn.Module):
             torch.utils.swap_tensors(reserved, parameters[name])
             parameters[name] = reserved
         values: dict[str, Tensor] = {**parameters, **buffers}
+        # a rank of a pipeline has the parameters of its stages
+        self._names = tuple(entry for entry in self._names if entry.owner in values)
         for entry in self._names:
             _register(self, entry.name, values[entry.owner], entry.persistent)
         self._parameter_order = list(parameters)
@@ -230,6 +262,16 @@ class ParallelModule(nn.Module):
     @property
     def compiled(self) -> CompiledStep:
         """The step of the first input signature: trace, plan and this rank's program."""
+        step = self.first_step
+        if isinstance(step, PipelinedStep):
+            raise AutoparError(
+                "a step in microbatches has a program for each stage: see first_step.programs"
+            )
+        return step
+
+    @property
+    def first_step(self) -> CompiledStep | PipelinedStep:
+        """The step of the first input signature, in microbatches or not."""
         if not self._steps:
             raise AutoparError("nothing is compiled before the first call; pass example_inputs")
         return next(iter(self._steps.values()))
@@ -288,6 +330,8 @@ class ParallelModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on the global batch."""
         step = self._step_for(args, kwargs)
+        if isinstance(step, PipelinedStep):
+            return self._in_turns(step, args, kwargs)
         feed = self._feed(step, args, kwargs)
         run = _Run(self, step, feed)
         if step.traced.training and torch.is_grad_enabled():
@@ -297,6 +341,57 @@ class ParallelModule(nn.Module):
             with torch.no_grad():
                 results, _ = run.forward()
         return pytree.tree_unflatten(list(results), step.traced.out_spec)
+
+    def _in_turns(self, step: PipelinedStep, args: Any, kwargs: Any) -> Any:
+        """All microbatches' forwards and backwards; `backward` then hands the gradients over."""
+        # scaled from the start: half-precision gradients would underflow on their way
+        scaler = self.loss_scaler
+        tangent = scaler.get_scale() if scaler is not None else 1.0
+        found = step.run(self._whole(step, args, kwargs, tangent))
+        for name, value in found.buffers.items():
+            self._set_buffer(name, value)
+        outputs: list[Any] = [
+            spec.constant if spec.constant is not None else found.outputs.get(int(spec.target))
+            for spec in step.traced.outputs
+            if spec.kind == "output"
+        ]
+        index = step.traced.loss_index
+        if step.traced.training and torch.is_grad_enabled() and index is not None:
+            layouts, shapes = step.plan.parameters, step.plan.shapes
+            gradients = [
+                self._gradient(name, found.gradients[name], layouts[name], shapes[name])
+                if name in found.gradients
+                else None
+                for name in self._parameter_order
+            ]
+            parameters = [self.parameter(name) for name in self._parameter_order]
+            outputs[index] = _InTurns.apply(outputs[index], tangent, gradients, *parameters)
+        return pytree.tree_unflatten(outputs, step.traced.out_spec)
+
+    def _whole(self, step: PipelinedStep, args: Any, kwargs: Any, tangent: float) -> dict[str, Any]:
+        """Local parameters of this rank, and whole values of all else, by placeholder."""
+        flat = iter([x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)])
+        whole: dict[str, Any] = {}
+        seed = self._seed + self._calls
+        if step.traced.training:
+            self._calls += 1
+        everywhere: Layout = tuple(Replicate() for _ in step.plan.mesh_shape)
+        for spec in step.traced.inputs:
+            if spec.kind == "tangent":
+                value = torch.full(spec.shape, tangent, dtype=spec.dtype, device=self.device)
+                whole[spec.node] = value
+            elif spec.kind != "parameter" or spec.target in self._parameter_order:
+                whole[spec.node] = self._local(spec, everywhere, step, flat, seed)
+        return whole
+
+    def _gradient(
+        self, name: str, value: Tensor, layout: Layout, shape: tuple[int, ...]
+    ) -> DTensor:
+        """A local gradient as a DTensor."""
+        parameter = self.parameter(name)
+        if list(parameter.placements) == dtensor_placements(layout):
+            return dtensor_like(value.contiguous(), parameter)
+        return to_dtensor(value.contiguous(), shape, layout, self.mesh)
 
     def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Forward and backward of one global batch; returns the loss, detached.
@@ -351,7 +446,10 @@ class ParallelModule(nn.Module):
         """
         if not self._steps:
             raise AutoparError("there is no program before the first call; pass example_inputs")
-        step = next(iter(self._steps.values()))
+        step = self.first_step
+        if isinstance(step, PipelinedStep):
+            self._print_stages(step)
+            return
         program = step.program
         if rank is not None:
             shape = step.plan.mesh_shape
@@ -360,6 +458,12 @@ class ParallelModule(nn.Module):
             coords = [int(c) for c in np.unravel_index(rank, shape)]
             program = emit(step.traced, step.plan, coords)
         print(program_text(program, step.traced, step.plan), end="")
+
+    def _print_stages(self, step: PipelinedStep) -> None:
+        for stage, program in step.programs.items():
+            for part in ("prepare", "forward", "backward", "finish"):
+                print(f"# stage {stage}: {part}")
+                print(program.parts[part].module.code)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -379,7 +483,7 @@ class ParallelModule(nn.Module):
         training = self.training and torch.is_grad_enabled()
         return (self.training, training, input_signature(args, kwargs))
 
-    def _step_for(self, args: Any, kwargs: Any) -> CompiledStep:
+    def _step_for(self, args: Any, kwargs: Any) -> CompiledStep | PipelinedStep:
         signature = self._signature(args, kwargs)
         if signature not in self._steps:
             training = self.training and torch.is_grad_enabled()
@@ -403,7 +507,12 @@ class ParallelModule(nn.Module):
         return feed
 
     def _local(
-        self, spec: InputSpec, layout: Layout, step: CompiledStep, flat: Any, seed: int
+        self,
+        spec: InputSpec,
+        layout: Layout,
+        step: CompiledStep | PipelinedStep,
+        flat: Any,
+        seed: int,
     ) -> Tensor:
         if spec.kind == "parameter":
             return self.parameter(spec.target)._local_tensor.detach()

@@ -28,6 +28,8 @@ from autopar.core.trace_events import (
     predicted_events,
     write_trace,
 )
+from autopar.errors import AutoparError
+from autopar.runtime.pipeline import PipelinedStep
 
 if TYPE_CHECKING:
     from autopar.runtime.module import ParallelModule
@@ -155,6 +157,8 @@ def profile_step(
 ) -> Tensor:
     """`ParallelModule.profile_step`."""
     step, signature = module._step_for(args, kwargs), module._signature(args, kwargs)
+    if isinstance(step, PipelinedStep):
+        raise AutoparError("profile_step does not measure steps in microbatches yet")
     watch = Stopwatch(module.mesh.device_type)
     forward = TimedGraph(step.program.forward, False, watch)
     backward = None

@@ -69,7 +69,9 @@ def materialize(
 ) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
     """This rank's parameters (DTensors) and buffers, by FQN, each tied one once.
 
-    A model with values is sharded from those of the mesh's first rank. A model on meta is
+    A rank of a pipeline has those of its stages, which `plan.parameters` then names.
+
+    A model with values is sharded from those of the first rank. A model on meta is
     initialised on the CPU a few modules at a time; what this rank does not hold is dropped.
     """
     device = torch.device(mesh.device_type)
@@ -83,26 +85,29 @@ def materialize(
             buffers[name] = value.to(device)
             continue
         layout = plan.parameters.get(name, ())
+        if not layout and plan.pipeline is not None:
+            continue
         if not layout:
             raise AutoparError(f"the plan has no placement for parameter {name}")
         local = take_shard(value, layout, plan.mesh_shape, coords).to(device).contiguous()
         tensor = to_dtensor(local, tuple(value.shape), layout, mesh)
         parameters[name] = nn.Parameter(tensor, requires_grad=trainable[name])
     # in the module's own order, which optimizers number parameters by
-    return {name: parameters[name] for name in trainable}, buffers
+    return {name: parameters[name] for name in trainable if name in parameters}, buffers
 
 
 def _broadcast(model: nn.Module, mesh: DeviceMesh) -> Iterator[tuple[str, Tensor, str]]:
     """Every tensor of the model as the first rank has it."""
     device = torch.device(mesh.device_type)
-    first = int(mesh.mesh.flatten()[0])
-    whole_world = mesh.size() == dist.get_world_size()
+    world = dist.get_world_size()
+    # the mesh of a pipeline's stage is a part of the world
+    first = int(mesh.mesh.flatten()[0]) if mesh.size() == world else 0
     for kind, named in (
         ("parameter", model.named_parameters()),
         ("buffer", model.named_buffers()),
     ):
         for name, tensor in named:
             value = tensor.detach().to(device, copy=True).contiguous()
-            if mesh.size() > 1 and whole_world:
+            if world > 1:
                 dist.broadcast(value, src=first)
             yield name, value, kind

@@ -22,7 +22,7 @@ from autopar.core.timeline import Alternative, OpPhase, PlannedOp, PlannedSpan, 
 from autopar.core.work import op_class
 from autopar.cost_model import Cluster, moments
 from autopar.solver.build import StepProblem
-from autopar.solver.price import Decision, Pricing, Schedule, resident_bytes
+from autopar.solver.price import Decision, Pricing, Schedule, lasting_bytes
 from autopar.solver.problem import Assignment, ChoiceProblem
 from autopar.solver.step import FoldedSpan, Op, Step, folded_spans
 
@@ -71,7 +71,7 @@ def _live(
     schedule: Schedule, pricing: Pricing, optimizer: object
 ) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
     """Bytes by kind at the highest moment of each op, and the kinds, longest-lived first."""
-    resident = resident_bytes(pricing, optimizer)
+    resident = lasting_bytes(schedule, optimizer)
     highest: dict[str, dict[str, int]] = {}
     for _, name, totals in moments(
         schedule.build(),

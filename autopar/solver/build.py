@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from autopar.errors import ConstraintError
 from autopar.solver.candidates import Candidate, Pricer, expand
 from autopar.solver.pins import Pins
 from autopar.solver.problem import Array, ChoiceProblem
-from autopar.solver.step import Op, Step, Value, storage_of
+from autopar.solver.step import Op, Step, Value, storage_of, sums_of_turns
 
 __all__ = ["MoveCosts", "StepProblem", "build_problem"]
 
@@ -110,32 +110,55 @@ class StepProblem:
 
 
 def build_problem(
-    traced: TracedModel, step: Step, cluster: Cluster, pins: Pins, optimizer: object
+    traced: TracedModel,
+    step: Step,
+    cluster: Cluster,
+    pins: Pins,
+    optimizer: object,
+    ports: Mapping[str, Layout] | None = None,
 ) -> StepProblem:
     """States, costs, memory and edges of a traced step on a cluster.
+
+    Args:
+        traced, step: the step, read.
+        cluster: prices.
+        pins: what the constraints allow.
+        optimizer: whose states count.
+        ports: layouts that neighbouring pipeline stages have settled, by port.
 
     Raises:
         ConstraintError: a pin leaves an op or a parameter without any state.
     """
-    return _Builder(traced, step, cluster, pins, optimizer).build()
+    return _Builder(step, cluster, pins, optimizer, ports or {}).build()
 
 
 class _Builder:
     def __init__(
-        self, traced: TracedModel, step: Step, cluster: Cluster, pins: Pins, optimizer: object
+        self,
+        step: Step,
+        cluster: Cluster,
+        pins: Pins,
+        optimizer: object,
+        settled: Mapping[str, Layout],
     ) -> None:
         self.step = step
+        self.settled = settled
+        # in graph order, as sets differ from run to run
+        summed = sums_of_turns(step)
+        self.sums = [name for name in step.ops if name in summed]
         self.mesh = cluster.mesh_shape
         self.pins = pins
         self.optimizer = optimizer
         self.pricer = Pricer(cluster)
         self.moves = MoveCosts(cluster)
         known = self._representatives()
-        names = [*step.ops, *step.parameters]
+        names = [*step.ops, *step.parameters, *step.ports]
         self.classes = {name: known.get(name, name) for name in names}
         self.count: Counter[str] = Counter()
+        self.copies: Counter[str] = Counter()
         for name, owner in self.classes.items():
             self.count[owner] += step.blocks.weight(name)
+            self.copies[owner] += step.blocks.copies(name)
         self.problem = ChoiceProblem()
         self.candidates: dict[str, list[Candidate]] = {}
         self.storages: dict[str, list[Layout]] = {}
@@ -147,7 +170,8 @@ class _Builder:
     def build(self) -> StepProblem:
         self.pins.check_params()
         for op in self.step.ops.values():
-            if self.classes[op.name] == op.name and op.name not in self.step.copies:
+            later = op.name in self.step.copies or op.name in self.sums
+            if self.classes[op.name] == op.name and not later:
                 self._add_op(op)
         for name in self.step.parameters:
             if self.classes[name] == name:
@@ -155,6 +179,11 @@ class _Builder:
         for name in self.step.copies:
             if self.classes[name] == name:
                 self._add_copy(self.step.ops[name])
+        for name in self.sums:
+            if self.classes[name] == name:
+                self._add_sum(self.step.ops[name])
+        for name in self.step.ports:
+            self._add_port(name)
         self._add_edges()
         return self.built
 
@@ -183,8 +212,8 @@ class _Builder:
         allowed = self.pins.prefer(op, allowed)
         cost = self.pricer.compute(op.call, allowed) + self.pricer.inner(allowed)
         self.candidates[op.name] = allowed
-        count = self.count[op.name]
-        self.problem.add_node(op.name, cost * count, self._saved_bytes(op, allowed) * count)
+        held = self._saved_bytes(op, allowed) * self.copies[op.name]
+        self.problem.add_node(op.name, cost * self.count[op.name], held)
 
     def _inputs_ok(self, op: Op, candidate: Candidate) -> bool:
         """Inputs of the step are whole on every rank: they can be sliced, never partial."""
@@ -217,7 +246,7 @@ class _Builder:
         self.storages[name] = layouts
         # a tie goes to the smaller share
         tie = memory * 1e-21
-        self.problem.add_node(name, tie * self.count[name], memory * self.count[name])
+        self.problem.add_node(name, tie * self.copies[name], memory * self.copies[name])
 
     def _add_copy(self, op: Op) -> None:
         """The copy of a parameter that compute reads, in any layout that it may arrive in."""
@@ -233,8 +262,39 @@ class _Builder:
             if not any(p.is_partial for p in layout)
         ]
         self.candidates[op.name] = allowed
-        held = self._saved_bytes(op, allowed) * self.count[op.name]
+        held = self._saved_bytes(op, allowed) * self.copies[op.name]
         self.problem.add_node(op.name, np.zeros(len(allowed)), held)
+
+    def _add_port(self, name: str) -> None:
+        """Layout of what arrives from another stage, or of what is sent to one: never partial."""
+        if name in self.settled:
+            layouts = [self.settled[name]]
+        else:
+            shape = self.step.ports[name].shape
+            leaving = [
+                layout
+                for send in self.step.sends
+                if send.port == name
+                for layout in self.built.produced(send.value) or ()
+            ]
+            found = dict.fromkeys((*self._layouts(name, shape), *leaving))
+            layouts = [x for x in found if not any(p.is_partial for p in x)]
+        self.storages[name] = layouts
+        self.problem.add_node(name, np.zeros(len(layouts)))
+
+    def _add_sum(self, op: Op) -> None:
+        """The sum of a gradient over the microbatches: as it comes, or as it is stored."""
+        none = ("",) * len(self.mesh)
+        layouts = list(self.built.produced(op.operands[0]) or ())
+        for name, value in self.step.gradients.items():
+            if self.classes[value[0]] == op.name:
+                layouts += self.storages[self.classes[name]]
+        layouts += [self.settled[s.port] for s in self.step.sends
+                    if s.value[0] == op.name and s.port in self.settled]  # fmt: skip
+        found = [Candidate((x,), (x,), none, ()) for x in dict.fromkeys(layouts)]
+        self.candidates[op.name] = found
+        held = self._saved_bytes(op, found) * self.copies[op.name]
+        self.problem.add_node(op.name, np.zeros(len(found)), held)
 
     def _state_bytes(self, name: str, layout: Layout) -> float:
         """Parameter, gradient and optimizer state of one rank."""
@@ -301,13 +361,25 @@ class _Builder:
             matrix = self._edge(value, op, position)
             self.problem.add_edge(owner, consumer, matrix * times)
         self._add_gradient_ends()
+        self._add_sends()
         for value in self.step.required:
             produced = self.built.produced(value)
             if produced is not None:
                 num_bytes = self.step.specs[value].num_bytes
                 column = self.moves.matrix(produced, [self.whole], num_bytes)[:, 0]
                 owner = self.classes[value[0]]
-                self.problem.costs[owner] = self.problem.costs[owner] + column
+                times = self.step.blocks.runs(value[0])
+                self.problem.costs[owner] = self.problem.costs[owner] + column * times
+
+    def _add_sends(self) -> None:
+        """The cost of bringing what is sent to the layout of its port."""
+        for send in self.step.sends:
+            produced = self.built.produced(send.value)
+            if produced is not None:
+                num_bytes = self.step.specs[send.value].num_bytes
+                matrix = self.moves.matrix(produced, self.storages[send.port], num_bytes)
+                owner = self.classes[send.value[0]]
+                self.problem.add_edge(owner, send.port, matrix * send.times)
 
     def _edge(self, value: Value, op: Op, index: int) -> Array:
         produced = self.built.produced(value)
@@ -334,13 +406,16 @@ class _Builder:
         for name, value in self.step.gradients.items():
             if value[0] not in self.step.inputs:
                 key = (self.classes[value[0]], value[1], self.classes[name])
-                times[key] += self.step.blocks.weight(name)
+                times[key] += self.step.blocks.copies(name)
                 sample.setdefault(key, value)
         for key, count in times.items():
             value = sample[key]
             produced = self.built.produced(value)
             assert produced is not None
-            matrix = self.moves.matrix(
-                produced, self.storages[key[2]], self.step.specs[value].num_bytes
-            )
+            stored = self.storages[key[2]]
+            matrix = self.moves.matrix(produced, stored, self.step.specs[value].num_bytes)
+            summed = self.pins.summed()
+            if summed is not None:
+                known = np.array([[summed(p, s) for s in stored] for p in produced])
+                matrix = np.where(known, matrix, np.inf)
             self.problem.add_edge(key[0], key[2], matrix * count)

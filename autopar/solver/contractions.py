@@ -77,6 +77,7 @@ def find_contractions(traced: TracedModel, step: Step) -> dict[str, Contraction]
 def _fed_by_inputs(step: Step) -> set[str]:
     """What depends on the user's inputs; all else, such as a table of positions, has no batch."""
     fed = {name for name, spec in step.inputs.items() if spec.kind == "input"}
+    fed |= {name for name in step.ports if not step.is_hoisted(name)}
     for op in step.ops.values():
         if any(name in fed for name, _ in op.operands):
             fed.add(op.name)

@@ -20,7 +20,16 @@ from autopar.core.strategy import TensorSpec
 from autopar.cost_model import optimizer_state_bytes
 from autopar.solver.build import StepProblem
 from autopar.solver.problem import Array, ChoiceProblem, Row
-from autopar.solver.step import FoldedSpan, Op, Step, Value, folded_spans, input_bytes, ordered
+from autopar.solver.step import (
+    FoldedSpan,
+    Op,
+    Step,
+    Value,
+    folded_spans,
+    input_bytes,
+    ordered,
+    sums_of_turns,
+)
 
 __all__ = ["Liveness", "priced"]
 
@@ -47,9 +56,11 @@ class Liveness:
         self.position = {op.name: p for p, op in enumerate(self.order)}
         self.ends: dict[Value, int] = {}
         self._read_ends()
-        self.kept = set(step.gradients.values())
+        # between microbatches, gradients are added to sums that live throughout
+        kept = {} if step.in_turns else step.gradients
+        self.kept = set(kept.values())
         self.born: dict[str, list[str]] = defaultdict(list)
-        for name, value in step.gradients.items():
+        for name, value in kept.items():
             self.born[value[0]].append(name)
         self._sizes: dict[tuple[int, Layout], float] = {}
         self._fractions: dict[tuple[Layout, Layout], float] = {}
@@ -59,8 +70,17 @@ class Liveness:
     def _read_ends(self) -> None:
         """Last op that reads a value or anything that shows it."""
         ops = self.step.ops
-        reads = [(value, p) for p, op in enumerate(self.order) for value in op.operands]
-        reads += [(value, len(self.order)) for value in self.step.results]
+        end = len(self.order)
+        hoisted = self.step.is_hoisted
+        reads = [
+            (value, end if hoisted(value[0]) and not hoisted(op.name) else p)
+            for p, op in enumerate(self.order)
+            for value in op.operands
+        ]
+        reads += [(value, end) for value in self.step.results]
+        if self.step.in_turns:
+            leaving = (*self.step.gradients.values(), *(s.value for s in self.step.sends))
+            reads += [(v, self.position[v[0]]) for v in leaving if v[0] in ops]
         for value, position in reads:
             while True:
                 self.ends[value] = max(self.ends.get(value, -1), position)
@@ -82,8 +102,47 @@ class Liveness:
                     optimizer_state_bytes(self.optimizer, int(b) // spec.dtype.itemsize, spec.dtype)
                     for b in share
                 ]
-            row.add(owner, total * self.step.blocks.weight(name))
+            row.add(owner, total * self.step.blocks.copies(name))
+        if self.step.in_turns:
+            self._between_turns(row)
         return row
+
+    def _between_turns(self, row: Row) -> None:
+        """Sums of gradients, what arrives from other stages, and other microbatches in flight."""
+        step, blocks = self.step, self.step.blocks
+        sums = sums_of_turns(step)
+        leaving = (*step.gradients.values(), *(s.value for s in step.sends))
+        for value in dict.fromkeys(leaving):
+            if value[0] in sums and value[0] in step.ops:
+                owner = self.built.classes[value[0]]
+                layouts = [c.outputs[value[1]] for c in self.built.candidates[owner]]
+                sizes = self._bytes(step.specs[value], layouts)
+                row.add(owner, sizes * blocks.copies(value[0]))
+        in_flight = blocks.traced.in_flight
+        for name, spec in step.ports.items():
+            if (name, 0) in step.specs:
+                once = step.is_hoisted(name) or blocks.traced.info[name].phase == "backward"
+                sizes = self._bytes(spec, self.built.storages[name])
+                row.add(name, sizes * (1 if once else in_flight))
+        backward = next((p for p, op in enumerate(self.order) if op.backward), len(self.order))
+        for op in self.order[:backward]:
+            others = blocks.copies(op.name) * (in_flight - 1)
+            if step.is_hoisted(op.name):
+                others = blocks.copies(op.name) - 1
+            if others:
+                self._held_by_others(row, op, others, backward)
+
+    def _held_by_others(self, row: Row, op: Op, times: int, backward: int) -> None:
+        """What an op's other runs keep for the backward."""
+        for index, spec in enumerate(op.call.outputs):
+            if self.ends.get((op.name, index), -1) < backward:
+                continue
+            if op.view:
+                self._copies(row, op, times)
+                continue
+            owner = self.built.classes[op.name]
+            layouts = [c.outputs[index] for c in self.built.candidates[owner]]
+            row.add(owner, times * self._bytes(spec, layouts))
 
     def _bytes(self, spec: TensorSpec, layouts: Sequence[Layout]) -> Array:
         out = np.empty(len(layouts))
@@ -127,7 +186,7 @@ class Liveness:
                         row.add(owner, (span.times - 1) * self._bytes(spec, layouts))
                     else:
                         self._copies(row, op, span.times - 1)
-        if position > span.last:
+        if position > span.last and not self.step.in_turns:
             for name in span.parameters:
                 if name in self.step.gradients:
                     owner = self.built.classes[name]

@@ -217,6 +217,17 @@ class Pins:
             and all(candidate.inputs[0][axis].is_replicate for axis in whole)
         )
 
+    def summed(self) -> Callable[[Layout, Layout], bool] | None:
+        """Filter on `(layout of the sum over microbatches, storage)` of a gradient.
+
+        With stage 2 and 3 the sum is sharded as the gradient is, so it is reduced at each turn.
+        """
+        if not self.step.in_turns or self.constraints.zero not in (2, 3):
+            return None
+        return lambda kept, stored: all(
+            kept[axis] == stored[axis] for axis in self.data_axes if stored[axis].is_shard
+        )
+
     def leaves(self, value: Value) -> Callable[[Layout, Layout], bool] | None:
         """Filter on `(produced, wanted)` layouts of a value that a pinned op produces."""
         c = self.contractions.get(value[0])

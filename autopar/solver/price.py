@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autopar.core.placement import Layout, Placement, Replicate, shard_factor
 from autopar.core.plan import CommBytes
@@ -16,9 +16,17 @@ from autopar.core.redistribute import Move, packing_fraction, path
 from autopar.core.timeline import PlannedMove, rounded
 from autopar.cost_model import Cluster, PeakMemory, ScheduledOp, optimizer_state_bytes, peak_bytes
 from autopar.solver.candidates import Candidate, Pricer
-from autopar.solver.step import FoldedSpan, Op, Step, Value, folded_spans, ordered
+from autopar.solver.step import (
+    FoldedSpan,
+    Op,
+    Step,
+    Value,
+    folded_spans,
+    ordered,
+    sums_of_turns,
+)
 
-__all__ = ["Decision", "Price", "Pricing", "Schedule", "input_layouts", "price", "resident_bytes"]
+__all__ = ["Decision", "Price", "Pricing", "Schedule", "input_layouts", "lasting_bytes", "price"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +39,17 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Seconds and bytes of a decision."""
+    """Seconds and bytes of a decision.
+
+    `phases` are seconds of the parts of a step in microbatches: "prepare" and "finish" once a step;
+    "forward", "input" and "weight" (the two parts of the backward) of one microbatch.
+    """
 
     compute_s: float
     comm_s: float
     comm_bytes: tuple[CommBytes, ...]
     peak: PeakMemory
+    phases: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def total_s(self) -> float:
@@ -58,6 +71,8 @@ class Pricing:
         self.bytes: Counter[tuple[int, str]] = Counter()
         self.comm_s = 0.0
         self.planned: dict[str, list[PlannedMove]] = defaultdict(list)
+        self.in_flight = step.blocks.traced.in_flight
+        self.sums = sums_of_turns(step)
 
     def layout(self, value: Value) -> Layout:
         """Layout of a value where it is produced."""
@@ -106,10 +121,15 @@ class Pricing:
     def ends(self) -> Iterator[tuple[Value, Layout, int, str]]:
         """Values that leave the step, their layout, how often, and what they are."""
         for value in self.step.required:
-            yield value, self.whole, 1, "result"
+            yield value, self.whole, self.blocks.runs(value[0]), "result"
+        for send in self.step.sends:
+            layout = self.decision.storages[send.port]
+            sums = send.value[0] in self.sums
+            of = send.port.removeprefix("port.") if sums else "sent"
+            yield send.value, layout, send.times, of
         for name, value in self.step.gradients.items():
             target = self.step.parameters[name].target
-            times = self.blocks.weight(name)
+            times = self.blocks.copies(name)
             yield value, self.decision.storages[name], times, f"gradient of {target}"
 
     def seconds(self, op: Op) -> float:
@@ -129,7 +149,47 @@ def price(step: Step, cluster: Cluster, decision: Decision, optimizer: object) -
         for (axis, kind), count in sorted(pricing.sent.items())
     )
     peak = _peak(pricing, optimizer)
-    return Price(pricing.compute(), pricing.comm_s, comm, peak)
+    phases = _phases(pricing) if step.in_turns else {}
+    return Price(pricing.compute(), pricing.comm_s, comm, peak, phases)
+
+
+def _phases(pricing: Pricing) -> dict[str, float]:
+    """Seconds of each part of a step in microbatches, one microbatch's where it runs at each."""
+    step, blocks = pricing.step, pricing.blocks
+    seconds = dict.fromkeys(("prepare", "forward", "input", "weight", "finish"), 0.0)
+    first = _before_sends(step)
+    runs = blocks.traced.microbatches
+    for name, op in step.ops.items():
+        phase = "forward" if not op.backward else "input" if name in first else "weight"
+        phase = "prepare" if step.is_hoisted(name) else phase
+        often = 1 if phase == "prepare" else runs
+        seconds[phase] += pricing.seconds(op) * blocks.weight(name) / often
+        for move in pricing.planned.get(name, ()):
+            if move.once and phase != "prepare":
+                seconds["finish"] += move.seconds * move.times
+            else:
+                seconds[phase] += move.seconds * move.times / often
+    return seconds
+
+
+def _before_sends(step: Step) -> set[str]:
+    """Backward ops whose results go, by way of others, to the stage before."""
+    traced = step.blocks.traced
+    stack = [
+        send.value[0]
+        for send in step.sends
+        if send.value[0] in step.ops
+        and step.ops[send.value[0]].backward
+        and send.times == traced.microbatches
+        and send.value[0] not in sums_of_turns(step)
+    ]
+    found: set[str] = set()
+    while stack:
+        name = stack.pop()
+        if name in step.ops and name not in found and step.ops[name].backward:
+            found.add(name)
+            stack.extend(value[0] for value in step.ops[name].operands)
+    return found
 
 
 def resident_bytes(pricing: Pricing, optimizer: object) -> dict[str, int]:
@@ -138,12 +198,35 @@ def resident_bytes(pricing: Pricing, optimizer: object) -> dict[str, int]:
     for name, spec in pricing.step.parameters.items():
         layout = pricing.decision.storages[name]
         share = pricing.local_bytes((name, 0), layout)
-        times = pricing.blocks.weight(name)
+        times = pricing.blocks.copies(name)
         parameters += share * times
         if name in pricing.step.gradients:
             numel = share // spec.dtype.itemsize
             states += optimizer_state_bytes(optimizer, numel, spec.dtype) * times
-    return {"parameters": parameters, "optimizer": states, "inputs": _input_bytes(pricing)}
+    found: dict[str, int] = {
+        "parameters": parameters,
+        "optimizer": states,
+        "inputs": _input_bytes(pricing),
+    }
+    return found if not pricing.step.in_turns else {**found, **_between_turns(pricing)}
+
+
+def _between_turns(pricing: Pricing) -> dict[str, int]:
+    """Sums of gradients, and what other stages have sent: one of each in flight."""
+    step = pricing.step
+    accumulated = [(v, step.blocks.copies(v[0])) for v in step.gradients.values()]
+    accumulated += [(send.value, 1) for send in step.sends if send.value[0] in pricing.sums]
+    received = 0
+    for name, spec in step.ports.items():
+        if (name, 0) in step.specs:
+            share = spec.num_bytes // shard_factor(pricing.decision.storages[name], pricing.mesh)
+            info = step.blocks.traced.info[name]
+            often = 1 if step.is_hoisted(name) or info.phase == "backward" else pricing.in_flight
+            received += share * often
+    return {
+        "gradients": sum(pricing.local_bytes(v, pricing.layout(v)) * n for v, n in accumulated),
+        "received": received,
+    }
 
 
 def _input_bytes(pricing: Pricing) -> int:
@@ -169,7 +252,9 @@ class Schedule:
         self.last_use = self._last_use()
         self.gradients: dict[str, list[str]] = defaultdict(list)
         self.lasting: set[Value] = set()
-        for name, value in self.step.gradients.items():
+        # between microbatches, gradients are added to sums that live throughout
+        kept = {} if self.step.in_turns else self.step.gradients
+        for name, value in kept.items():
             self.gradients[value[0]].append(name)
             if not pricing.moves(value, pricing.decision.storages[name]):
                 self.lasting.add(self._base(value))
@@ -196,9 +281,16 @@ class Schedule:
         last: dict[Value, int] = {}
         for position, op in enumerate(self.order):
             for value in op.operands:
-                last[self._base(value)] = position
+                last[self._base(value)] = max(last.get(self._base(value), -1), position)
+                if self.step.is_hoisted(self._base(value)[0]) and not self.step.is_hoisted(op.name):
+                    last[self._base(value)] = len(self.order)  # every microbatch reads it
         for value in self.step.results:
             last[self._base(value)] = len(self.order)
+        if self.step.in_turns:
+            born = {op.name: p for p, op in enumerate(self.order)}
+            for value in (*self.step.gradients.values(), *(s.value for s in self.step.sends)):
+                base = self._base(value)
+                last[base] = max(last.get(base, -1), born.get(value[0], -1))
         return last
 
     def build(self) -> list[ScheduledOp]:
@@ -220,6 +312,28 @@ class Schedule:
             )
         return self._with_copies(schedule)
 
+    def between_turns(self) -> dict[str, int]:
+        """Bytes that other microbatches in flight keep, and hoisted values of folded blocks."""
+        if not self.step.in_turns:
+            return {}
+        held: Counter[str] = Counter()
+        blocks = self.step.blocks
+        backward = next((p for p, op in enumerate(self.order) if op.backward), len(self.order))
+        for op in self.order[:backward]:
+            hoisted = self.step.is_hoisted(op.name)
+            others = blocks.copies(op.name) * (self.pricing.in_flight - 1)
+            if hoisted:
+                others = blocks.copies(op.name) - 1
+            if not others:
+                continue
+            for buffer, num_bytes in self._outputs(op)[0]:
+                name, _, index = buffer.rpartition(".")
+                if self.last_use.get((name, int(index)), -1) >= backward:
+                    unit = self.pricing.cluster.device.allocation_granularity_bytes
+                    kind = "gathered" if hoisted else "activations"
+                    held[kind] += others * (-(-num_bytes // unit) * unit)
+        return dict(held)
+
     def _with_copies(self, schedule: list[ScheduledOp]) -> list[ScheduledOp]:
         """Add what the other instances of folded blocks keep while the one in the graph runs.
 
@@ -239,7 +353,7 @@ class Schedule:
             kept = [
                 (f"grad.{name} of others", self._times(self._share(name), span))
                 for name in span.parameters
-                if name in self.step.gradients
+                if name in self.step.gradients and not self.step.in_turns
             ]
             self.kinds.update(dict.fromkeys((buffer for buffer, _ in kept), "gradients"))
             first = schedule[span.first]
@@ -334,12 +448,19 @@ class Schedule:
         return total
 
 
+def lasting_bytes(schedule: Schedule, optimizer: object) -> dict[str, int]:
+    """Bytes by kind that live throughout, those of other microbatches in flight included."""
+    total = Counter(resident_bytes(schedule.pricing, optimizer))
+    total.update(schedule.between_turns())
+    return dict(total)
+
+
 def _peak(pricing: Pricing, optimizer: object) -> PeakMemory:
     schedule = Schedule(pricing)
     ops = schedule.build()
     return peak_bytes(
         ops,
-        resident=resident_bytes(pricing, optimizer),
+        resident=lasting_bytes(schedule, optimizer),
         granularity_bytes=pricing.cluster.device.allocation_granularity_bytes,
         kinds=schedule.kinds,
     )

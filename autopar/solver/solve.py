@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from autopar.core.constraints import AxisRole, Constraints, assign_mesh
 from autopar.core.folding import every_instance
 from autopar.core.graph import TracedModel
+from autopar.core.placement import Layout
 from autopar.core.plan import NodePlan, Plan, Prediction, SolverReport
 from autopar.core.recompute import RECOMPUTATIONS, recomputed
 from autopar.core.units import format_bytes
@@ -39,6 +41,7 @@ def solve(
     memory_limit: int | None = None,
     optimizer: object = "adamw",
     without: Excluded | None = None,
+    ports: Mapping[str, Layout] | None = None,
 ) -> Plan:
     """Choose placements for every tensor of a traced step.
 
@@ -49,6 +52,7 @@ def solve(
         memory_limit: bytes per device; default: the device's memory.
         optimizer: whose states count in memory.
         without: a choice that the plan must not make.
+        ports: layouts of what goes between pipeline stages, where a stage before has settled them.
 
     Raises:
         ConstraintError: the constraints cannot hold, or nothing is left without `without`.
@@ -64,7 +68,7 @@ def solve(
     best: _Found | None = None
     last: _Found | None = None
     for kind in kinds:
-        tried = _Found.search_for(traced, planned, wanted, roles, optimizer, kind)
+        tried = _Found.search_for(traced, planned, wanted, roles, optimizer, kind, ports)
         if without is not None and not exclude(without, tried.step, tried.search.built):
             continue
         beat = best.best.solution.objective if best else math.inf
@@ -113,12 +117,13 @@ class _Found:
         roles: tuple[AxisRole, ...],
         optimizer: object,
         kind: str,
+        ports: Mapping[str, Layout] | None,
     ) -> _Found:
         """States, costs and edges of the step with a kind of recomputation."""
         graph = recomputed(traced, kind)
         step = build_step(graph)
         pins = Pins(wanted, roles, graph, step)
-        built = build_problem(graph, step, cluster, pins, optimizer)
+        built = build_problem(graph, step, cluster, pins, optimizer, ports)
         return cls(traced, kind, graph, step, pins, _Search(step, cluster, built, optimizer, pins))
 
     @property
@@ -142,6 +147,7 @@ def _as_plan(
         timeline=timeline(
             found.graph, step, planned, best.decision, optimizer, found.search.built, report.chosen
         ),
+        phases=best.price.phases,
     )
     nodes = {
         name: NodePlan(inputs=c.inputs, outputs=c.outputs, variants=c.variants)
@@ -161,7 +167,10 @@ def _as_plan(
         parameters=whole({s.target: best.decision.storages[s.node] for s in parameters}),
         shapes=whole({s.target: s.shape for s in parameters}),
         dtypes=whole({s.target: str(s.dtype).removeprefix("torch.") for s in parameters}),
-        inputs=input_layouts(step, best.decision, len(planned.mesh_shape)),
+        inputs={
+            **input_layouts(step, best.decision, len(planned.mesh_shape)),
+            **{name: best.decision.storages[name] for name in step.ports},
+        },
         modes=whole(mode_names(step, found.pins, best.decision)),
         cluster=planned.to_dict(),
         predicted=prediction,
@@ -260,6 +269,6 @@ class _Search:
             },
             {
                 name: self.built.storages[classes[name]][chosen[classes[name]]]
-                for name in self.step.parameters
+                for name in (*self.step.parameters, *self.step.ports)
             },
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -19,7 +19,18 @@ from autopar.core.ops import REARRANGING
 from autopar.core.strategy import OpCall, TensorSpec, op_call
 from autopar.core.work import is_view
 
-__all__ = ["FoldedSpan", "Op", "Step", "Value", "folded_spans", "input_bytes", "ordered", "resolve"]
+__all__ = [
+    "FoldedSpan",
+    "Op",
+    "Send",
+    "Step",
+    "Value",
+    "folded_spans",
+    "input_bytes",
+    "ordered",
+    "resolve",
+    "sums_of_turns",
+]
 
 Value = tuple[str, int]
 _ALIAS = torch.ops.aten.alias.default
@@ -52,6 +63,15 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True)
+class Send:
+    """A value that goes to another pipeline stage in the layout of a port, some times a step."""
+
+    value: Value
+    port: str
+    times: int
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """Ops in order, and the ends of the graph.
 
@@ -66,6 +86,8 @@ class Step:
         prepared: parameter behind each op that only brings one into another shape or dtype.
         copies: parameter behind each alias that forward and backward read it by.
         blocks: where ops and parameters stand, and how often each counts.
+        ports: what other stages send (placeholders) and names for layouts of what they are sent.
+        sends: what goes to other stages.
     """
 
     ops: dict[str, Op]
@@ -79,6 +101,17 @@ class Step:
     prepared: dict[str, str]
     copies: dict[str, str]
     blocks: Blocks
+    ports: dict[str, TensorSpec] = field(default_factory=dict)
+    sends: tuple[Send, ...] = ()
+
+    @property
+    def in_turns(self) -> bool:
+        """The step runs microbatch by microbatch: gradients are added up between them."""
+        return bool(self.blocks.traced.hoisted)
+
+    def is_hoisted(self, name: str) -> bool:
+        """True for what is computed once, before the microbatches."""
+        return name in self.blocks.traced.hoisted
 
     def label(self, name: str) -> str:
         """What people call the producer of a value: a parameter by its FQN, an op by its node."""
@@ -92,9 +125,10 @@ class Step:
 
 
 def ordered(step: Step) -> list[Op]:
-    """The ops in execution order: the forward, then the backward."""
-    ops = list(step.ops.values())
-    return [op for op in ops if not op.backward] + [op for op in ops if op.backward]
+    """The ops in execution order: what is hoisted, the forward, then the backward."""
+    hoisted = [op for op in step.ops.values() if step.is_hoisted(op.name)]
+    ops = [op for op in step.ops.values() if not step.is_hoisted(op.name)]
+    return hoisted + [op for op in ops if not op.backward] + [op for op in ops if op.backward]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +156,11 @@ def folded_spans(step: Step, order: list[Op]) -> list[FoldedSpan]:
     backward = next((p for p, op in enumerate(order) if op.backward), len(order))
     spans: list[FoldedSpan] = []
     for repeat in step.blocks.traced.repeats:
-        inside = [(p, op) for p, op in enumerate(order) if step.blocks.repeat_of(op.name) == repeat]
+        inside = [
+            (p, op)
+            for p, op in enumerate(order)
+            if step.blocks.repeat_of(op.name) == repeat and not step.is_hoisted(op.name)
+        ]
         positions = [p for p, _ in inside]
         spans.append(
             FoldedSpan(
@@ -135,6 +173,14 @@ def folded_spans(step: Step, order: list[Op]) -> list[FoldedSpan]:
             )
         )
     return spans
+
+
+def sums_of_turns(step: Step) -> set[str]:
+    """Ops whose results are added up over the microbatches: contributions to gradients."""
+    if not step.in_turns:
+        return set()
+    sent = {o.node for o in step.blocks.traced.outputs if o.kind == "sent" and o.accumulated}
+    return {value[0] for value in step.gradients.values()} | {n for n in sent if n is not None}
 
 
 def input_bytes(step: Step) -> int:
@@ -184,15 +230,25 @@ def build_step(traced: TracedModel) -> Step:
         if output.kind == "gradient":
             gradients[owner[output.target]] = value
             continue
+        if output.kind == "sent":
+            continue
         results.append(value)
         if output.kind == "buffer" or is_required(traced, output.target):
             required.append(value)
+    ports = {s.node: specs[s.node, 0] for s in traced.inputs if s.kind == "received"}
+    sends: list[Send] = []
+    for output in traced.outputs:
+        if output.kind == "sent" and output.node is not None:
+            value = resolve(nodes[output.node])
+            once = output.accumulated or value[0] in traced.hoisted
+            sends.append(Send(value, output.port, 1 if once else traced.microbatches))
+            ports.setdefault(output.port, specs[value])
     parameters = {s.node: s for s in traced.parameters()}
     prepared, copies = _read_parameters(ops, parameters)
     return Step(
         ops=ops,
         parameters=parameters,
-        inputs={s.node: s for s in traced.inputs if s.kind != "parameter"},
+        inputs={s.node: s for s in traced.inputs if s.kind not in ("parameter", "received")},
         gradients=gradients,
         required=tuple(required),
         results=tuple(results),
@@ -201,6 +257,8 @@ def build_step(traced: TracedModel) -> Step:
         prepared=prepared,
         copies=copies,
         blocks=Blocks(traced),
+        ports=ports,
+        sends=tuple(sends),
     )
 
 

@@ -1,0 +1,318 @@
+"""`emit_turns`: the program of one rank of a pipeline stage, which runs microbatch by microbatch.
+
+Four parts of one emitted graph: *prepare* runs once (hoisted ops), *forward* and *backward* at
+each turn, *finish* once (gradients are reduced). A part reads and writes values by name, so the
+runtime keeps one table of values for the step and one for each microbatch in flight. The backward
+may be split into what the stage before waits for and the rest, the weight gradients (Qi et al.
+2023, arXiv 2401.10241).
+
+What depends on the turn (counters of random numbers, row numbers) is an integer that grows by the
+same step from turn to turn: `emit_turns` writes the program for two turns and takes it from there.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from autopar.codegen.emit import _Emitter, check_traffic, count_collectives
+from autopar.codegen.partition import EmptiesItsList, copy_part, wait_late
+from autopar.codegen.redistribute import emit_redistribution
+from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info
+from autopar.core.placement import Layout
+from autopar.core.plan import CommBytes, Plan
+from autopar.core.recompute import recomputed
+from autopar.errors import AutoparError, PlanMismatchError
+
+__all__ = ["TURN", "Part", "TurnProgram", "emit_turns"]
+
+TURN = "turn"
+"""Name of the number of the microbatch, an int that parts may read."""
+
+_ORDER = ("prepare", "forward", "backward", "finish")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of the program.
+
+    Attributes:
+        module: takes one list of the values in `reads`, which it empties; returns `writes`.
+        reads, writes: names of values.
+    """
+
+    module: fx.GraphModule
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnProgram:
+    """What one rank of a stage runs.
+
+    Attributes:
+        joint: all parts as one graph, for inspection.
+        parts: "prepare", "forward", "backward" and "finish"; and the backward in two, "input"
+            (what goes to the stage before, and what it needs) and "weight" (the rest).
+        inputs: descriptor and local layout of every placeholder of `joint`.
+        outputs: descriptor and layout of every output, and the name of its value.
+        sums: names of values of the backward that are added up over the turns.
+        num_dependent: how many arguments depend on the turn.
+    """
+
+    joint: fx.GraphModule
+    parts: dict[str, Part]
+    inputs: tuple[tuple[InputSpec, Layout], ...]
+    outputs: tuple[tuple[OutputSpec, Layout, str], ...]
+    sums: tuple[str, ...]
+    num_dependent: int = 0
+
+    def comm_bytes(self) -> tuple[CommBytes, ...]:
+        """Bytes of the collectives in one step, per axis and kind."""
+        return count_collectives(self.joint.graph)
+
+
+def emit_turns(
+    stages: Sequence[TracedModel],
+    plan: Plan,
+    coords: Sequence[int],
+    *,
+    group_names: Sequence[str] | None = None,
+    device: torch.device | str = "cpu",
+) -> TurnProgram:
+    """Write the program of the rank at `coords` of one stage.
+
+    Args:
+        stages: the stage's graph at turn 0, 1 and 2 (as many of these as there are).
+        plan: of the stage.
+        coords: coordinate on each axis of the stage's mesh.
+        group_names: process group of each axis; symbolic names where no process runs it.
+        device: of factory results.
+
+    Raises:
+        PlanMismatchError: the plan is of another graph.
+        AutoparError: the program moves other bytes than the plan says.
+    """
+    first = stages[0]
+    if plan.fingerprint != first.fingerprint():
+        raise PlanMismatchError(
+            f"the plan of the stage is for graph {plan.fingerprint}, this model and input make "
+            f"{first.fingerprint()}: another model, input shape, dtype or version of the code"
+        )
+
+    def write(traced: TracedModel) -> TurnProgram:
+        graph = recomputed(traced, plan.checkpoint)
+        return _TurnEmitter(graph, plan, coords, group_names, torch.device(device)).write()
+
+    programs = [write(s) for s in stages[:1]]
+    if _may_depend(stages):
+        programs += [write(s) for s in stages[1:]]
+        _depend_on_turn([p.joint.graph for p in programs])
+    check_traffic(programs[0].comm_bytes(), plan)
+    return _parted(programs[0])
+
+
+def _may_depend(stages: Sequence[TracedModel]) -> bool:
+    """True where the graphs of two turns differ in some argument."""
+    if len(stages) < 2:
+        return False
+    pairs = zip(stages[0].graph.nodes, stages[1].graph.nodes, strict=True)
+    return any(repr((a.args, a.kwargs)) != repr((b.args, b.kwargs)) for a, b in pairs)
+
+
+class _TurnEmitter(_Emitter):
+    """Emits into one graph whose nodes know their part."""
+
+    def write(self) -> TurnProgram:
+        self.completed = {}
+        inputs = self._inputs()
+        nodes = [n for n in self.traced.graph.nodes if n.op == "call_function"]
+        nodes = [n for n in nodes if n.target is not operator.getitem]
+        for part in ("prepare", "forward", "backward"):
+            self.builder.phase = part
+            for node in nodes:
+                if self._part(node) == part:
+                    self._op(node)
+            self._leave(part)
+        self.builder.phase = "finish"
+        self._finish()
+        outputs = [
+            (self.results_of[spec.kind, spec.target], spec, layout)
+            for spec, layout in self.leaving
+            if spec.node is not None
+        ]
+        self.graph.output(tuple(node for node, _, _ in outputs))
+        wait_late(self.graph)
+        return TurnProgram(
+            joint=fx.GraphModule(torch.nn.Module(), self.graph),
+            parts={},
+            inputs=tuple(inputs),
+            outputs=tuple((spec, layout, node.name) for node, spec, layout in outputs),
+            sums=tuple(dict.fromkeys(node.name for node in self.summed.values())),
+        )
+
+    def _part(self, node: fx.Node) -> str:
+        if node.name in self.traced.hoisted:
+            return "prepare"
+        return node_info(self.traced, node).phase
+
+    def _ends(self) -> list[tuple[OutputSpec, str]]:
+        """Outputs and the part that completes them."""
+        found = []
+        for spec in self.traced.outputs:
+            if spec.node is None:
+                continue
+            once = spec.kind == "gradient" or spec.accumulated
+            found.append((spec, "finish" if once else self._part(self.nodes[str(spec.node)])))
+        return found
+
+    def _target(self, spec: OutputSpec) -> Layout:
+        if spec.kind == "gradient":
+            return self.plan.parameters[spec.target]
+        return self.plan.inputs[spec.port] if spec.kind == "sent" else self.whole
+
+    def _leave(self, part: str) -> None:
+        """Bring what a part sends or returns to its layout."""
+        if part == "prepare":
+            self.leaving: list[tuple[OutputSpec, Layout]] = []
+            self.results_of: dict[tuple[str, str], fx.Node] = {}
+            self.summed: dict[tuple[str, str], fx.Node] = {}
+        for spec, where in self._ends():
+            node = self.nodes[str(spec.node)]
+            # a placeholder that is handed on as it came
+            where = where if node.op != "placeholder" else self._arrives_in(node)
+            if where == part:
+                value = self._value(node)
+                self.builder.origin = spec.target
+                self.builder.times = self.blocks.runs(value[0])
+                self._result(spec, self.values[value], self.layouts[value])
+
+    def _arrives_in(self, node: fx.Node) -> str:
+        if node.name in self.traced.hoisted:
+            return "prepare"
+        return node_info(self.traced, node).phase
+
+    def _result(self, spec: OutputSpec, value: fx.Node, layout: Layout) -> None:
+        target = self._target(spec)
+        made = emit_redistribution(self.builder, value, layout, target)
+        if made.op == "placeholder":  # a value that leaves has a name of its own
+            made = self.builder.call(torch.ops.aten.alias.default, made)
+        self.results_of[spec.kind, spec.target] = made
+        self.leaving.append((spec, target))
+
+    def _finish(self) -> None:
+        """Reduce each sum of contributions to a gradient."""
+        for spec, where in self._ends():
+            if where != "finish":
+                continue
+            value = self._value(self.nodes[str(spec.node)])
+            key = (spec.kind, spec.target)
+            self.summed[key] = self.values[value]
+            self.builder.origin = f"gradient of {spec.target}"
+            self.builder.times = self.blocks.copies(value[0])
+            # its own node, so that the sum and what it is reduced to have two names
+            start = self.builder.call(torch.ops.aten.alias.default, self.values[value])
+            self._result(spec, start, self.layouts[value])
+
+
+def _depend_on_turn(graphs: Sequence[fx.Graph]) -> None:
+    """Write the first graph's arguments as functions of the turn, from those of the others."""
+    first = graphs[0]
+    turn: fx.Node | None = None
+    rows = zip(*(list(g.nodes) for g in graphs), strict=True)
+    for row in list(rows):
+        node = row[0]
+        if any(n.target != node.target for n in row):
+            raise AutoparError(
+                f"the programs of two microbatches differ at {node.name}: this is a defect of "
+                "autopar"
+            )
+        flat = [_numbers((n.args, n.kwargs)) for n in row]
+        if all(numbers == flat[0] for numbers in flat):
+            continue
+        if turn is None:
+            with first.inserting_before(next(iter(first.nodes))):
+                turn = first.placeholder(TURN)
+        _rewrite(first, node, turn, flat)
+
+
+def _numbers(args: Any) -> list[Any]:
+    """Arguments that are neither tensors nor containers, in order."""
+    found: list[Any] = []
+    map_aggregate(args, lambda a: found.append(a) if not isinstance(a, fx.Node) else None)
+    return found
+
+
+def _rewrite(graph: fx.Graph, node: fx.Node, turn: fx.Node, flat: Sequence[list[Any]]) -> None:
+    columns = iter(list(zip(*flat, strict=True)))
+
+    def write(arg: Any) -> Any:
+        if isinstance(arg, fx.Node):
+            return arg
+        values = next(columns)
+        if all(v == values[0] for v in values):
+            return arg
+        step = values[1] - values[0]
+        if any(v != values[0] + step * i for i, v in enumerate(values)):
+            raise AutoparError(
+                f"an argument of {node.target} is {list(values)} in the first microbatches, which "
+                "is no multiple of their number: this is a defect of autopar"
+            )
+        with graph.inserting_before(node):
+            product = graph.call_function(operator.mul, (turn, step))
+            total = graph.call_function(operator.add, (product, values[0]))
+        for made in (product, total):
+            made.meta = {"phase": node.meta["phase"], "origin": node.meta.get("origin", "")}
+        return total
+
+    node.args, node.kwargs = map_aggregate((node.args, node.kwargs), write)
+
+
+def _parted(program: TurnProgram) -> TurnProgram:
+    """The program with its parts."""
+    graph = program.joint.graph
+    nodes = {n.name: n for n in graph.nodes}
+    body = {part: [n for n in graph.nodes if n.meta.get("phase") == part
+                   and n.op == "call_function"] for part in _ORDER}  # fmt: skip
+    sent = {
+        name
+        for spec, _, name in program.outputs
+        if spec.kind == "sent" and nodes[name].meta["phase"] == "backward"
+    }
+    needed = _ancestors([nodes[name] for name in sorted(sent)], set(body["backward"]))
+    body["input"] = [n for n in body["backward"] if n in needed]
+    body["weight"] = [n for n in body["backward"] if n not in needed]
+    leaving = {name for _, _, name in program.outputs} | set(program.sums)
+    parts = {part: _part(program.joint.graph, inside, leaving) for part, inside in body.items()}
+    dependent = sum(1 for n in graph.nodes if n.op == "placeholder" and n.name == TURN)
+    return replace(program, parts=parts, num_dependent=dependent)
+
+
+def _ancestors(ends: Iterable[fx.Node], among: set[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    stack = [n for n in ends if n in among]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(a for a in node.all_input_nodes if a in among)
+    return found
+
+
+def _part(joint: fx.Graph, inside: list[fx.Node], leaving: set[str]) -> Part:
+    members = set(inside)
+    reads = dict.fromkeys(a for n in inside for a in n.all_input_nodes if a not in members)
+    writes = [
+        n for n in inside if n.name in leaving or any(
+            u not in members and u.op != "output" for u in n.users)
+    ]  # fmt: skip
+    module = copy_part(list(reads), inside, tuple(writes))
+    module.graph.set_codegen(EmptiesItsList())
+    module.recompile()
+    return Part(module, tuple(n.name for n in reads), tuple(n.name for n in writes))

@@ -1,0 +1,206 @@
+"""Pipeline schedules as data: the order in which each rank computes its stages' microbatches.
+
+A stage's work on one microbatch is a forward (F) and a backward (B), or, where the backward is
+split, an input gradient (I) and a weight gradient (W). Stage s of S depends so::
+
+    F(s) after F(s-1)        B(s) or I(s) after F(s) and B(s+1) or I(s+1)        W(s) after I(s)
+
+With p ranks, m microbatches, v chunks a rank and B = 2F, equal stages stand idle for this share of
+the step:
+
+============  ======================  ============================================================
+schedule      idle share              paper
+============  ======================  ============================================================
+gpipe         (p-1) / (m+p-1)         Huang et al. 2018, arXiv 1811.06965
+1f1b          the same                Narayanan et al. 2020, arXiv 2006.09503
+interleaved   (p-1) / (v m+p-1)       Narayanan et al. 2021, arXiv 2104.04473
+zero-bubble   (p-1) / (3m+p-1)        ZB-H1 of Qi et al. 2023, arXiv 2401.10241; F = I = W, m >= p
+============  ======================  ============================================================
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from autopar.errors import ConstraintError
+
+__all__ = ["SCHEDULES", "Action", "InFlight", "Kind", "Orders", "actions", "in_flight"]
+
+Kind: TypeAlias = Literal["F", "B", "I", "W"]
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One stage's work on one microbatch.
+
+    Attributes:
+        kind: "F" forward, "B" whole backward, "I" gradient of the input, "W" of the weights.
+        stage: from 0; stage s lives on rank ``s % ranks``.
+        microbatch: from 0.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+Orders: TypeAlias = Sequence[Sequence[Action]]
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """The most microbatches whose activations are held at once, between F and B (or W).
+
+    Attributes:
+        ranks: of all stages of a rank together.
+        stages: of one stage.
+    """
+
+    ranks: tuple[int, ...]
+    stages: tuple[int, ...]
+
+
+def actions(
+    schedule: str, ranks: int, microbatches: int, chunks: int = 1
+) -> tuple[tuple[Action, ...], ...]:
+    """The order of each rank's work.
+
+    Args:
+        schedule: one of `SCHEDULES`.
+        ranks: pipeline ranks.
+        microbatches: of one step.
+        chunks: stages of a rank, so there are ``ranks * chunks``; more than 1 for "interleaved"
+            only.
+
+    Returns:
+        For each rank its actions in order.
+
+    Raises:
+        ConstraintError: unknown schedule, or numbers that it does not take.
+    """
+    _check(schedule, ranks, microbatches, chunks)
+    if schedule == "interleaved":
+        return tuple(_interleaved(r, ranks, microbatches, chunks) for r in range(ranks))
+    if schedule == "zero-bubble":
+        return tuple(_zero_bubble(r, ranks, microbatches) for r in range(ranks))
+    return tuple(
+        tuple(
+            _one_forward_one_backward(
+                [Action("F", r, i) for i in range(microbatches)],
+                [Action("B", r, i) for i in range(microbatches)],
+                microbatches if schedule == "gpipe" else ranks - r - 1,
+            )
+        )
+        for r in range(ranks)
+    )
+
+
+def in_flight(orders: Orders) -> InFlight:
+    """How many activations each rank and each stage holds at most.
+
+    Args:
+        orders: as `actions` gives them.
+
+    Returns:
+        The greatest numbers of (stage, microbatch) pairs whose forward is done and whose backward
+        (its W, where it is split) is not.
+    """
+    most_of_stage: dict[int, int] = defaultdict(int)
+    most_of_rank = []
+    for order in orders:
+        live: dict[int, int] = defaultdict(int)
+        most = 0
+        for action in order:
+            if action.kind == "F":
+                live[action.stage] += 1
+                most_of_stage[action.stage] = max(most_of_stage[action.stage], live[action.stage])
+                most = max(most, sum(live.values()))
+            elif action.kind != "I":
+                live[action.stage] -= 1
+        most_of_rank.append(most)
+    num_stages = max(most_of_stage, default=-1) + 1
+    return InFlight(tuple(most_of_rank), tuple(most_of_stage[s] for s in range(num_stages)))
+
+
+def _check(schedule: str, ranks: int, microbatches: int, chunks: int) -> None:
+    if schedule not in SCHEDULES:
+        raise ConstraintError(
+            f"unknown pipeline schedule {schedule!r}: use one of {', '.join(SCHEDULES)}"
+        )
+    for name, number in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
+        if number < 1:
+            raise ConstraintError(f"pipeline schedule {schedule!r}: {name} is {number}, need >= 1")
+    if schedule != "interleaved":
+        if chunks != 1:
+            raise ConstraintError(
+                f"pipeline schedule {schedule!r} has one stage a rank, not {chunks}: set chunks to "
+                "1, or use 'interleaved'"
+            )
+        return
+    if chunks < 2:
+        raise ConstraintError(
+            "pipeline schedule 'interleaved' needs chunks >= 2, not 1: use '1f1b' for one stage a "
+            "rank"
+        )
+    if microbatches % ranks:
+        raise ConstraintError(
+            f"pipeline schedule 'interleaved' passes microbatches in groups of its {ranks} ranks, "
+            f"and {microbatches} is no multiple: use {-(-microbatches // ranks) * ranks} "
+            "microbatches, or '1f1b'"
+        )
+
+
+def _one_forward_one_backward(
+    forwards: Sequence[Action], backwards: Sequence[Action], warmup: int
+) -> Iterator[Action]:
+    """`warmup` forwards, then one forward and one backward in turn, then the other backwards."""
+    warmup = min(warmup, len(forwards))
+    yield from forwards[:warmup]
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+        yield forward
+        yield backward
+    yield from backwards[len(forwards) - warmup :]
+
+
+def _interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> tuple[Action, ...]:
+    """Each chunk takes `ranks` microbatches before the next one does; backward in reverse."""
+
+    def order(kind: Kind, stages: Iterable[int]) -> list[Action]:
+        groups = range(0, microbatches, ranks)
+        chunk_stages = list(stages)
+        return [
+            Action(kind, stage, first + i)
+            for first in groups
+            for stage in chunk_stages
+            for i in range(ranks)
+        ]
+
+    stages = range(rank, ranks * chunks, ranks)
+    warmup = 2 * (ranks - rank - 1) + (chunks - 1) * ranks
+    return tuple(
+        _one_forward_one_backward(order("F", stages), order("B", reversed(stages)), warmup)
+    )
+
+
+def _zero_bubble(rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
+    """1F1B whose weight gradients come `rank` microbatches late, into what was idle time.
+
+    The delay lets every rank hold as many microbatches as rank 0 does in 1F1B, min(m, p).
+    """
+    forwards = [Action("F", rank, i) for i in range(microbatches)]
+    inputs = [Action("I", rank, i) for i in range(microbatches)]
+    found: list[Action] = []
+    for action in _one_forward_one_backward(forwards, inputs, ranks - rank - 1):
+        found.append(action)
+        if action.kind == "I" and action.microbatch >= rank:
+            found.append(Action("W", rank, action.microbatch - rank))
+    late = range(max(0, microbatches - rank), microbatches)
+    return (*found, *(Action("W", rank, i) for i in late))

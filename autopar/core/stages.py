@@ -1,0 +1,551 @@
+"""`cut`: from the graph of one microbatch to the graphs of pipeline stages.
+
+A stage is a run of blocks with what stands between them. Forward values flow from a stage to the
+next, backward values to the one before; a value that is needed further on is handed on. What no
+parameter reaches (masks, positions) is computed by every stage that needs it. A parameter is held
+by the first stage that reads it: other stages get what they read of it once a step, and send the
+sum of their contributions to its gradient once. So a tied weight is one tensor.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import fx
+
+from autopar.core.blocks import Block, Blocks
+from autopar.core.graph import InputSpec, NodeInfo, OutputSpec, TracedModel, node_info, tensor_meta
+from autopar.errors import ConstraintError
+
+__all__ = ["Stages", "Transfer", "block_order", "cut", "port_of"]
+
+TransferPhase = Literal["hoist", "forward", "backward", "finish"]
+
+# what a sum of gradients may pass through: linear, element by element
+_LINEAR = (
+    torch.ops.aten.alias.default,
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.view.default,
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.reshape.default,
+    torch.ops.aten.transpose.int,
+    torch.ops.aten.permute.default,
+    torch.ops.aten.t.default,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A value that one stage sends to another.
+
+    Attributes:
+        value: its name in both stages: of an output of kind "sent", and of a placeholder of kind
+            "received" (except "finish": the FQN of the parameter whose gradient it adds to).
+        source, target: stages.
+        phase: once before the turns, at each turn's forward or backward, or once after them.
+        shape, dtype: of the whole tensor.
+    """
+
+    value: str
+    source: int
+    target: int
+    phase: TransferPhase
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """The graphs of all stages, and what they send each other.
+
+    Attributes:
+        models: by stage.
+        transfers: in a fixed order; between two stages and in one phase, values go in it.
+        owners: stage of each parameter and buffer, by FQN.
+    """
+
+    models: tuple[TracedModel, ...]
+    transfers: tuple[Transfer, ...]
+    owners: dict[str, int]
+
+
+def port_of(value: str) -> str:
+    """Name that stands for the layout of a value that is sent and has no placeholder for it."""
+    return f"port.{value}"
+
+
+def block_order(traced: TracedModel) -> list[Block]:
+    """Blocks in the order in which their forward begins."""
+    order: dict[Block, int] = {}
+    for position, node in enumerate(traced.graph.nodes):
+        if node.op != "call_function" or node_info(traced, node).phase != "forward":
+            continue
+        if node.name in traced.hoisted:
+            continue
+        place = _place(traced).get(node.name)
+        if place is not None:
+            order.setdefault(place[0], position)
+    return sorted(order, key=order.__getitem__)
+
+
+def _place(traced: TracedModel) -> dict[str, tuple[Block, int]]:
+    return Blocks(traced).place
+
+
+def cut(traced: TracedModel, starts: Sequence[str]) -> Stages:
+    """Cut the graph of a microbatch into `len(starts) + 1` stages.
+
+    Args:
+        traced: of one microbatch, with its hoisted ops (`codegen.microbatch.localise`).
+        starts: FQN of the block that each stage but the first begins with, in forward order.
+
+    Raises:
+        ConstraintError: a start is no block, or they are not in forward order.
+    """
+    return _Cutter(traced, starts).run()
+
+
+class _Cutter:
+    def __init__(self, traced: TracedModel, starts: Sequence[str]) -> None:
+        self.traced = traced
+        self.nodes = [n for n in traced.graph.nodes if n.op == "call_function"]
+        self.nodes = [n for n in self.nodes if n.target is not operator.getitem]
+        self.specs = {s.node: s for s in traced.inputs}
+        self.count = len(starts) + 1
+        self.place = {name: block for name, (block, _) in _place(traced).items()}
+        self.stage_of_block = self._blocks(starts)
+        self.weighted = self._weighted()
+        self.loose = self._loose()
+        self.stage: dict[str, int] = {}
+        self.needs: list[set[fx.Node]] = [set() for _ in range(self.count)]
+        self.extra: list[list[tuple[str, list[fx.Node], OutputSpec]]] = [
+            [] for _ in range(self.count)
+        ]
+
+    def _blocks(self, starts: Sequence[str]) -> dict[Block, int]:
+        order = block_order(self.traced)
+        names = [f"{b.container}.{b.number}" for b in order]
+        for start in starts:
+            if start not in names:
+                raise ConstraintError(
+                    f"pipeline cut {start!r} is no block of the model; its blocks are "
+                    f"{', '.join(names[:4])}{', …' if len(names) > 4 else ''}"
+                )
+        positions = [names.index(start) for start in starts]
+        if positions != sorted(set(positions)) or (positions and positions[0] == 0):
+            raise ConstraintError(
+                f"pipeline cuts {list(starts)} must be in forward order, behind the first block "
+                f"{names[0]}"
+            )
+        return {block: sum(p <= i for p in positions) for i, block in enumerate(order)}
+
+    def _weighted(self) -> set[str]:
+        found = {s.node for s in self.traced.inputs if s.kind == "parameter"}
+        for node in self.traced.graph.nodes:
+            if any(a.name in found for a in node.all_input_nodes):
+                found.add(node.name)
+        return found
+
+    def _loose(self) -> set[str]:
+        """Aliases that serve readers in several blocks: each stage makes its own."""
+        return {
+            n.name
+            for n in self.nodes
+            if n.target is torch.ops.aten.alias.default
+            and n.name in self.weighted
+            and n.name not in self.place
+            and not self._is_hoisted(n)
+            and self._phase(n.all_input_nodes[0]) == "forward"
+        }
+
+    def run(self) -> Stages:
+        self._assign()
+        self._split_gradients()
+        self._collect()
+        transfers = self._transfers()
+        models = tuple(self._model(s, transfers) for s in range(self.count))
+        owners = {s.target: self.stage.get(s.node, 0) for s in self.traced.parameters()}
+        for output in self.traced.outputs:
+            if output.kind == "buffer" and output.node is not None:
+                owners[output.target] = self._output_stage(output)
+        return Stages(models=models, transfers=tuple(transfers), owners=owners)
+
+    # --- which stage runs what -----------------------------------------------------------------
+    def _is_hoisted(self, node: fx.Node) -> bool:
+        return node.name in self.traced.hoisted
+
+    def _is_shared(self, node: fx.Node) -> bool:
+        """Computed, or given, wherever it is needed."""
+        return _base(node).name not in self.weighted
+
+    def _phase(self, node: fx.Node) -> str:
+        return node_info(self.traced, _base(node)).phase
+
+    def _assign(self) -> None:
+        self._assign_forward()
+        self._assign_backward()
+        self._assign_hoisted()
+
+    def _body(self, phase: str) -> list[fx.Node]:
+        return [n for n in self.nodes if self._is_placed(n) and self._phase(n) == phase]
+
+    def _is_placed(self, node: fx.Node) -> bool:
+        """An op of the body that runs in one stage."""
+        elsewhere = self._is_hoisted(node) or self._is_shared(node) or node.name in self.loose
+        return node.op == "call_function" and not elsewhere
+
+    def _operands(self, node: fx.Node) -> list[fx.Node]:
+        """The ops whose results a node reads."""
+        found = [_base(a) for a in node.all_input_nodes]
+        found = [_base(a.all_input_nodes[0]) if a.name in self.loose else a for a in found]
+        return [a for a in found if self._is_placed(a)]
+
+    def _assign_forward(self) -> None:
+        last = 0
+        self.of_module: dict[str, int] = {}
+        for node in self._body("forward"):
+            block = self.place.get(node.name)
+            own = self.stage_of_block.get(block, last) if block is not None else last
+            last = max(last, own)
+            self.stage[node.name] = max([own, *(self.stage[a.name] for a in self._operands(node))])
+            if block is None:
+                self.of_module[node_info(self.traced, node).module] = self.stage[node.name]
+
+    def _assign_backward(self) -> None:
+        for node in self._body("backward"):
+            operands = self._operands(node)
+            after = [self.stage[a.name] for a in operands if self._phase(a) == "backward"]
+            block = self.place.get(node.name)
+            module = node_info(self.traced, node).module
+            if block is not None and block in self.stage_of_block:
+                own = self.stage_of_block[block]
+            elif module in self.of_module:
+                own = self.of_module[module]
+            else:
+                own = min(after or [self.stage[a.name] for a in operands] or [self.count - 1])
+            self.stage[node.name] = min([own, *after])
+
+    def _assign_hoisted(self) -> None:
+        """Parameters and what is made of them stand where they are read first."""
+        chain = [n for n in self.traced.graph.nodes if n.name in self.weighted]
+        for node in reversed(chain):
+            parameter = node.op == "placeholder"
+            if node.target is operator.getitem or not (parameter or self._is_hoisted(node)):
+                continue
+            readers = [u for user in node.users for u in _calls(user)]
+            readers += [u for r in readers if r.name in self.loose for u in r.users]
+            stages = [self.stage[u.name] for u in readers if u.name in self.stage]
+            self.stage[node.name] = min(stages, default=0)
+
+    # --- gradients of parameters that several stages read --------------------------------------
+    def _split_gradients(self) -> None:
+        """Take apart sums of contributions from several stages; each stage sums its own."""
+        owners = {s.target: self.stage.get(s.node, 0) for s in self.traced.parameters()}
+        nodes = {n.name: n for n in self.traced.graph.nodes}
+        self.dropped: set[str] = set()
+        self.taken_apart: set[fx.Node] = set()
+        for spec in self.traced.outputs:
+            if spec.kind != "gradient" or spec.node is None:
+                continue
+            owner, node = owners[spec.target], nodes[spec.node]
+            if self._is_shared(node):
+                continue
+            parts: dict[int, list[list[fx.Node]]] = defaultdict(list)
+            for path in _leaves(node):
+                parts[self.stage[_base(path[-1]).name]].append(path)
+            if set(parts) == {owner}:
+                continue
+            self.dropped.add(spec.target)
+            for stage, paths in parts.items():
+                output = spec
+                if stage != owner:
+                    port = port_of(f"gradient of {spec.target}")
+                    output = replace(spec, kind="sent", port=port, accumulated=True)
+                for path in paths:
+                    self.taken_apart.update(path[:-1])
+                    self.extra[stage].append((spec.target, path, output))
+
+    # --- what a stage needs --------------------------------------------------------------------
+    def _collect(self) -> None:
+        """Ops of each stage with the shared ones that they read; values that cross."""
+        self.crossing: dict[fx.Node, set[int]] = defaultdict(set)
+        for node in self.traced.graph.nodes:
+            if node.op == "call_function" and node.target is not operator.getitem:
+                if node.name in self.stage and node not in self.taken_apart:
+                    self._need(node, self.stage[node.name])
+        for stage, extras in enumerate(self.extra):
+            for _, path, _ in extras:
+                self._need(path[-1], stage)
+        nodes = {n.name: n for n in self.traced.graph.nodes}
+        for given in self.traced.parameters():
+            if not any(nodes[given.node] in needs for needs in self.needs):
+                self.needs[0].add(nodes[given.node])  # nobody reads it
+        for spec in self.traced.outputs:
+            if spec.node is not None and not (
+                spec.kind == "gradient" and spec.target in self.dropped
+            ):
+                self._need(nodes[spec.node], self._output_stage(spec))
+
+    def _output_stage(self, spec: OutputSpec) -> int:
+        node = next(n for n in self.traced.graph.nodes if n.name == spec.node)
+        if spec.kind == "gradient":
+            owner = next(s for s in self.traced.parameters() if s.target == spec.target)
+            return self.stage.get(owner.node, 0)
+        module = node_info(self.traced, _base(node)).module
+        block = self.place.get(_base(node).name)
+        known = self.stage_of_block.get(block) if block is not None else self.of_module.get(module)
+        return self.stage.get(_base(node).name, known or 0)
+
+    def _need(self, node: fx.Node, stage: int) -> None:
+        """Make a value available in a stage: run it there, or have it sent."""
+        stack = [node]
+        while stack:
+            top = stack.pop()
+            base = _base(top)
+            free = self._is_shared(base) or base.name in self.loose
+            if not free and self.stage[base.name] != stage:
+                self.crossing[top].add(stage)
+                self.needs[self.stage[base.name]].add(top)
+                continue
+            for each in (top, base):
+                if each not in self.needs[stage]:
+                    self.needs[stage].add(each)
+                    stack.extend(each.all_input_nodes)
+
+    # --- transfers -----------------------------------------------------------------------------
+    def _transfers(self) -> list[Transfer]:
+        found: list[Transfer] = []
+        for node in self.traced.graph.nodes:
+            if node not in self.crossing:
+                continue
+            source, targets = self.stage[_base(node).name], self.crossing[node]
+            if node.op == "placeholder" or self._is_hoisted(_base(node)):
+                found += [self._transfer(node, source, t, "hoist") for t in sorted(targets)]
+                continue
+            up = [t for t in targets if t > source]
+            for stage in range(source, max(up, default=source)):
+                found.append(self._transfer(node, stage, stage + 1, "forward"))
+            down = [t for t in targets if t < source]
+            for stage in range(source, min(down, default=source), -1):
+                found.append(self._transfer(node, stage, stage - 1, "backward"))
+        sent = {
+            (name, stage): output
+            for stage, extras in enumerate(self.extra)
+            for name, _, output in extras
+            if output.kind == "sent"
+        }
+        owners = {s.target: s for s in self.traced.parameters()}
+        for name, stage in sorted(sent):
+            spec = owners[name]
+            target = self.stage.get(spec.node, 0)
+            found.append(Transfer(name, stage, target, "finish", spec.shape, spec.dtype))
+        return found
+
+    def _transfer(self, node: fx.Node, source: int, target: int, phase: TransferPhase) -> Transfer:
+        value = tensor_meta(node)
+        assert value is not None, f"{node} yields several tensors"
+        return Transfer(node.name, source, target, phase, tuple(value.shape), value.dtype)
+
+    # --- the graph of a stage ------------------------------------------------------------------
+    def _model(self, stage: int, transfers: Sequence[Transfer]) -> TracedModel:
+        return _StageWriter(self, stage, transfers).run()
+
+
+class _StageWriter:
+    """Writes the graph of one stage."""
+
+    def __init__(self, cutter: _Cutter, stage: int, transfers: Sequence[Transfer]) -> None:
+        self.cutter = cutter
+        self.traced = cutter.traced
+        self.stage = stage
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.inputs: list[InputSpec] = []
+        self.outputs: list[tuple[fx.Node | None, OutputSpec]] = []
+        self.info = dict(cutter.traced.info)
+        self.hoisted = set(cutter.traced.hoisted)
+        self.arriving = {t.value: t for t in transfers if t.target == stage and t.phase != "finish"}
+        self.leaving = [t for t in transfers if t.source == stage and t.phase != "finish"]
+        self.ports = _paired(transfers, stage)
+
+    def run(self) -> TracedModel:
+        needs = self.cutter.needs[self.stage]
+        for node in self.traced.graph.nodes:
+            if node.op == "placeholder" and node in needs:
+                self.env[node] = self._copy(node)
+                self.inputs.append(self.cutter.specs[node.name])
+        for node in self.traced.graph.nodes:
+            if node.name in self.arriving:
+                self._receive(node)
+        for node in self.traced.graph.nodes:
+            if node.op == "call_function" and node in needs and node not in self.env:
+                self.env[node] = self._copy(node)
+        self._results()
+        self._send()
+        self._contributions()
+        self.graph.output(tuple(node for node, _ in self.outputs))
+        self.graph.lint()
+        alive = {n.name for n in self.graph.nodes}
+        return replace(
+            self.traced,
+            graph_module=fx.GraphModule(torch.nn.Module(), self.graph),
+            inputs=tuple(self.inputs),
+            outputs=tuple(spec for _, spec in self.outputs),
+            info={name: info for name, info in self.info.items() if name in alive},
+            hoisted=frozenset(self.hoisted & alive),
+            repeats=(),
+        )
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        twin = self.graph.node_copy(node, self.env.__getitem__)
+        assert twin.name == node.name, f"{node.name} is taken"
+        return twin
+
+    def _receive(self, node: fx.Node) -> None:
+        transfer = self.arriving[node.name]
+        twin = self.graph.placeholder(node.name)
+        twin.meta = dict(node.meta)
+        self.env[node] = twin
+        spec = InputSpec(
+            node=node.name,
+            kind="received",
+            target=node.name,
+            shape=transfer.shape,
+            dtype=transfer.dtype,
+        )
+        self.inputs.append(spec)
+        origin = node_info(self.traced, _base(node))
+        if transfer.phase == "hoist":
+            self.hoisted.add(node.name)
+        phase: Literal["forward", "backward"] = (
+            "backward" if transfer.phase == "backward" else "forward"
+        )
+        self.info[node.name] = NodeInfo(phase, "", origin.source)
+
+    def _results(self) -> None:
+        nodes = {n.name: n for n in self.traced.graph.nodes}
+        for spec in self.traced.outputs:
+            gone = spec.kind == "gradient" and spec.target in self.cutter.dropped
+            if spec.node is None:
+                self.outputs.append((None, spec))
+            elif not gone and self.cutter._output_stage(spec) == self.stage:
+                self.outputs.append((self.env[nodes[spec.node]], spec))
+            elif spec.kind == "output":
+                self.outputs.append((None, replace(spec, node=None)))
+
+    def _send(self) -> None:
+        nodes = {n.name: n for n in self.traced.graph.nodes}
+        seen: set[str] = set()
+        for transfer in self.leaving:
+            if transfer.value not in seen:
+                seen.add(transfer.value)
+                made = self.env[nodes[transfer.value]]
+                port = self.ports[transfer.value]
+                spec = OutputSpec(node=made.name, kind="sent", target=transfer.value, port=port)
+                self.outputs.append((made, spec))
+
+    def _contributions(self) -> None:
+        """The sum of this stage's parts of each gradient that several stages add to."""
+        sums: dict[str, tuple[fx.Node, OutputSpec]] = {}
+        for name, path, spec in self.cutter.extra[self.stage]:
+            made = self.env[path[-1]]
+            for step in reversed(path[:-1]):
+                made = self._again(step, made)
+            if name in sums:
+                made = self._added(sums[name][0], made)
+            sums[name] = made, spec
+        for made, spec in sums.values():
+            alias = self.graph.call_function(torch.ops.aten.alias.default, (made,))
+            alias.meta = dict(made.meta)
+            self.info[alias.name] = replace(self.info[made.name], phase="backward")
+            self.outputs.append((alias, replace(spec, node=alias.name)))
+
+    def _again(self, step: fx.Node, operand: fx.Node) -> fx.Node:
+        """A linear op of the sum, on one part of it."""
+        if step.target is torch.ops.aten.add.Tensor:
+            return operand
+        twin = self.graph.node_copy(step, lambda _: operand)
+        self.info[twin.name] = node_info(self.traced, step)
+        return twin
+
+    def _added(self, a: fx.Node, b: fx.Node) -> fx.Node:
+        total = self.graph.call_function(torch.ops.aten.add.Tensor, (a, b))
+        total.meta = dict(a.meta)
+        self.info[total.name] = self.info[a.name]
+        return total
+
+
+def _paired(transfers: Iterable[Transfer], stage: int) -> dict[str, str]:
+    """Port of each value that a stage sends.
+
+    Over a cut, a value that comes back with the shape of one that went is taken for its gradient,
+    and has its layout.
+    """
+    ports: dict[str, str] = {}
+    for below in (stage - 1, stage):
+        up = [t for t in transfers if t.phase == "forward" and t.source == below]
+        down = [t for t in transfers if t.phase == "backward" and t.target == below]
+        for transfer in down:
+            twin = next(
+                (t for t in up if (t.shape, t.dtype) == (transfer.shape, transfer.dtype)), None
+            )
+            if twin is not None:
+                up.remove(twin)
+            if below == stage and twin is not None:
+                ports[twin.value] = transfer.value
+            if below == stage - 1:
+                ports[transfer.value] = twin.value if twin else port_of(transfer.value)
+    for transfer in transfers:
+        if transfer.source == stage and transfer.phase != "finish":
+            ports.setdefault(transfer.value, port_of(transfer.value))
+    return ports
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """The op behind a `getitem`."""
+    while node.op == "call_function" and node.target is operator.getitem:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _calls(node: fx.Node) -> list[fx.Node]:
+    """A user, or the users of the outputs that it takes out."""
+    if node.op == "call_function" and node.target is operator.getitem:
+        return [u for user in node.users for u in _calls(user)]
+    return [node]
+
+
+def _leaves(node: fx.Node) -> list[list[fx.Node]]:
+    """Paths from a gradient down to the parts that it is the sum of, through linear ops."""
+    shape = tensor_meta(node)
+    assert shape is not None
+    found: list[list[fx.Node]] = []
+    stack: list[list[fx.Node]] = [[node]]
+    while stack:
+        path = stack.pop()
+        top = path[-1]
+        plain_sum = (
+            top.target is torch.ops.aten.add.Tensor
+            and not top.kwargs
+            and len(top.args) == 2
+            and all(isinstance(a, fx.Node) for a in top.args)
+        )
+        inner = len(path) == 1 or len(top.users) == 1
+        if inner and (plain_sum or top.target in _LINEAR):
+            stack.extend([*path, a] for a in reversed(top.all_input_nodes))
+        else:
+            found.append(path)
+    return [_trimmed(path) for path in found]
+
+
+def _trimmed(path: list[fx.Node]) -> list[fx.Node]:
+    """A path that ends behind its last sum: what is linear below that stays as it is."""
+    last = max(
+        (i for i, n in enumerate(path[:-1]) if n.target is torch.ops.aten.add.Tensor), default=-1
+    )
+    return path[: last + 2]

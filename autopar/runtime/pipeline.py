@@ -1,0 +1,343 @@
+"""Runs a rank's stages in the order of a schedule, and sends what other stages need.
+
+Every rank of a stage talks to the rank of the same coordinates in the stages beside it. Shapes come
+from the plan, so nothing is negotiated. Sends are started at once and waited for at the end of the
+step; a receive is posted when its action is next. Forward and backward values go over process
+groups of their own, and so do the two ways along the line: on a device that runs the transfers of
+a group in order, no transfer then waits for one that comes later in the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.codegen.stages import Staged
+from autopar.codegen.turns import TURN, TurnProgram, emit_turns
+from autopar.core.graph import TracedModel
+from autopar.core.placement import Layout, local_shape
+from autopar.core.plan import PipelinePlan, Plan
+from autopar.core.schedule import Action, actions
+from autopar.core.stages import Transfer
+from autopar.runtime.shards import take_shard
+from autopar.runtime.turns import StageValues, Strided, microbatch_inputs, stages_at_turns
+
+__all__ = ["PipelineMesh", "PipelineResult", "PipelinedStep", "own_plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineMesh:
+    """The mesh of this rank's stages, and its line through all pipeline ranks.
+
+    Attributes:
+        stage: the mesh that layouts refer to.
+        rank: of this process in the pipeline.
+        groups: of the line, by way: "up" and "down" for forward values, "up" and "down" for
+            backward ones.
+        line: for broadcasts.
+    """
+
+    stage: DeviceMesh
+    rank: int
+    groups: Mapping[tuple[str, bool], dist.ProcessGroup]
+    line: dist.ProcessGroup
+
+    @classmethod
+    def over(cls, mesh: DeviceMesh, plan: Plan) -> PipelineMesh:
+        """Cut the ranks of a mesh into those of the pipeline. Collective."""
+        assert plan.pipeline is not None
+        shape = (plan.pipeline.size, *plan.mesh_shape)
+        ranks = mesh.mesh.reshape(shape)
+        names = ("pipeline", *(f"stage_{name}" for name in plan.axis_names))
+        lines = [DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names) for _ in range(4)]
+        ways = [("forward", True), ("forward", False), ("backward", True), ("backward", False)]
+        coordinate = lines[0].get_coordinate()
+        assert coordinate is not None
+        return cls(
+            stage=lines[0][names[1:]],
+            rank=int(coordinate[0]),
+            groups={way: line.get_group("pipeline") for way, line in zip(ways, lines, strict=True)},
+            line=lines[0].get_group("pipeline"),
+        )
+
+
+def own_plan(plan: Plan, rank: int) -> Plan:
+    """What a pipeline rank holds, as a plan: the parameters of its stages only."""
+    assert plan.pipeline is not None
+    held = {
+        name: layout
+        for stage in plan.pipeline.stages[rank :: plan.pipeline.size]
+        for name, layout in stage.parameters.items()
+    }
+    return Plan(**{**_shallow(plan), "parameters": held})
+
+
+def _shallow(plan: Plan) -> dict[str, Any]:
+    return {name: getattr(plan, name) for name in plan.__dataclass_fields__}
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineResult:
+    """What a step yields on one rank.
+
+    Attributes:
+        outputs: whole values, by index of the user output.
+        gradients: local, in the storage layout, by FQN; of this rank's parameters.
+        buffers: new values, by FQN; of the buffers that this rank's stages write.
+    """
+
+    outputs: dict[int, Tensor]
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+class PipelinedStep:
+    """A step in microbatches, with the programs of this rank's stages.
+
+    Args:
+        traced: the step on the whole batch.
+        plan: with a pipeline.
+        mesh: of this process.
+    """
+
+    def __init__(self, traced: TracedModel, plan: Plan, mesh: PipelineMesh) -> None:
+        assert plan.pipeline is not None
+        self.traced = traced
+        self.plan = plan
+        self.mesh = mesh
+        self.pipeline: PipelinePlan = plan.pipeline
+        turns = stages_at_turns(traced, self.pipeline)
+        self.micro = turns[0].microbatch
+        self.transfers = turns[0].stages.transfers
+        p = self.pipeline
+        self.order = actions(p.schedule, p.size, p.microbatches, p.chunks)[mesh.rank]
+        if not traced.training:
+            self.order = tuple(a for a in self.order if a.kind == "F")
+        self.device = torch.device(mesh.stage.device_type)
+        coords = mesh.stage.get_coordinate()
+        assert coords is not None
+        self.coords = tuple(coords)
+        self.programs = {s: self._emit(turns, s) for s in range(mesh.rank, len(p.stages), p.size)}
+        self.results_at = {
+            int(spec.target): (s, spec.node)
+            for s, model in enumerate(turns[0].stages.models)
+            for spec in model.outputs
+            if spec.kind == "output" and spec.node is not None
+        }
+        self.shapes = {
+            index: turns[0].stages.models[s].nodes()[name].meta["val"]
+            for index, (s, name) in self.results_at.items()
+        }
+
+    def _emit(self, turns: Sequence[Staged], stage: int) -> TurnProgram:
+        mesh = self.mesh.stage
+        return emit_turns(
+            [t.stages.models[stage] for t in turns],
+            self.pipeline.stages[stage],
+            self.coords,
+            group_names=[mesh.get_group(i).group_name for i in range(mesh.ndim)],
+            device=self.device,
+        )
+
+    def run(self, whole: Mapping[str, Any]) -> PipelineResult:
+        """One step.
+
+        Args:
+            whole: by placeholder of the step: local parameters of this rank's stages, and whole
+                values of all else.
+        """
+        return _Run(self, whole).run()
+
+
+class _Run:
+    """One execution."""
+
+    def __init__(self, step: PipelinedStep, whole: Mapping[str, Any]) -> None:
+        self.step = step
+        self.mesh = step.mesh
+        self.whole = whole
+        self.plans = step.pipeline.stages
+        self.shape = self.plans[0].mesh_shape
+        self.values = {
+            s: StageValues(program, self._runner(program), _add)
+            for s, program in step.programs.items()
+        }
+        self.here: dict[tuple[int, str, int], Tensor] = {}  # from a stage of this rank
+        self.sending: list[tuple[Any, Tensor]] = []
+        self.result = PipelineResult({}, {}, {})
+
+    def _runner(self, program: TurnProgram) -> Any:
+        def run(part: str, operands: list[Any]) -> Sequence[Any]:
+            found: Sequence[Any] = program.parts[part].module(operands)
+            return found
+
+        return run
+
+    def run(self) -> PipelineResult:
+        step = self.step
+        with torch.no_grad():
+            reads = [self.whole[name] for name in step.micro.prologue_inputs]
+            self.prologue = Strided(step.micro.prologue).run(*reads)
+            for stage, values in self.values.items():
+                given = self._lasting(stage) | self._arriving(stage, "hoist", 0)
+                self._leave(stage, values.prepare(given), 0)
+            for action in step.order:
+                self._act(action)
+            if step.traced.training:
+                self._finish()
+            self._share_outputs()
+            for work, _ in self.sending:
+                work.wait()
+        return self.result
+
+    def _act(self, action: Action) -> None:
+        stage, turn = action.stage, action.microbatch
+        values = self.values[stage]
+        if action.kind == "F":
+            given = self._inputs(stage, turn) | self._arriving(stage, "forward", turn)
+            self._leave(stage, values.forward(turn, given), turn)
+            if not self.step.traced.training:
+                del values.turns[turn]
+        elif action.kind == "W":
+            self._leave(stage, values.backward(turn, {}, "weight"), turn)
+        else:
+            part = "backward" if action.kind == "B" else "input"
+            given = self._arriving(stage, "backward", turn)
+            self._leave(stage, values.backward(turn, given, part), turn)
+        self.sending = [(w, t) for w, t in self.sending if not w.is_completed()]
+
+    def _finish(self) -> None:
+        """Reduce gradients; contributions to those of other stages' parameters go there."""
+        for stage in sorted(self.values, reverse=True):
+            self._leave(stage, self.values[stage].finish(), 0)
+        for stage in self.values:
+            for name, value in self._arriving(stage, "finish", 0).items():
+                known = self.result.gradients.get(name)
+                self.result.gradients[name] = value if known is None else known + value
+
+    # --- values --------------------------------------------------------------------------------
+    def _lasting(self, stage: int) -> dict[str, Any]:
+        """This rank's share of what all microbatches read."""
+        found: dict[str, Any] = {}
+        for spec, layout in self.step.programs[stage].inputs:
+            if spec.kind == "parameter":
+                found[spec.node] = self.whole[spec.node]
+            elif spec.kind not in ("input", "received"):
+                found[spec.node] = self._local(self.whole[spec.node], layout)
+        return found
+
+    def _inputs(self, stage: int, turn: int) -> dict[str, Any]:
+        step = self.step
+        inputs = microbatch_inputs(
+            step.micro, self.whole, self.prologue, turn, step.pipeline.microbatches
+        )
+        found: dict[str, Any] = {TURN: turn}
+        for spec, layout in step.programs[stage].inputs:
+            if spec.node in step.micro.feeds:
+                found[spec.node] = self._local(inputs[spec.node], layout)
+        return found
+
+    def _local(self, value: Any, layout: Layout) -> Any:
+        if all(p.is_replicate for p in layout):
+            return value
+        return take_shard(value, layout, self.shape, self.step.coords)
+
+    def _leave(self, stage: int, written: Mapping[str, Any], turn: int) -> None:
+        """Send, keep or return what a part wrote."""
+        result = self.result
+        for spec, _, name in self.step.programs[stage].outputs:
+            if name not in written:
+                continue
+            value = written[name]
+            if spec.kind == "sent":
+                self._send(stage, spec.target, spec.accumulated, value, turn)
+            elif spec.kind == "gradient":
+                result.gradients[spec.target] = value
+            elif spec.kind == "buffer":
+                result.buffers[spec.target] = value
+            else:
+                index = int(spec.target)
+                known = result.outputs.get(index)
+                result.outputs[index] = value if known is None else known + value
+
+    # --- transfers -----------------------------------------------------------------------------
+    def _rank_of(self, stage: int) -> int:
+        return stage % self.step.pipeline.size
+
+    def _group(self, transfer: Transfer) -> dist.ProcessGroup:
+        forward = transfer.phase in ("hoist", "forward")
+        up = self._rank_of(transfer.target) > self._rank_of(transfer.source)
+        return self.mesh.groups["forward" if forward else "backward", up]
+
+    def _tag(self, transfer: Transfer, turn: int) -> int:
+        index = self.step.transfers.index(transfer)
+        return index * self.step.pipeline.microbatches + turn
+
+    def _send(self, stage: int, name: str, accumulated: bool, value: Tensor, turn: int) -> None:
+        for t in self.step.transfers:
+            if t.source != stage or t.value != name or (t.phase == "finish") != accumulated:
+                continue
+            if self._rank_of(t.target) == self.mesh.rank:
+                self.here[t.target, name, turn] = value
+                continue
+            value = value.contiguous()
+            work = dist.isend(
+                value,
+                group=self._group(t),
+                group_dst=self._rank_of(t.target),
+                tag=self._tag(t, turn),
+            )
+            self.sending.append((work, value))
+
+    def _arriving(self, stage: int, phase: str, turn: int) -> dict[str, Tensor]:
+        """Values of a phase that other stages have sent to a stage."""
+        found: dict[str, Tensor] = {}
+        waiting = []
+        for t in self.step.transfers:
+            if t.target != stage or t.phase != phase:
+                continue
+            if self._rank_of(t.source) == self.mesh.rank:
+                found[t.value] = self.here.pop((stage, t.value, turn))
+                continue
+            found[t.value] = self._empty(stage, t)
+            waiting.append(
+                dist.irecv(
+                    found[t.value],
+                    group=self._group(t),
+                    group_src=self._rank_of(t.source),
+                    tag=self._tag(t, turn),
+                )
+            )
+        for work in waiting:
+            assert work is not None
+            work.wait()
+        return found
+
+    def _empty(self, stage: int, transfer: Transfer) -> Tensor:
+        plan = self.plans[stage]
+        layouts = plan.parameters if transfer.phase == "finish" else plan.inputs
+        shape = local_shape(transfer.shape, layouts[transfer.value], self.shape)
+        return torch.empty(shape, dtype=transfer.dtype, device=self.step.device)
+
+    def _share_outputs(self) -> None:
+        """Every rank gets the outputs from the rank that has them."""
+        for index, (stage, _) in sorted(self.step.results_at.items()):
+            like = self.step.shapes[index]
+            value = self.result.outputs.get(index)
+            if value is None:
+                value = torch.empty(like.shape, dtype=like.dtype, device=self.step.device)
+            if self.step.pipeline.size > 1:
+                value = value.contiguous()
+                dist.broadcast(value, group=self.mesh.line, group_src=self._rank_of(stage))
+            self.result.outputs[index] = value
+
+
+def _add(total: Tensor | None, more: Tensor) -> Tensor:
+    """Add in place; the first contribution may share memory with another, so it is copied."""
+    return more.clone() if total is None else total.add_(more)

@@ -1,0 +1,138 @@
+"""Pipeline schedules and their simulation, over a grid of ranks, microbatches and chunks."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+
+from autopar.core.schedule import SCHEDULES, Action, actions, in_flight
+from autopar.cost_model.pipeline import ScheduleError, simulate_pipeline
+from autopar.errors import ConstraintError
+
+EQUAL = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+
+GRID = [
+    (schedule, p, m, v)
+    for schedule in SCHEDULES
+    for p in (1, 2, 3, 4, 8)
+    for m in (1, 2, 3, 4, 8, 16, 24)
+    for v in ((2, 3) if schedule == "interleaved" else (1,))
+    if schedule != "interleaved" or m % p == 0
+]
+
+
+@pytest.mark.parametrize(("schedule", "p", "m", "v"), GRID)
+def test_every_schedule_runs_each_action_once_and_after_what_it_needs(schedule, p, m, v):
+    orders = actions(schedule, p, m, v)
+    kinds = "FIW" if schedule == "zero-bubble" else "FB"
+    want = Counter(Action(k, s, i) for k in kinds for s in range(p * v) for i in range(m))
+    assert Counter(a for order in orders for a in order) == want
+    uneven = [{k: t * (1 + 0.3 * (s % 3)) for k, t in EQUAL.items()} for s in range(p * v)]
+    result = simulate_pipeline(orders, uneven, 0.25)
+    when = {span.action: span for span in result.spans}
+    assert len(when) == sum(want.values())
+    for action, span in when.items():
+        for needed in _needs(action, p * v, kinds):
+            sent_s = 0.25 if needed.stage % p != action.stage % p else 0.0
+            assert span.start_s >= when[needed].end_s + sent_s - 1e-12, (action, needed)
+    for rank in range(p):
+        own = [s for s in result.spans if s.rank == rank]
+        assert [s.action for s in own] == list(orders[rank])
+        for before, after in itertools.pairwise(own):
+            assert after.start_s >= before.end_s - 1e-12
+        assert result.busy_s[rank] + result.idle_s[rank] == pytest.approx(result.step_s)
+
+
+def _needs(action, num_stages, kinds):
+    """The dependencies as the module's docstring states them."""
+    k, s, i = action.kind, action.stage, action.microbatch
+    gradient = kinds[1]
+    if k == "F":
+        return [Action("F", s - 1, i)] if s else []
+    if k == "W":
+        return [Action("I", s, i)]
+    later = [Action(gradient, s + 1, i)] if s + 1 < num_stages else []
+    return [Action("F", s, i), *later]
+
+
+@pytest.mark.parametrize(("schedule", "p", "m", "v"), GRID)
+def test_idle_share_is_that_of_the_papers(schedule, p, m, v):
+    result = simulate_pipeline(actions(schedule, p, m, v), [EQUAL] * (p * v))
+    if schedule != "zero-bubble":
+        assert result.bubble_fraction == pytest.approx((p - 1) / (v * m + p - 1))
+        return
+    plain = simulate_pipeline(actions("1f1b", p, m), [EQUAL] * p)
+    assert result.bubble_fraction < plain.bubble_fraction or p == 1
+    if m >= p:
+        assert result.bubble_fraction == pytest.approx((p - 1) / (3 * m + p - 1))
+
+
+@pytest.mark.parametrize(("schedule", "p", "m", "v"), GRID)
+def test_activations_in_flight(schedule, p, m, v):
+    held = in_flight(actions(schedule, p, m, v))
+    assert len(held.ranks) == p
+    assert len(held.stages) == p * v
+    if schedule == "gpipe":
+        assert held.ranks == (m,) * p
+    elif schedule == "1f1b":
+        assert held.ranks == tuple(min(m, p - s) for s in range(p))
+    elif schedule == "zero-bubble":
+        assert held.ranks == (min(m, p),) * p
+    else:
+        warmup = [2 * (p - r - 1) + (v - 1) * p for r in range(p)]
+        assert held.ranks == tuple(min(m * v, w + 1) for w in warmup)
+    assert all(1 <= n <= m for n in held.stages)
+
+
+def test_a_slow_link_delays_one_message_by_the_other_and_computing_goes_on():
+    orders = actions("gpipe", 2, 2)
+    result = simulate_pipeline(orders, [{"F": 1.0, "B": 2.0}] * 2, 5.0)
+    starts = {str(s.action): s.start_s for s in result.spans}
+    assert starts["0F1"] == 1.0  # beside the first message
+    assert starts["1F0"] == 6.0
+    assert starts["1F1"] == 11.0  # the second message left at 6, when the link was free
+    # 1B0 ends at 14 and 1B1 at 16; messages arrive at 19 and 24
+    assert starts["0B0"] == 19.0
+    assert result.step_s == 26.0
+
+
+def test_one_number_for_each_boundary():
+    seconds = [{"F": 1.0, "B": 2.0}] * 3
+    result = simulate_pipeline(actions("1f1b", 3, 1), seconds, [2.0, 0.5])
+    assert result.step_s == pytest.approx(9.0 + 2 * 2.5)
+    with pytest.raises(ScheduleError, match="2 boundaries"):
+        simulate_pipeline(actions("1f1b", 3, 1), seconds, [1.0])
+
+
+def test_a_deadlock_names_the_ranks_that_wait():
+    first, second = actions("1f1b", 2, 2)
+    backward_first = (second[1], second[0], *second[2:])
+    with pytest.raises(ScheduleError, match=r"deadlocks: 2 of 2.*rank 1 at 1B0"):
+        simulate_pipeline((first, backward_first), [EQUAL] * 2)
+
+
+def test_lost_doubled_and_misplaced_actions_are_refused():
+    first, second = actions("1f1b", 2, 2)
+    for broken in ((first, second[:-1]), (first, (*second, second[-1]))):
+        with pytest.raises(ScheduleError, match="stage 1, microbatch 1 has"):
+            simulate_pipeline(broken, [EQUAL] * 2)
+    with pytest.raises(ScheduleError, match="1F0 is on rank 0"):
+        simulate_pipeline((second, first), [EQUAL] * 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("1F1B", 2, 2), "use one of gpipe, 1f1b, interleaved, zero-bubble"),
+        (("1f1b", 0, 2), "ranks is 0"),
+        (("1f1b", 2, 0), "microbatches is 0"),
+        (("1f1b", 2, 2, 2), "one stage a rank, not 2"),
+        (("interleaved", 2, 2), "chunks >= 2"),
+        (("interleaved", 4, 6, 2), "use 8 microbatches"),
+    ],
+)
+def test_numbers_that_a_schedule_does_not_take(arguments, said):
+    with pytest.raises(ConstraintError, match=said):
+        actions(*arguments)
