@@ -23,7 +23,10 @@ from autopar.solver.solve import solve
 from autopar.tracer.trace import trace
 from benchmarks.planner import ROWS, Row
 
-DEFAULT = ["gpt2-1.5b@8", "llama3-8b@8", "llama3-8b@32x8", "mixtral-8x7b@32x8", "vit-22b@32x8"]
+DEFAULT = [
+    "gpt2-1.5b@8", "llama3-8b@8", "llama3-8b@32x8", "llama3-70b@32x8", "llama3-405b@64x8",
+    "mixtral-8x7b@32x8", "vit-22b@32x8", "t5-11b@32x8", "gpt3-175b@32x8",
+]  # fmt: skip
 
 
 def hand_written(mesh: tuple[int, ...]) -> dict[str, dict[str, Any]]:
@@ -74,36 +77,45 @@ def price(traced: TracedModel, row: Row, wanted: dict[str, Any] | None) -> dict[
     }
 
 
+def compare(name: str) -> dict[str, Any]:
+    """Predictions of autopar's plan and of every hand-written one for a row."""
+    row = ROWS[name]
+    traced = trace_row(row)
+    results = {"autopar": price(traced, row, None)}
+    for plan, wanted in hand_written(row.mesh).items():
+        results[plan] = price(traced, row, wanted)
+    return results
+
+
+def _table(name: str, results: dict[str, Any]) -> Table:
+    table = Table("plan", "step (s)", "communication (s)", "peak (GiB)", "× autopar", title=name)
+    chosen = results["autopar"].get("step_s")
+    for plan, found in results.items():
+        if found["result"] != "plan":
+            needs = found.get("needs_gib")
+            table.add_row(plan, found["result"][:60], "", f"needs {needs:.1f}" if needs else "")
+            continue
+        ratio = f"{found['step_s'] / chosen:.3f}" if chosen else ""
+        cells = [found[k] for k in ("step_s", "comm_s", "peak_gib")]
+        table.add_row(plan, *(f"{x:.4g}" for x in cells), ratio)
+    return table
+
+
 def main() -> None:
-    """Print one table per row."""
+    """Print one table per row; `--json FILE` keeps each as a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", nargs="*", default=DEFAULT, choices=list(ROWS))
     parser.add_argument("--json")
     options = parser.parse_args()
-    everything: dict[str, Any] = {}
-    for name in options.rows:
-        row = ROWS[name]
-        traced = trace_row(row)
-        results = {"autopar": price(traced, row, None)}
-        for plan, wanted in hand_written(row.mesh).items():
-            results[plan] = price(traced, row, wanted)
-        everything[name] = results
-        table = Table(
-            "plan", "step (s)", "communication (s)", "peak (GiB)", "× autopar", title=name
-        )
-        chosen = results["autopar"].get("step_s")
-        for plan, found in results.items():
-            if found["result"] != "plan":
-                needs = found.get("needs_gib")
-                table.add_row(plan, found["result"][:60], "", f"needs {needs:.1f}" if needs else "")
-                continue
-            ratio = f"{found['step_s'] / chosen:.3f}" if chosen else ""
-            cells = [found[k] for k in ("step_s", "comm_s", "peak_gib")]
-            table.add_row(plan, *(f"{x:.4g}" for x in cells), ratio)
-        Console(width=110).print(table)
     if options.json:
         with open(options.json, "w") as file:
-            json.dump({"torch": torch.__version__, "rows": everything}, file, indent=1)
+            file.write(json.dumps({"torch": torch.__version__}) + "\n")
+    for name in options.rows:
+        results = compare(name)
+        Console(width=110).print(_table(name, results))
+        if options.json:
+            with open(options.json, "a") as file:
+                file.write(json.dumps({"row": name, "plans": results}) + "\n")
 
 
 if __name__ == "__main__":

@@ -223,52 +223,69 @@ def measure(row: Row) -> dict[str, Any]:
         "trace_s": traced_at - built,
         "solve_s": ended - traced_at,
         "total_s": ended - started,
+        "cpu_s": time.process_time(),
         "rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }
 
 
-def _in_child(name: str) -> dict[str, Any]:
-    """Measure in a fresh process, so that peak memory is the row's own."""
+def _in_child(name: str, seconds: float) -> dict[str, Any]:
+    """Measure in a fresh process, so that peak memory is the row's own; a failure is a result."""
     command = [sys.executable, "-m", "benchmarks.planner", "--child", name]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return {"result": f"no answer in {seconds:.0f} s"}
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return {"result": f"failed ({done.returncode}): {last}"}
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
+_COLUMNS = ("total_s", "trace_s", "solve_s", "ilp_s", "rss_gib", "result", "objective_s",
+            "bound_s", "gap", "peak_gib", "limit_gib", "needs_gib", "variables")  # fmt: skip
+
+
+def _cells(found: dict[str, Any]) -> list[str]:
+    cells = [found.get(c, "") for c in _COLUMNS]
+    return [f"{x:.3g}" if isinstance(x, float) else str(x)[:60] for x in cells]
+
+
 def main() -> None:
-    """Print the table; `--json FILE` keeps it."""
+    """Print each row as it comes, then the table; `--json FILE` keeps each as a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", nargs="*", default=DEFAULT, choices=["all", *ROWS])
     parser.add_argument("--json")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for each row")
     parser.add_argument("--child", choices=list(ROWS))
     options = parser.parse_args()
     if options.child:
         print(json.dumps(measure(ROWS[options.child])))
         return
     names = list(ROWS) if options.rows == ["all"] else options.rows
-    results = {name: _in_child(name) for name in names}
     table = Table(title=f"planner, {os.cpu_count()} cores, {platform.machine()}")
-    columns = ("total_s", "trace_s", "solve_s", "ilp_s", "rss_gib", "result", "objective_s",
-               "bound_s", "gap", "peak_gib", "limit_gib", "needs_gib", "variables")  # fmt: skip
     table.add_column("row")
-    for column in columns:
+    for column in _COLUMNS:
         table.add_column(column, justify="right")
-    for name, found in results.items():
-        cells = [found.get(c, "") for c in columns]
-        table.add_row(name, *(f"{x:.3g}" if isinstance(x, float) else str(x) for x in cells))
-    Console(width=180).print(table)
+    about = {
+        "torch": torch.__version__,
+        "machine": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+    }
     if options.json:
         with open(options.json, "w") as file:
-            json.dump(
-                {
-                    "torch": torch.__version__,
-                    "machine": platform.processor() or platform.machine(),
-                    "cores": os.cpu_count(),
-                    "rows": results,
-                },
-                file,
-                indent=1,
-            )
+            file.write(json.dumps(about) + "\n")
+    for name in names:
+        load = os.getloadavg()[0]
+        found = {"load": load} | _in_child(name, options.timeout)
+        cells = _cells(found)
+        told = (f"{c}={x}" for c, x in zip(_COLUMNS, cells, strict=True) if x)
+        print(name, *told, flush=True)
+        table.add_row(name, *cells)
+        if options.json:
+            with open(options.json, "a") as file:
+                file.write(json.dumps({"row": name} | found) + "\n")
+    Console(width=180).print(table)
 
 
 if __name__ == "__main__":

@@ -99,12 +99,9 @@ def _local(layout: Layout, mesh_shape: tuple[int, ...]) -> float:
     return out
 
 
-def _dims(layout: Layout) -> dict[int, frozenset[int]]:
-    held: dict[int, set[int]] = {}
-    for axis, placement in enumerate(layout):
-        if placement.kind == "S":
-            held.setdefault(placement.dim, set()).add(axis)
-    return {dim: frozenset(axes) for dim, axes in held.items()}
+def _axes(layout: Layout, dim: int) -> int:
+    """The axes that split a dim, as a bit mask."""
+    return sum(1 << axis for axis, p in enumerate(layout) if p.kind == "S" and p.dim == dim)
 
 
 def canonical(src: Layout, dst: Layout) -> tuple[Layout, Layout, tuple[int, ...]]:
@@ -147,14 +144,12 @@ def canonical_path(
         return ()
     if any(d.is_partial and not s.is_partial for s, d in zip(src, dst, strict=True)):
         return None
-    whole_src, whole_dst = _dims(src), _dims(dst)
+    ends = {p.dim: (_axes(src, p.dim), _axes(dst, p.dim)) for p in (*src, *dst) if p.kind == "S"}
 
-    def splits_ok(layout: Layout) -> bool:
+    def splits_ok(layout: Layout, dim: int) -> bool:
         """A passing layout may split a dim no further than one of the ends does."""
-        return all(
-            axes <= whole_src.get(dim, frozenset()) or axes <= whole_dst.get(dim, frozenset())
-            for dim, axes in _dims(layout).items()
-        )
+        axes = _axes(layout, dim)
+        return any(axes & ~end == 0 for end in ends[dim])
 
     best: dict[Layout, float] = {src: 0.0}
     queue: list[tuple[float, int, Layout, tuple[Move, ...]]] = [(0.0, 0, src, ())]
@@ -173,8 +168,8 @@ def canonical_path(
                 if held.kind == wanted.kind == "S" and held.dim == wanted.dim:
                     continue  # other runs of the same dim: no all-to-all of blocks says that
                 after = (*layout[:axis], wanted, *layout[axis + 1 :])
-                if not splits_ok(after):
-                    continue
+                if wanted.kind == "S" and not splits_ok(after, wanted.dim):
+                    continue  # a move to R splits less than before
                 if held.kind == "S" and not _is_minor(layout, axis, held, mesh_shape):
                     continue
                 if wanted.kind == "S" and not _is_minor(after, axis, wanted, mesh_shape):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,34 +22,37 @@ from autopar.cost_model import Cluster, CollectiveKind, optimizer_state_bytes
 from autopar.errors import ConstraintError
 from autopar.solver.candidates import Candidate, Pricer, expand
 from autopar.solver.pins import Pins
-from autopar.solver.problem import Array, ChoiceProblem
+from autopar.solver.problem import Array, ChoiceProblem, Indices
 from autopar.solver.step import Op, Step, Value, storage_of, sums_of_turns
 
 __all__ = ["MoveCosts", "StepProblem", "build_problem"]
 
 
-@dataclass(slots=True)
 class MoveCosts:
-    """Seconds of redistributions: latency and time per byte of the whole tensor."""
+    """Seconds of redistributions: latency and time per byte of the whole tensor.
 
-    cluster: Cluster
-    _known: dict[tuple[Layout, Layout], tuple[float, float]] = field(default_factory=dict)
-    _links: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
-    _tables: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], Array] = field(
-        default_factory=dict
-    )
+    Layouts are numbered, and a table by these numbers holds what is known: plans on three mesh axes
+    ask for a million pairs of layouts, of which few differ.
+    """
 
-    def coefficients(self, src: Layout, dst: Layout) -> tuple[float, float]:
-        """`(a, b)` of a + b · bytes; infinite where there is no way."""
-        key = (src, dst)
-        if key not in self._known:
-            plain = canonical(src, dst)[:2]
-            if plain not in self._known:
-                self._known[plain] = self._price(*plain)
-            self._known[key] = self._known[plain]
-        return self._known[key]
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._number: dict[Layout, int] = {}
+        self._layouts: list[Layout] = []
+        self._table = np.full((2, 64, 64), np.nan)  # latency and per byte
+        self._canonical: dict[tuple[Layout, Layout], tuple[float, float]] = {}
+        self._links: dict[tuple[str, int], tuple[float, float]] = {}
 
     def _price(self, src: Layout, dst: Layout) -> tuple[float, float]:
+        """`(a, b)` of a + b · bytes; infinite where there is no way."""
+        if any(d.is_partial and not s.is_partial for s, d in zip(src, dst, strict=True)):
+            return np.inf, np.inf
+        plain = canonical(src, dst)[:2]
+        if plain not in self._canonical:
+            self._canonical[plain] = self._price_canonical(*plain)
+        return self._canonical[plain]
+
+    def _price_canonical(self, src: Layout, dst: Layout) -> tuple[float, float]:
         moves = canonical_path(src, dst, self.cluster.mesh_shape)
         if moves is None:
             return np.inf, np.inf
@@ -67,19 +70,30 @@ class MoveCosts:
             self._links[kind, axis] = self.cluster.alpha_beta(CollectiveKind(kind), axis)
         return self._links[kind, axis]
 
+    def _numbers(self, layouts: Sequence[Layout]) -> Indices:
+        for layout in layouts:
+            if layout not in self._number:
+                self._number[layout] = len(self._layouts)
+                self._layouts.append(layout)
+        while len(self._layouts) > self._table.shape[1]:
+            size = self._table.shape[1]
+            self._table = np.pad(
+                self._table, ((0, 0), (0, size), (0, size)), constant_values=np.nan
+            )
+        return np.array([self._number[layout] for layout in layouts], dtype=np.intp)
+
     def matrix(
         self, sources: Sequence[Layout], targets: Sequence[Layout], num_bytes: float
     ) -> Array:
         """Seconds from each source layout to each target layout."""
-        rows, columns = tuple(dict.fromkeys(sources)), tuple(dict.fromkeys(targets))
-        if (rows, columns) not in self._tables:
-            pairs = [[self.coefficients(src, dst) for dst in columns] for src in rows]
-            self._tables[rows, columns] = np.array(pairs, dtype=np.float64)
-        table = self._tables[rows, columns]
-        small = table[:, :, 0] + table[:, :, 1] * num_bytes
-        row_of = {layout: i for i, layout in enumerate(rows)}
-        column_of = {layout: j for j, layout in enumerate(columns)}
-        return small[np.ix_([row_of[s] for s in sources], [column_of[t] for t in targets])]
+        at = np.ix_(self._numbers(sources), self._numbers(targets))
+        unknown = np.argwhere(np.isnan(self._table[0][at]))
+        rows, columns = at[0].ravel(), at[1].ravel()
+        pairs = {(int(rows[i]), int(columns[j])) for i, j in unknown}
+        for src, dst in sorted(pairs):
+            self._table[:, src, dst] = self._price(self._layouts[src], self._layouts[dst])
+        found: Array = self._table[0][at] + self._table[1][at] * num_bytes
+        return found
 
 
 @dataclass(slots=True)

@@ -11,35 +11,42 @@ into the unconstrained problem that reductions and message passing solve well,
 a lower bound for every λ ≥ 0. The best λ is found by column generation (Dantzig and Wolfe 1960):
 a small LP over the plans met so far proposes λ, smoothed towards the best λ known (Wentges 1997),
 and the plan that λ yields brings its own peak as a new row. Rows are made only where a plan peaks.
+Plans beyond the limit are repaired by local search, and those met are recombined by an ILP. What
+gap is left is closed by branching on the states of the nodes that weigh most (`branch`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-import numpy as np
-import pulp
-
-from autopar.solver.descent import descend
-from autopar.solver.ilp import Infeasible, Solution, solve_among, solve_problem
-from autopar.solver.liveness import Liveness, priced
+from autopar.solver.branch import Part, Split, branch, split_states
+from autopar.solver.ilp import Infeasible, Solution, solve_problem
+from autopar.solver.liveness import Liveness
+from autopar.solver.multipliers import Proposal, best_prices, heaviest_weights
 from autopar.solver.price import Decision, Price
-from autopar.solver.problem import Assignment, ChoiceProblem, Row, evaluate
+from autopar.solver.problem import Assignment, ChoiceProblem, evaluate
+from autopar.solver.reduce import Reduced, reduce_problem
+from autopar.solver.relaxed import Allowed, Column, Relaxation
 
 __all__ = ["Fit", "MemorySearch"]
 
-_LEAST_ROUNDS = 12
+_LEAST_ROUNDS = 16
+_FIRST_ROUNDS = 4
 _ROUNDS = 20
 _PATIENCE = 3  # rounds that close the gap by less than _PROGRESS
 _PROGRESS = 0.02
-_POLISH_ROUNDS = 4
-_RECOMBINED = 8  # plans
-_ILP_SECONDS = 10.0
-_HOPELESS_AFTER = 3
-_HOPELESS = 1.2
-_CLOSE = 5e-3  # relative gap at which the search stops
+_RECOMBINED = 16  # plans
+_RECOMBINATIONS = 4
+_SPREAD = (0.3, 3.0, 10.0, 100.0)  # times the best prices, for plans that differ
+_ALIKE = 5e-3  # plans whose seconds and bytes differ by less are alike
+_PARTS = 16  # that branching bounds
+_PART_ROUNDS = 3
+_ABSURD = 1e3  # times as long as the unlimited plan
+_CLOSE = 5e-3  # relative gap at which prices and local search stop
+_PROVED = 1e-2  # and branching
+_NEAR = 1.01  # rows may exceed the bytes that a plan is priced at
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +63,18 @@ class Fit:
 
 
 class MemorySearch:
-    """Plans of one problem under memory limits.
+    """Plans of one problem under one memory limit.
 
     Args:
         problem: without memory; its costs are seconds.
         liveness: makes the rows.
         decide: prices an assignment.
+        limit: bytes.
+
+    Attributes:
+        bound: no plan within the limit costs less seconds.
+        best: the fastest plan found within the limit.
+        free: the plan without any limit, if it was asked for.
     """
 
     def __init__(
@@ -69,168 +82,273 @@ class MemorySearch:
         problem: ChoiceProblem,
         liveness: Liveness,
         decide: Callable[[Solution], Fit],
+        limit: int,
     ) -> None:
         self.problem = ChoiceProblem(problem.costs, {}, problem.edges)
-        self.liveness = liveness
+        self.relaxed = Relaxation(self.problem, liveness)
         self.decide = decide
-        self.rows: dict[int, Row] = {}
-        self.fits: list[Fit] = []
+        self.limit = limit
+        self.bound = 0.0
+        self.best: Fit | None = None
         self.free: Fit | None = None
+        self.beat = math.inf
         self._rough: Fit | None = None
+        self._least: Fit | None = None
+        self._reduced: Reduced | None = None
+        self._has_spread = False
+        self._root: Part | None = None
+        self._prices: dict[int, float] = {}
 
+    @property
+    def target(self) -> float:
+        """Seconds of the best plan known, of this problem or of another one."""
+        return min(self.beat, self.best.solution.objective if self.best else math.inf)
+
+    @property
+    def done(self) -> bool:
+        """True if no plan can be better than the best known by more than `_CLOSE`."""
+        return self.bound >= self.target * (1 - _CLOSE)
+
+    # --- plans ---------------------------------------------------------------------------------
     def fastest(self) -> Fit:
         """The plan without any limit."""
         if self.free is None:
-            self.free = self._keep(solve_problem(self.problem))
+            self.free = self._keep(solve_problem(self.problem, reduced=self._once_reduced()))
         return self.free
 
     def rough(self) -> Fit:
         """A plan without any limit, near the fastest, with a looser bound."""
         if self._rough is None:
-            self._rough = self.free or self._keep(solve_problem(self.problem, exact=False))
+            reduced = self._once_reduced()
+            found = solve_problem(self.problem, exact=False, reduced=reduced)
+            self._rough = self._keep(found)
+            self.bound = self._rough.solution.bound
         return self._rough
 
+    def _once_reduced(self) -> Reduced:
+        if self._reduced is None:
+            self._reduced = reduce_problem(self.problem)
+        return self._reduced
+
     def _keep(self, solution: Solution) -> Fit:
-        """Price a solution, remember it, and make the row of the op where it peaks."""
+        """Price a plan, and make the row of the op where it peaks."""
         fit = self.decide(solution)
-        self.fits.append(fit)
-        position = fit.price.peak.index
-        if position not in self.rows:
-            self.rows[position] = self.liveness.row(position)
+        self.relaxed.add_row(fit.price.peak.index)
+        if fit.peak <= self.limit and solution.objective < self.target:
+            self.best = fit
         return fit
 
-    def _solve(self, prices: dict[int, float], scale: float) -> Solution:
-        """The best assignment of the problem with priced rows; a bound, without the ILP."""
-        return solve_problem(priced(self.problem, prices, self.rows, scale), exact=False)
-
-    def _as_plan(self, chosen: Assignment, like: Solution, bound: float, status: str) -> Solution:
+    def _plan(self, chosen: Assignment, status: str) -> Solution:
         seconds = evaluate(self.problem, chosen)[0]
+        assert self._rough is not None
+        run = self._rough.solution
         return Solution(
             chosen=dict(chosen),
             objective=seconds,
-            bound=min(bound, seconds),
+            bound=min(self.bound, seconds),
             status=status,
-            seconds=like.seconds,
-            variables=like.variables,
-            constraints=like.constraints,
+            seconds=run.seconds,
+            variables=run.variables,
+            constraints=run.constraints,
         )
 
-    def least(self, enough: int = 0) -> Fit:
-        """The plan of least peak found, or the first whose peak is at most `enough` bytes.
+    def consider(self, column: Column) -> None:
+        """Price a plan that may fit and be the fastest; else repair it and try again.
 
-        With `enough`, it gives up early where the first rounds come nowhere near.
+        A peak beyond the limit becomes a row, with which the plan is repaired anew.
+        """
+        found: Column | None = column
+        for _ in range(4):
+            if found is None or found.seconds >= self.target * (1 - 1e-9):
+                return
+            if found.peak <= _NEAR * self.limit:
+                known = len(self.relaxed.rows)
+                fit = self._keep(self._plan(found.chosen, "bounded"))
+                if fit.peak <= self.limit:
+                    return
+                if len(self.relaxed.rows) == known and found.peak <= self.limit:
+                    return
+            found = self.relaxed.repair(found, self._prices, self.limit)
 
-        Prices grow on the rows where the plans peak (multiplicative weights).
+    # --- least memory --------------------------------------------------------------------------
+    def least(self) -> Fit:
+        """The plan of least peak found, or the first whose peak is at most the limit.
+
+        Weights on the rows follow the plans met: those under which the lightest is heaviest.
         """
         free = self.rough()
-        best = min(self.fits, key=lambda fit: fit.peak)
-        prices = {free.price.peak.index: 1.0}
+        if self._least is not None:
+            return self._least
+        self.relaxed.column(free.solution.chosen)
+        weights: dict[int, float] = {}
+        lightest = free
         for turn in range(_LEAST_ROUNDS):
-            hopeless = enough and turn >= _HOPELESS_AFTER and best.peak > _HOPELESS * enough
-            if best.peak <= enough or hopeless:
+            if lightest.peak <= self.limit or self._is_hopeless():
                 break
-            total = sum(prices.values())
+            wanted = heaviest_weights(self.relaxed.columns, list(self.relaxed.rows))
+            weights = {p: 0.5 * (w + weights.get(p, w)) for p, w in wanted.items()}
             # a little of the seconds, so that ties in memory go to the faster plan; less each turn,
             # as what sharding costs may be any multiple of what the free plan does
-            scale = 0.1 ** (turn + 2) * best.peak / max(free.solution.objective, 1e-12)
-            found = self._solve({p: w / total for p, w in prices.items()}, scale)
-            fit = self._keep(self._as_plan(found.chosen, found, 0.0, "least memory"))
-            if fit.peak < best.peak:
-                best = fit
-            index = fit.price.peak.index
-            prices[index] = 2.0 * prices.get(index, total / len(prices) / 2.0)
-        return best
+            scale = 0.1 ** min(turn + 2, 8) * lightest.peak / max(free.solution.objective, 1e-12)
+            column, value = self.relaxed.solve(weights, scale)
+            self.bound = max(self.bound, (value - sum(weights.values()) * self.limit) / scale)
+            fit = self._keep(self._plan(column.chosen, "least memory"))
+            lightest = min(lightest, fit, key=lambda f: f.peak)
+        self._least = lightest
+        return lightest
 
-    def within(self, limit: int, beat: float = math.inf) -> Fit | None:
-        """The fastest plan whose peak is at most `limit` bytes; None if none was found.
+    def _is_hopeless(self) -> bool:
+        """True where every plan within the limit is slower than the best known, or absurdly so."""
+        assert self._rough is not None
+        return self.bound >= min(self.target, _ABSURD * self._rough.solution.objective)
 
-        None too where no plan costs less than `beat` seconds.
+    # --- under the limit -----------------------------------------------------------------------
+    def start(self, beat: float, price: float = 0.0) -> Fit | None:
+        """A fast plan within the limit that costs less than `beat` seconds; None if none is found.
+
+        Args:
+            beat: seconds of the best plan of another problem.
+            price: seconds per byte that gave a good bound there.
         """
+        self.beat = beat
         free = self.rough()
-        if free.solution.bound >= beat:
+        if self.bound >= beat * (1 - _CLOSE):
             return None
-        if free.peak <= limit and self.fastest().peak <= limit:
-            return self.fastest()
-        best = self.least(enough=limit)
-        if best.peak > limit:
-            return None
-        best = self._polish(best, limit)
-        bound, center = free.solution.bound, dict[int, float]()
-        gap, stalled = math.inf, 0
-        for _ in range(_ROUNDS):
-            best = min(
-                (f for f in self.fits if f.peak <= limit), key=lambda f: f.solution.objective
+        if free.peak <= self.limit and self.fastest().peak <= self.limit:
+            self.best = self.fastest()
+            self.bound = max(self.bound, self.best.solution.bound)
+            return self.best
+        if math.isinf(beat):
+            self.least()
+        elif price:
+            self._prices = {free.price.peak.index: price}
+        if not self._is_hopeless():
+            self._round(free, _FIRST_ROUNDS)
+        return self.best
+
+    def finish(self, beat: float) -> Fit | None:
+        """Raise the bound until it is near the best plan known, and find better ones on the way."""
+        self.beat = beat
+        if math.isinf(self.target):
+            return None  # there is nothing to be near to
+        if not self.done and not self._is_hopeless():
+            self._round(self.rough(), _ROUNDS)
+        if self._root is not None and not self._proved(self.bound):
+            bound = branch(
+                self._root,
+                lambda part, allowed: self._bounded(part, allowed, _PART_ROUNDS),
+                self._split,
+                self._proved,
+                _PARTS,
             )
-            if best.solution.objective - bound <= _CLOSE * best.solution.objective:
+            self.bound = max(self.bound, bound)
+            self._recombine()
+        return self.best
+
+    def _round(self, free: Fit, rounds: int) -> None:
+        """Prices on the rows, for the whole problem."""
+        if not self.relaxed.columns:
+            self.relaxed.column(free.solution.chosen)
+        if self._root is None:
+            self._root = Part({}, self._prices, self.bound, self.relaxed.columns[0])
+        self._root = self._bounded(self._root, {}, rounds)
+        self.bound = max(self.bound, self._root.bound if self._root else math.inf)
+        self._recombine()
+
+    def _proved(self, bound: float) -> bool:
+        return bound >= self.target * (1 - _PROVED)
+
+    @property
+    def price(self) -> float:
+        """Seconds per byte of the limit at the best bound."""
+        return sum(self._prices.values())
+
+    def _cap(self) -> float:
+        if math.isfinite(self.target):
+            return self.target
+        return 1e3 * max(column.seconds for column in self.relaxed.columns)
+
+    def _proposal(self, allowed: Allowed) -> tuple[list[Column], Proposal]:
+        columns = [c for c in self.relaxed.columns if c.within(allowed)]
+        return columns, best_prices(columns, list(self.relaxed.rows), self.limit, self._cap())
+
+    def _bounded(self, above: Part, allowed: Allowed, rounds: int) -> Part | None:
+        """The plans of some states, with the best bound that a few rounds of prices find.
+
+        Every round's plan is considered. None where nothing is possible.
+        """
+        best = replace(above, allowed=allowed)
+        prices, stalled = dict(above.prices), 0
+        for turn in range(rounds):
+            if best.bound >= self.target * (1 - _CLOSE):
                 break
-            left = best.solution.objective - bound
-            stalled = 0 if left < gap * (1 - _PROGRESS) else stalled + 1
-            gap = min(gap, left)
+            if turn or not prices:
+                _, proposal = self._proposal(allowed)
+                if proposal.reachable - best.bound <= _CLOSE / 5 * self._cap():
+                    break
+                known = best.prices or proposal.prices
+                prices = {p: 0.5 * (v + known.get(p, 0.0)) for p, v in proposal.prices.items()}
+            try:
+                column, value = self.relaxed.solve(prices, 1.0, allowed)
+            except Infeasible:
+                return None
+            value -= sum(prices.values()) * self.limit
+            gained = value - best.bound
+            stalled = 0 if gained >= _PROGRESS * (self._cap() - best.bound) else stalled + 1
+            if gained > 0:
+                best = Part(allowed, prices, value, column)
+            elif not turn:
+                best = replace(best, latest=column)
+            if not allowed:
+                self._prices = dict(best.prices)
+            self.consider(column)
             if stalled >= _PATIENCE:
                 break
-            proposal, reachable = self._master(limit)
-            if reachable - bound <= _CLOSE * best.solution.objective:
-                break
-            prices = {p: 0.5 * (proposal[p] + center.get(p, 0.0)) for p in proposal}
-            if not center:
-                prices = proposal
-            found = self._solve(prices, 1.0)
-            value = found.bound - sum(prices.values()) * limit
-            if value > bound:
-                bound, center = value, prices
-            if bound >= beat:
-                return None
-            self._keep(self._as_plan(found.chosen, found, 0.0, "candidate"))
-        best = self._recombine(best, limit, bound)
-        solution = self._as_plan(best.solution.chosen, best.solution, bound, "bounded")
-        return self.decide(solution)
-
-    def _polish(self, best: Fit, limit: int) -> Fit:
-        """Local search from a plan that fits; a new peak beyond the limit becomes a row."""
-        for _ in range(_POLISH_ROUNDS):
-            chosen = descend(self.problem, self.rows.values(), limit, best.solution.chosen)
-            fit = self._keep(self._as_plan(chosen, best.solution, 0.0, "candidate"))
-            if fit.peak <= limit:
-                return fit
         return best
 
-    def _recombine(self, best: Fit, limit: int, bound: float) -> Fit:
-        """The ILP, with the memory rows, over the states that the last plans met are made of."""
-        near = sorted(self.fits, key=lambda f: abs(f.peak - limit))[:_RECOMBINED]
-        keep = {
-            node: np.unique([f.solution.chosen[node] for f in (best, *near)])
-            for node in self.problem.costs
-        }
-        for _ in range(_POLISH_ROUNDS):
-            if best.solution.objective - bound <= _CLOSE * best.solution.objective:
-                break
-            chosen = solve_among(self.problem, keep, self.rows.values(), limit, _ILP_SECONDS)
-            if chosen is None:
-                break
-            fit = self._keep(self._as_plan(chosen, best.solution, 0.0, "candidate"))
-            if fit.peak <= limit:
-                best = min(best, fit, key=lambda f: f.solution.objective)
-                break
-        return self._polish(best, limit)
+    def _split(self, part: Part) -> Split | None:
+        columns, proposal = self._proposal(part.allowed)
+        return split_states(self.relaxed, part, columns, proposal.shares)
 
-    def _master(self, limit: int) -> tuple[dict[int, float], float]:
-        """Prices that maximise the least priced cost of the plans met, and that cost."""
-        unit = max(f.solution.objective for f in self.fits)
-        cap = 1e3 * unit
-        master = pulp.LpProblem("prices", pulp.LpMaximize)
-        reach = master.add_variable("reach", upBound=cap)
-        price = {
-            p: master.add_variable(f"price_{k}", lowBound=0, upBound=cap)
-            for k, p in enumerate(self.rows)
-        }
-        master.setObjective(pulp.LpAffineExpression({reach: 1.0}))
-        for fit in self.fits:
-            terms = {reach: 1.0}
-            for p, row in self.rows.items():
-                terms[price[p]] = -(row.value(fit.solution.chosen) - limit) / limit
-            master += pulp.LpAffineExpression(terms) <= fit.solution.objective
-        master.solve(pulp.HiGHS(msg=False, threads=1, random_seed=0))
-        if master.sol_status != pulp.LpSolutionOptimal:
-            raise Infeasible("the LP of memory prices has no solution")
-        found = {p: (v.value() or 0.0) / limit for p, v in price.items()}
-        return found, float(reach.value() or 0.0)
+    def _recombine(self) -> None:
+        """The ILP, with the memory rows, over the states that the nearest plans are made of."""
+        if self._prices and not self._has_spread and not self.done:
+            self._has_spread = True
+            for factor in _SPREAD:
+                prices = {p: factor * price for p, price in self._prices.items()}
+                self.consider(self.relaxed.solve(prices)[0])
+        for _ in range(_RECOMBINATIONS):
+            if self.done:
+                return
+            column = self.relaxed.recombine(self._nearest(), self.limit)
+            before = len(self.relaxed.rows)
+            if column is None:
+                return
+            self.consider(column)
+            if len(self.relaxed.rows) == before:
+                return
+
+    def _nearest(self) -> list[Column]:
+        """Unlike plans: the lightest, the fastest, those near the limit, and the least priced."""
+        columns = self.relaxed.columns
+
+        def priced(column: Column) -> float:
+            over = sum(v * column.num_bytes.get(p, 0.0) for p, v in self._prices.items())
+            return column.seconds + over
+
+        ends = [min(columns, key=lambda c: c.peak), min(columns, key=lambda c: c.seconds)]
+        fitting = [c for c in columns if c.peak <= self.limit]
+        ends += sorted(fitting, key=lambda c: c.seconds)[:1]
+        near = sorted(columns, key=lambda c: abs(c.peak - self.limit))
+        known = _unlike((*ends, *near), 1e-9)[: _RECOMBINED // 2]
+        others = _unlike(sorted(columns, key=priced), _ALIKE)
+        return _unlike((*known, *others), 1e-9)[:_RECOMBINED]
+
+
+def _unlike(columns: Sequence[Column], step: float) -> list[Column]:
+    """The first of each group of plans whose seconds and bytes differ by less than a step."""
+    known: dict[tuple[int, ...], Column] = {}
+    for column in columns:
+        key = tuple(round(math.log(max(x, 1e-30)) / step) for x in (column.seconds, column.peak))
+        known.setdefault(key, column)
+    return list(known.values())

@@ -21,7 +21,7 @@ import pulp
 from autopar.errors import AutoparError
 from autopar.solver.messages import Bounds, bound_with_memory, improve_bounds
 from autopar.solver.problem import ChoiceProblem, Indices, Row, evaluate
-from autopar.solver.reduce import reduce_problem
+from autopar.solver.reduce import Reduced, reduce_problem
 
 __all__ = ["Infeasible", "Solution", "solve_among", "solve_problem"]
 
@@ -166,12 +166,20 @@ def solve_problem(
     memory_limit: float | None = None,
     time_limit_s: float = 60.0,
     exact: bool = True,
+    reduced: Reduced | None = None,
 ) -> Solution:
     """Minimise a problem: exact reductions, then bounds, then the ILP on what they leave open.
 
     The ILP is not run where the bounds already meet, or where so many states are open that it
     would not end in time, or not `exact`; the gap then says how far the assignment can be from
     the optimum.
+
+    Args:
+        problem: to solve.
+        memory_limit: of the sum of the nodes' memory, in bytes.
+        time_limit_s: of the ILP.
+        exact: run the ILP, and message passing to its end.
+        reduced: the problem, without memory where there is no limit, if it is reduced already.
 
     Raises:
         Infeasible: no assignment is possible, or none within the memory limit.
@@ -180,7 +188,7 @@ def solve_problem(
     source = problem
     if memory_limit is None:
         source = ChoiceProblem(problem.costs, {}, problem.edges)
-    reduced = reduce_problem(source)
+    reduced = reduced or reduce_problem(source)
     left = reduced.problem
     if any(not np.isfinite(cost).any() for cost in left.costs.values()):
         raise Infeasible("some node has no possible state")

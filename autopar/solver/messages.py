@@ -64,12 +64,12 @@ class _Messages:
         theta = self.theta[node]
         for other in self.after[node]:
             edge = self.pair[node, other]
-            least = edge.min(axis=1)
+            least = np.minimum.reduce(edge, axis=1)
             theta += least
             edge -= least[:, None]
         for other in self.before[node]:
             edge = self.pair[other, node]
-            least = edge.min(axis=0)
+            least = np.minimum.reduce(edge, axis=0)
             theta += least
             edge -= least[None, :]
 

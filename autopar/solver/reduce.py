@@ -11,7 +11,7 @@ Folding keeps the optimum and, through `expand`, gives back every folded node's 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Container, Hashable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -56,7 +56,8 @@ class Reduced:
 
 
 class _Reducer:
-    def __init__(self, problem: ChoiceProblem) -> None:
+    def __init__(self, problem: ChoiceProblem, fixed: Container[Hashable]) -> None:
+        self.fixed = fixed
         self.costs = dict(problem.costs)
         self.memory = dict(problem.memory)
         self.adjacent: dict[Hashable, dict[Hashable, Array]] = {n: {} for n in self.costs}
@@ -89,20 +90,21 @@ class _Reducer:
 
     def drop_dominated(self, node: Hashable) -> bool:
         count = len(self.costs[node])
-        if not 2 <= count <= _MAX_COMPARED:
+        if not 2 <= count <= _MAX_COMPARED or node in self.fixed:
             return False
         # gain[s, r]: at least how much r saves over s, whatever the neighbours do
         with np.errstate(invalid="ignore"):
-            gain = np.nan_to_num(self.costs[node][:, None] - self.costs[node][None, :], nan=0.0)
-        for matrix in self.adjacent[node].values():
-            if matrix.size * count > _MAX_FILL:
-                return False
-            with np.errstate(invalid="ignore"):
+            gain = self.costs[node][:, None] - self.costs[node][None, :]
+            gain[np.isnan(gain)] = 0.0
+            for matrix in self.adjacent[node].values():
+                if matrix.size * count > _MAX_FILL:
+                    return False
                 difference = matrix[:, None, :] - matrix[None, :, :]
-            difference = np.where(np.isinf(matrix)[:, None, :], np.inf, difference)
-            with np.errstate(invalid="ignore"):
-                gain = np.nan_to_num(gain + difference.min(axis=2), nan=-np.inf,
-                                     posinf=np.inf, neginf=-np.inf)  # fmt: skip
+                never = np.isinf(matrix)
+                if never.any():
+                    difference[np.broadcast_to(never[:, None, :], difference.shape)] = np.inf
+                gain += np.minimum.reduce(difference, axis=2)
+        gain[np.isnan(gain)] = -np.inf
         if node in self.memory:
             heavier = self.memory[node][None, :] > self.memory[node][:, None]
             gain[heavier] = -np.inf
@@ -122,7 +124,9 @@ class _Reducer:
     def fold(self, node: Hashable) -> bool:
         """Fold a node with at most two neighbours; False if it has to stay."""
         neighbours = tuple(self.adjacent[node])
-        if node in self.memory or len(neighbours) > 2 or len(self.adjacent) == 1:
+        if node in self.memory or node in self.fixed:
+            return False
+        if len(neighbours) > 2 or len(self.adjacent) == 1:
             return False
         own = self.costs[node]
         if not neighbours:
@@ -151,8 +155,8 @@ class _Reducer:
         self.folds.append((node, neighbours, numbers, best))
         return True
 
-    def run(self) -> None:
-        pending = dict.fromkeys(self.costs)
+    def run(self, changed_nodes: Iterable[Hashable]) -> None:
+        pending = dict.fromkeys(changed_nodes)
         while pending:
             node = next(iter(pending))
             del pending[node]
@@ -167,10 +171,22 @@ class _Reducer:
                 pending.update(dict.fromkeys(n for n in around if n in self.costs))
 
 
-def reduce_problem(problem: ChoiceProblem) -> Reduced:
-    """Shrink a problem without changing its optimum."""
-    reducer = _Reducer(problem)
-    reducer.run()
+def reduce_problem(
+    problem: ChoiceProblem,
+    fixed: Container[Hashable] = (),
+    changed: Iterable[Hashable] | None = None,
+) -> Reduced:
+    """Shrink a problem without changing its optimum.
+
+    Args:
+        problem: to shrink.
+        fixed: nodes that keep all their possible states: whatever is added to their costs or
+            between them later, the optimum is kept.
+        changed: nodes with other costs or edges than when the problem was reduced last; default:
+            all.
+    """
+    reducer = _Reducer(problem, fixed)
+    reducer.run(problem.costs if changed is None else changed)
     edges: dict[tuple[Hashable, Hashable], Array] = {}
     order = {node: k for k, node in enumerate(reducer.costs)}
     for node, others in reducer.adjacent.items():

@@ -65,32 +65,27 @@ def solve(
     kinds = [wanted.checkpoint] if wanted.checkpoint else list(RECOMPUTATIONS)
     if not traced.training:
         kinds = ["none"]
-    best: _Found | None = None
-    last: _Found | None = None
+    tried: list[_Found] = []
     for kind in kinds:
-        tried = _Found.search_for(traced, planned, wanted, roles, optimizer, kind, ports)
-        if without is not None and not exclude(without, tried.step, tried.search.built):
+        found = _Found.search_for(traced, planned, wanted, roles, optimizer, kind, limit, ports)
+        if without is not None and not exclude(without, found.step, found.search.built):
             continue
-        beat = best.best.solution.objective if best else math.inf
-        fit = tried.search.within(limit, beat)
-        if fit is not None:
-            best = replace(tried, fit=fit)
+        tried.append(found)
+        price = max((f.search.memory.price for f in tried), default=0.0)
+        fit = found.search.start(_fastest(tried), price)
         # recomputing costs time: an unlimited plan without it is the fastest of all
-        if fit is not None and fit is tried.search.memory.free:
+        if fit is not None and fit is found.search.memory.free:
             break
-        last = tried
-    if last is None and best is None:
+    if not tried:
         assert without is not None
         raise ConstraintError(f"the step has no {without.name}")
-    if best is None:
-        assert last is not None
-        if last.search.memory.least().peak > limit:
-            raise last.search.does_not_fit(limit)
-        fit = last.search.within(limit, math.inf)  # the search had given up too early
-        if fit is None:
-            raise last.search.does_not_fit(limit)
-        best = replace(last, fit=fit)
-    return _as_plan(best, planned, wanted, limit, optimizer)
+    for found in sorted(tried, key=lambda f: f.search.memory.bound):
+        found.search.memory.finish(_fastest(tried))
+    best = min(tried, key=lambda f: f.seconds)
+    if best.search.memory.best is None:
+        raise min(tried, key=lambda f: f.search.memory.least().peak).search.does_not_fit()
+    bound = min(found.search.memory.bound for found in tried)
+    return _as_plan(best, bound, planned, wanted, limit, optimizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +101,6 @@ class _Found:
     step: Step
     pins: Pins
     search: _Search
-    fit: Fit | None = None
 
     @classmethod
     def search_for(
@@ -117,6 +111,7 @@ class _Found:
         roles: tuple[AxisRole, ...],
         optimizer: object,
         kind: str,
+        limit: int,
         ports: Mapping[str, Layout] | None,
     ) -> _Found:
         """States, costs and edges of the step with a kind of recomputation."""
@@ -124,19 +119,32 @@ class _Found:
         step = build_step(graph)
         pins = Pins(wanted, roles, graph, step)
         built = build_problem(graph, step, cluster, pins, optimizer, ports)
-        return cls(traced, kind, graph, step, pins, _Search(step, cluster, built, optimizer, pins))
+        search = _Search(step, cluster, built, optimizer, pins, limit)
+        return cls(traced, kind, graph, step, pins, search)
 
     @property
-    def best(self) -> Fit:
-        assert self.fit is not None
-        return self.fit
+    def seconds(self) -> float:
+        """Of the best plan found; infinite without one."""
+        best = self.search.memory.best
+        return best.solution.objective if best else math.inf
+
+
+def _fastest(tried: list[_Found]) -> float:
+    return min(found.seconds for found in tried)
 
 
 def _as_plan(
-    found: _Found, planned: Cluster, wanted: Constraints, limit: int, optimizer: object
+    found: _Found,
+    bound: float,
+    planned: Cluster,
+    wanted: Constraints,
+    limit: int,
+    optimizer: object,
 ) -> Plan:
-    traced, step, best = found.traced, found.step, found.best
+    traced, step, best = found.traced, found.step, found.search.memory.best
+    assert best is not None
     report = best.solution
+    report = replace(report, bound=min(bound, report.objective))
     prediction = Prediction(
         step_time_s=best.price.total_s,
         compute_time_s=best.price.compute_s,
@@ -212,7 +220,13 @@ class _Search:
     """Finds the plan under the limit, or says what limit would do."""
 
     def __init__(
-        self, step: Step, cluster: Cluster, built: StepProblem, optimizer: object, pins: Pins
+        self,
+        step: Step,
+        cluster: Cluster,
+        built: StepProblem,
+        optimizer: object,
+        pins: Pins,
+        limit: int,
     ) -> None:
         self.step = step
         self.cluster = cluster
@@ -221,10 +235,10 @@ class _Search:
         self.pins = pins
         granularity = cluster.device.allocation_granularity_bytes
         liveness = Liveness(step, built, optimizer, granularity)
-        self.memory = MemorySearch(built.problem, liveness, self._fit)
+        self.memory = MemorySearch(built.problem, liveness, self._fit, limit)
 
-    def within(self, limit: int, beat: float) -> Fit | None:
-        """The fastest plan found whose peak is at most `limit` bytes, if it beats some seconds."""
+    def start(self, beat: float, price: float) -> Fit | None:
+        """A fast plan found within the limit, if it beats some seconds."""
         try:
             self.memory.rough()
         except Infeasible as error:
@@ -232,9 +246,9 @@ class _Search:
                 f"{self.pins.describe()} cannot hold for the model as a whole: no combination of "
                 "placements connects its ops"
             ) from error
-        return self.memory.within(limit, beat)
+        return self.memory.start(beat, price)
 
-    def does_not_fit(self, limit: int) -> InfeasiblePlanError:
+    def does_not_fit(self) -> InfeasiblePlanError:
         """The error, with the least memory that some plan was found to need."""
         smallest = self.memory.least()
         need = smallest.peak
@@ -242,11 +256,12 @@ class _Search:
             f"{kind} {format_bytes(size)}" for kind, size in smallest.price.peak.breakdown[:4]
         )
         return InfeasiblePlanError(
-            f"no plan fits {format_bytes(limit)} per device on mesh {self.cluster.mesh_shape}. "
+            f"no plan fits {format_bytes(self.memory.limit)} per device on mesh "
+            f"{self.cluster.mesh_shape}. "
             f"The smallest limit that a plan was found for is {need} bytes "
             f"({format_bytes(need)}): {parts}. Use more devices, a smaller batch, an optimizer "
             "with less state, or a lower precision.",
-            memory_limit_bytes=limit,
+            memory_limit_bytes=self.memory.limit,
             required_bytes=need,
         )
 

@@ -1,0 +1,167 @@
+"""The memory-limited problem with its rows priced into the costs: bounds, and plans near them.
+
+For prices λ ≥ 0 on the rows of `liveness`,
+
+    min_x  scale · seconds(x) + Σ_p λ_p row_p(x)
+
+has neither rows nor a limit, so that reductions and message passing solve it. Rows are made where
+plans peak. What no row touches is folded away once (`reduce`), and the prices act on what is left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.solver.descent import descend
+from autopar.solver.ilp import solve_among, solve_problem
+from autopar.solver.liveness import Liveness, priced
+from autopar.solver.problem import Assignment, ChoiceProblem, Row, evaluate
+from autopar.solver.reduce import Reduced, reduce_problem
+
+__all__ = ["Allowed", "Column", "Relaxation"]
+
+_ILP_SECONDS = 10.0
+_REPAIRS = (1.0, 3.0, 10.0, 30.0, 100.0)
+
+# of each state of a node whether it may be taken; a node that is missing may take all
+Allowed = Mapping[Hashable, NDArray[np.bool_]]
+
+
+@dataclass(slots=True, eq=False)
+class Column:
+    """A plan with its seconds and the bytes of each row; both are linear in the plan."""
+
+    chosen: Assignment
+    seconds: float
+    num_bytes: dict[int, float]
+
+    @property
+    def peak(self) -> float:
+        """Of the rows known so far; never below the bytes of the plan at these ops."""
+        return max(self.num_bytes.values())
+
+    def within(self, allowed: Allowed) -> bool:
+        """True if every state is allowed."""
+        return all(mask[self.chosen[node]] for node, mask in allowed.items())
+
+
+@dataclass(frozen=True, slots=True)
+class _Core:
+    """What is left of the problem and of its rows when nodes without bytes are folded."""
+
+    reduced: Reduced
+    rows: dict[int, Row]
+    touched: tuple[Hashable, ...]
+
+    def inward(self, chosen: Assignment) -> dict[Hashable, int] | None:
+        """States of the core's nodes, by its own numbers; None if one of them is gone."""
+        found: dict[Hashable, int] = {}
+        for node in self.reduced.problem.costs:
+            kept, state = self.reduced.kept[node], chosen[node]
+            at = int(np.searchsorted(kept, state))
+            if at == len(kept) or kept[at] != state:
+                return None
+            found[node] = at
+        return found
+
+
+class Relaxation:
+    """Plans and bounds of one problem under prices on its rows.
+
+    Args:
+        problem: without memory; its costs are seconds.
+        liveness: makes the rows.
+    """
+
+    def __init__(self, problem: ChoiceProblem, liveness: Liveness) -> None:
+        self.problem = problem
+        self.liveness = liveness
+        self.rows: dict[int, Row] = {}
+        self.columns: list[Column] = []
+        self._core: _Core | None = None
+
+    def add_row(self, position: int) -> bool:
+        """The row of the op at a position; False if it is known."""
+        if position in self.rows:
+            return False
+        row = self.rows[position] = self.liveness.row(position)
+        for column in self.columns:
+            column.num_bytes[position] = row.value(column.chosen)
+        self._core = None
+        return True
+
+    def column(self, chosen: Assignment) -> Column:
+        """Remember a plan."""
+        seconds = evaluate(self.problem, chosen)[0]
+        sizes = {position: row.value(chosen) for position, row in self.rows.items()}
+        column = Column(dict(chosen), seconds, sizes)
+        self.columns.append(column)
+        return column
+
+    @property
+    def core(self) -> _Core:
+        if self._core is None:
+            touched = {node for row in self.rows.values() for node in row.nodes}
+            touched |= {n for row in self.rows.values() for pair in row.edges for n in pair}
+            reduced = reduce_problem(self.problem, touched)
+            rows = {p: row.among(reduced.kept) for p, row in self.rows.items()}
+            left = tuple(n for n in reduced.problem.costs if n in touched)
+            self._core = _Core(reduced, rows, left)
+        return self._core
+
+    def solve(
+        self, prices: Mapping[int, float], scale: float = 1.0, allowed: Allowed | None = None
+    ) -> tuple[Column, float]:
+        """A plan near the least priced cost, and a bound of that cost.
+
+        Raises:
+            Infeasible: nothing is possible among the allowed states.
+        """
+        core = self.core
+        problem = priced(core.reduced.problem, prices, core.rows, scale)
+        for node, mask in (allowed or {}).items():
+            kept = mask[core.reduced.kept[node]]
+            problem.costs[node] = np.where(kept, problem.costs[node], np.inf)
+        reduced = reduce_problem(problem, changed=core.touched)
+        found = solve_problem(problem, exact=False, reduced=reduced)
+        column = self.column(core.reduced.expand(found.chosen))
+        return column, found.bound + scale * core.reduced.offset
+
+    def repair(self, column: Column, prices: Mapping[int, float], limit: float) -> Column | None:
+        """A plan near another one whose rows keep to the limit; None if local search finds none.
+
+        Local search first follows growing prices until the rows fit, then the seconds.
+        """
+        core = self.core
+        chosen = core.inward(column.chosen)
+        if chosen is None:
+            return None
+        rows = list(core.rows.values())
+        if not any(prices.values()):
+            largest = max(column.num_bytes, key=lambda p: column.num_bytes[p])
+            prices = {largest: column.seconds / limit}
+        factors = iter(_REPAIRS)
+        while any(row.value(chosen) > limit for row in rows):
+            factor = next(factors, None)
+            if factor is None:
+                return None
+            dear = {position: factor * price for position, price in prices.items()}
+            problem = priced(core.reduced.problem, dear, core.rows)
+            chosen = descend(problem, (), math.inf, chosen)
+        chosen = descend(core.reduced.problem, rows, limit, chosen)
+        return self.column(core.reduced.expand(chosen))
+
+    def recombine(self, columns: list[Column], limit: float) -> Column | None:
+        """The best plan of the states that some plans are made of; None if the ILP finds none."""
+        core = self.core
+        inward = [c for c in (core.inward(column.chosen) for column in columns) if c is not None]
+        keep = {n: np.unique([c[n] for c in inward]) for n in core.reduced.problem.costs}
+        if not inward:
+            return None
+        chosen = solve_among(core.reduced.problem, keep, core.rows.values(), limit, _ILP_SECONDS)
+        return None if chosen is None else self.column(core.reduced.expand(chosen))

@@ -1,0 +1,120 @@
+"""The search under memory rows against enumeration: plans obey the limit, bounds are bounds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from autopar.solver.fit import Fit, MemorySearch
+from autopar.solver.ilp import Solution
+from autopar.solver.problem import ChoiceProblem, Row, evaluate
+from autopar.solver.reduce import reduce_problem
+
+
+def random_problem(rng: np.random.Generator, nodes: int) -> ChoiceProblem:
+    problem = ChoiceProblem()
+    for node in range(nodes):
+        problem.add_node(node, rng.integers(0, 20, int(rng.integers(2, 4))).astype(float))
+    for i, j in itertools.combinations(range(nodes), 2):
+        if rng.random() < 0.5:
+            shape = (len(problem.costs[i]), len(problem.costs[j]))
+            problem.add_edge(i, j, rng.integers(0, 20, shape).astype(float))
+    return problem
+
+
+def random_rows(rng: np.random.Generator, problem: ChoiceProblem, count: int) -> list[Row]:
+    rows = []
+    for _ in range(count):
+        row = Row(float(rng.integers(0, 10)))
+        for node, costs in problem.costs.items():
+            if rng.random() < 0.7:
+                row.add(node, rng.integers(0, 50, len(costs)).astype(float))
+        for (i, j), matrix in problem.edges.items():
+            if rng.random() < 0.3:
+                row.add_pair(i, j, rng.integers(0, 20, matrix.shape).astype(float))
+        rows.append(row)
+    return rows
+
+
+def everything(problem: ChoiceProblem) -> list[dict[Any, int]]:
+    states = itertools.product(*(range(len(c)) for c in problem.costs.values()))
+    return [dict(zip(problem.costs, chosen, strict=True)) for chosen in states]
+
+
+def search(problem: ChoiceProblem, rows: list[Row], limit: int) -> MemorySearch:
+    def decide(solution: Solution) -> Fit:
+        sizes = [round(row.value(solution.chosen)) for row in rows]
+        peak = SimpleNamespace(peak_bytes=max(sizes), index=int(np.argmax(sizes)))
+        return Fit(solution, cast(Any, None), cast(Any, SimpleNamespace(peak=peak)))
+
+    liveness = SimpleNamespace(row=lambda position: rows[position])
+    return MemorySearch(problem, cast(Any, liveness), decide, limit)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_plans_obey_the_limit_and_bounds_hold(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    problem = random_problem(rng, 7)
+    rows = random_rows(rng, problem, 3)
+    every = everything(problem)
+    peaks = [max(row.value(chosen) for row in rows) for chosen in every]
+    seconds = [evaluate(problem, chosen)[0] for chosen in every]
+    # between the least peak and that of the fastest plan
+    limit = round(0.5 * (min(peaks) + peaks[int(np.argmin(seconds))]))
+    optimum = min(s for s, p in zip(seconds, peaks, strict=True) if p <= limit)
+    found = search(problem, rows, limit)
+    found.start(math.inf)
+    first = found.bound
+    found.finish(math.inf)
+    assert found.best is not None
+    assert found.best.peak <= limit
+    assert first <= found.bound + 1e-9
+    assert found.bound <= optimum + 1e-6
+    assert found.best.solution.objective >= optimum - 1e-6
+    # branching on so few nodes goes on to the end
+    assert found.best.solution.objective <= optimum * 1.011 + 1e-6
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_another_problem_beats_is_proved_so(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    problem = random_problem(rng, 6)
+    rows = random_rows(rng, problem, 2)
+    every = everything(problem)
+    least = min(max(row.value(chosen) for row in rows) for chosen in every)
+    fits = [c for c in every if max(row.value(c) for row in rows) <= 1.1 * least]
+    optimum = min(evaluate(problem, c)[0] for c in fits)
+    found = search(problem, rows, int(1.1 * least))
+    beat = 0.9 * min(evaluate(problem, c)[0] for c in every) + 1e-3
+    assert found.start(beat, 0.1) is None
+    assert found.bound <= optimum + 1e-6
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_fixed_nodes_keep_the_optimum_whatever_they_cost_later(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    problem = random_problem(rng, 6)
+    fixed = {0, 3}
+    reduced = reduce_problem(problem, fixed)
+    assert fixed <= set(reduced.problem.costs)
+    extra = {node: rng.integers(0, 60, len(problem.costs[node])).astype(float) for node in fixed}
+    pair = rng.integers(0, 60, (len(problem.costs[0]), len(problem.costs[3]))).astype(float)
+
+    def with_extra(given: ChoiceProblem, kept: Any) -> ChoiceProblem:
+        changed = given.copy()
+        for node in fixed:
+            changed.costs[node] = changed.costs[node] + extra[node][kept[node]]
+        changed.add_edge(0, 3, pair[np.ix_(kept[0], kept[3])])
+        return changed
+
+    whole = with_extra(problem, {n: np.arange(len(c)) for n, c in problem.costs.items()})
+    small = with_extra(reduced.problem, reduced.kept)
+    best = min(evaluate(whole, chosen)[0] for chosen in everything(whole))
+    again = min(everything(small), key=lambda chosen: evaluate(small, chosen)[0])
+    assert evaluate(small, again)[0] + reduced.offset == pytest.approx(best)
+    assert evaluate(whole, reduced.expand(again))[0] == pytest.approx(best)
