@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, fx
+from torch._guards import detect_fake_mode
 from torch.distributed.distributed_c10d import Store, _get_default_store
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Partial as TorchPartial
@@ -15,12 +18,35 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from autopar.core.placement import Layout, Partial, Replicate, Shard
 
-__all__ = ["default_store", "dtensor_like", "dtensor_placements", "layout_of"]
+__all__ = [
+    "default_store",
+    "dtensor_like",
+    "dtensor_placements",
+    "fake_mode_of",
+    "inductor_compile",
+    "layout_of",
+]
 
 
 def default_store() -> Store:
     """The key-value store that the ranks of the default process group met at."""
     return _get_default_store()
+
+
+def fake_mode_of(values: Sequence[Tensor]) -> Any:
+    """The mode that fake tensors belong to."""
+    return detect_fake_mode(values)
+
+
+def inductor_compile(
+    module: fx.GraphModule, inputs: Sequence[Tensor]
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """`module` through Inductor, for inputs like these; it takes a list and empties it."""
+    from torch._dynamo.utils import GmWrapper
+
+    boxed: Any = GmWrapper(module, list)  # so the compiled function takes its arguments in a list
+    found: Callable[[list[Any]], Sequence[Any]] = torch._inductor.compile(boxed, list(inputs))
+    return found
 
 
 def dtensor_like(local: Tensor, other: DTensor) -> DTensor:

@@ -13,17 +13,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.core import extensions
 from autopar.core.constraints import Constraints
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.planning import Planner, check_emitted, solved, traced_for
 from autopar.runtime.agree import agree
+from autopar.runtime.inductor import check_backend
 from autopar.runtime.module import ParallelModule, StateName, input_signature
 from autopar.runtime.optimizers import guard_optimizers
 from autopar.runtime.pipeline import own_plan
 from autopar.runtime.state import check_devices, materialize
-from autopar.tracer.precision import low_dtype
+from autopar.tracer.precision import low_dtype, sum_dtype
 from autopar.tracer.trace import normalize_inputs
 
 __all__ = ["load_plan", "parallelize", "plan"]
@@ -52,6 +54,7 @@ def plan(
     training: bool = True,
     cache: bool = True,
     precision: str | None = None,
+    reduce_dtype: str | None = None,
 ) -> Plan:
     """Plan a training step. Needs no devices and no process group.
 
@@ -68,6 +71,8 @@ def plan(
         cache: look for the plan in `$AUTOPAR_CACHE_DIR` first, and keep it there.
         precision: "bf16" or "fp16" computes on casts of the parameters, which stay as they are, and
             of floating inputs; None or "fp32" runs the model as it is.
+        reduce_dtype: "fp32", "bf16" or "fp16", in which gradients are summed over devices; None
+            lets the solver choose between compute's and the parameter's.
 
     Raises:
         TraceError: the model cannot be captured.
@@ -83,6 +88,7 @@ def plan(
         training=training,
         loss_fn=loss_fn,
         precision=precision,
+        reduce_dtype=reduce_dtype,
     )
     found = solved(traced, described, parsed, memory_limit, optimizer, cache)
     check_emitted(traced, found)
@@ -104,6 +110,8 @@ def parallelize(
     seed: int | None = None,
     cache: bool = True,
     precision: str | None = None,
+    reduce_dtype: str | None = None,
+    backend: str = "eager",
 ) -> ParallelModule:
     """Turn a module into one that trains on all devices of a mesh. Call it on every rank.
 
@@ -113,12 +121,14 @@ def parallelize(
         mesh: device mesh of any number of axes, covering the whole world.
         example_inputs: tuple or dict of tensors with the global batch; without it, the first call
             plans.
-        constraints, memory_limit, optimizer, loss_fn, cache, precision: see `autopar.plan`; a
-            given plan brings its precision.
+        constraints, memory_limit, optimizer, loss_fn, cache, precision, reduce_dtype: see
+            `autopar.plan`; a given plan brings the last two.
         plan: a plan or its file, instead of solving.
         init_weights: called with each module of a meta model, on the CPU, to fill its tensors.
         cluster: what the mesh is made of; default: described from the mesh.
         seed: of dropout; default: the first rank's `torch.initial_seed()`.
+        backend: "eager" runs the emitted graphs as they are; "inductor" compiles them with torch's
+            Inductor, and runs those as they are that it fails on, with a warning.
 
     Raises:
         AutoparError: the mesh does not cover the world, a parameter is on the wrong device, or
@@ -126,11 +136,13 @@ def parallelize(
         PlanMismatchError: `plan` is for another model, mesh, input or precision.
     """
     _check_arguments(model, mesh, memory_limit)
+    check_backend(backend)
     _check_world(mesh)
     guard_optimizers()
-    given, parsed, base = _agreed_settings(model, mesh, plan, constraints, seed, precision)
+    numbers = (precision, reduce_dtype)
+    given, parsed, base = _agreed_settings(model, mesh, plan, constraints, seed, numbers)
     if given is not None:
-        precision = given.precision
+        precision, reduce_dtype = given.precision, given.reduce_dtype
     planner = Planner(
         model,
         mesh,
@@ -142,6 +154,8 @@ def parallelize(
         cluster,
         cache,
         precision,
+        reduce_dtype,
+        backend,
     )
 
     def create(chosen: Plan) -> Any:
@@ -197,18 +211,21 @@ def _agreed_settings(
     plan: Plan | str | Path | None,
     constraints: ConstraintsLike,
     seed: int | None,
-    precision: str | None,
+    numbers: tuple[str | None, str | None],
 ) -> tuple[Plan | None, Constraints, int]:
     """Plan, constraints and seed; all ranks stop where one has an error or another model."""
     given: Plan | None = None
     parsed = Constraints()
     failure: Exception | None = None
+    extended = ""
     try:
         check_devices(model, mesh.device_type)
         given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
         parsed = Constraints.parse(constraints)
-        low_dtype(precision)
-        _check_precision(given, precision)
+        low_dtype(numbers[0])
+        sum_dtype(numbers[1])
+        _check_precision(given, *numbers)
+        extended = extensions.digest()
     except (AutoparError, OSError) as error:
         failure = error
     mine: dict[str, Any] = {"the model's class": type(model).__name__}
@@ -220,7 +237,8 @@ def _agreed_settings(
         text = json.dumps(same, sort_keys=True)
         mine["the plan"] = hashlib.sha256(text.encode()).hexdigest()[:16]
     mine["the constraints"] = parsed.to_dict()
-    mine["the precision"] = precision
+    mine["the precision"], mine["reduce_dtype"] = numbers
+    mine["what extends autopar"] = extended
     agree(failure, mine)
     box = [(torch.initial_seed() if seed is None else seed) % (1 << 48)]
     if mesh.size() > 1:
@@ -228,7 +246,12 @@ def _agreed_settings(
     return given, parsed, int(box[0])
 
 
-def _check_precision(given: Plan | None, precision: str | None) -> None:
+def _check_precision(given: Plan | None, precision: str | None, reduce_dtype: str | None) -> None:
+    if given is not None and reduce_dtype not in (None, given.reduce_dtype):
+        raise PlanMismatchError(
+            f"the plan has reduce_dtype {given.reduce_dtype}, not {reduce_dtype}: plan again, or "
+            "leave reduce_dtype= out"
+        )
     if given is not None and precision not in (None, given.precision):
         raise PlanMismatchError(
             f"the plan computes in {given.precision}, not in {precision}: plan again, or leave "

@@ -1,7 +1,7 @@
 """Plans kept between runs, by everything that they depend on.
 
 The key covers the graph with all its arguments, the cluster, the constraints, the limit, the
-optimizer, and the sources of autopar itself, so that no plan outlives what made it.
+optimizer, and the sources of autopar and of what extends it, so that no plan outlives what made it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from autopar.core import extensions
 from autopar.core.constraints import Constraints
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
@@ -71,6 +72,7 @@ class PlanCache:
             "optimizer": [str(kind), optimizer_state_bytes(optimizer, 1 << 20)],
             "torch": torch.__version__,
             "autopar": _sources(),
+            "extensions": extensions.digest(),
         }
         text = json.dumps(parts, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:32]

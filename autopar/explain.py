@@ -112,6 +112,7 @@ def explain(
         training=plan.training,
         loss_fn=loss_fn,
         precision=plan.precision,
+        reduce_dtype=plan.reduce_dtype,
     )
     if traced.fingerprint() != plan.fingerprint:
         raise PlanMismatchError(

@@ -22,6 +22,7 @@ from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.runtime.agree import agree
+from autopar.runtime.inductor import compile_program
 from autopar.runtime.module import CompiledStep
 from autopar.runtime.pipeline import PipelinedStep, PipelineMesh
 from autopar.runtime.turns import stages_at_turns
@@ -39,6 +40,7 @@ def traced_for(
     training: bool,
     loss_fn: Callable[..., Any] | None,
     precision: str | None = None,
+    reduce_dtype: str | None = None,
 ) -> TracedModel:
     """The graph that `plan` solves for these arguments: folded where the pins allow it."""
     return trace(
@@ -48,6 +50,7 @@ def traced_for(
         loss_fn=loss_fn,
         fold=may_fold(model, constraints),
         precision=precision,
+        reduce_dtype=reduce_dtype,
     )
 
 
@@ -114,6 +117,8 @@ class Planner:
         cluster: Cluster | None,
         cache: bool,
         precision: str | None,
+        reduce_dtype: str | None = None,
+        backend: str = "eager",
     ) -> None:
         self.model = model
         self.mesh = mesh
@@ -126,6 +131,8 @@ class Planner:
         self.cluster = cluster
         self.cache = cache
         self.precision = precision
+        self.reduce_dtype = reduce_dtype
+        self.backend = backend
         self._mesh_of: dict[tuple[int, ...], DeviceMesh] = {tuple(mesh.mesh.shape): mesh}
         self._pipelines: dict[tuple[int, ...], PipelineMesh] = {}
 
@@ -172,7 +179,8 @@ class Planner:
         assert coords is not None
         groups = [planned.get_group(i).group_name for i in range(planned.ndim)]
         program = emit(traced, chosen, coords, group_names=groups, device=self.mesh.device_type)
-        return CompiledStep(traced=traced, plan=chosen, program=program)
+        compiled = compile_program(program) if self.backend == "inductor" else None
+        return CompiledStep(traced=traced, plan=chosen, program=program, compiled=compiled)
 
     def _planned(self, args: Any, kwargs: Any, training: bool) -> tuple[TracedModel, Plan]:
         """The whole graph and its plan, chosen on the folded graph where there is one."""
@@ -211,6 +219,7 @@ class Planner:
                 loss_fn=self.loss_fn,
                 fold=fold,
                 precision=self.precision,
+                reduce_dtype=self.reduce_dtype,
             )
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = error
@@ -274,11 +283,11 @@ def _like(first: Plan, cluster: Cluster, training: bool) -> tuple[Cluster, Const
     params = {name: tuple(p.short for p in layout) for name, layout in first.parameters.items()}
     if first.pipeline is None:
         described = cluster.with_mesh_shape(first.mesh_shape, first.axis_names)
-        return described, Constraints(params=params)
+        return described, Constraints(params=params, offload=first.offload)
     p = first.pipeline
     if p.size == 1 and not training:
         described = cluster.with_mesh_shape(first.mesh_shape, first.axis_names)
-        return described, Constraints(params=params)
+        return described, Constraints(params=params, offload=first.offload)
     names = ("pipeline", *first.axis_names)
     described = cluster.with_mesh_shape((p.size, *first.mesh_shape), names)
     pin = PipelinePin(
@@ -288,7 +297,7 @@ def _like(first: Plan, cluster: Cluster, training: bool) -> tuple[Cluster, Const
         chunks=p.chunks,
         cuts=p.cuts,
     )
-    return described, Constraints(params=params, pipeline=pin)
+    return described, Constraints(params=params, pipeline=pin, offload=first.offload)
 
 
 def _as_example(value: Tensor) -> Tensor:

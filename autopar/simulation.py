@@ -13,7 +13,7 @@ from autopar.core.graph import TracedModel
 from autopar.core.placement import local_shape
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
-from autopar.cost_model.memory import dtype_bytes
+from autopar.cost_model.memory import Offloaded, dtype_bytes
 from autopar.cost_model.opdb import OpDatabase
 from autopar.cost_model.simulator import Simulation
 from autopar.cost_model.simulator import simulate as simulate_program
@@ -47,7 +47,12 @@ def simulate(
     """
     described = cluster or Cluster.from_dict(plan.cluster)
     described = described.with_mesh_shape(plan.mesh_shape, plan.axis_names)
-    options = {"training": plan.training, "loss_fn": loss_fn}
+    options: dict[str, Any] = {
+        "training": plan.training,
+        "loss_fn": loss_fn,
+        "precision": plan.precision,
+        "reduce_dtype": plan.reduce_dtype,
+    }
     whole = traced or trace(model, example_inputs, **options)
     if plan.repeats:
         plan = unfolded(plan, trace(model, example_inputs, fold=True, **options), whole)
@@ -57,11 +62,12 @@ def simulate(
         (_local_bytes(plan, name), plan.dtypes[name]) for name in plan.parameters
         if name in trainable
     ]  # fmt: skip
+    optimizer = Offloaded(plan.optimizer) if plan.offload == "optimizer" else plan.optimizer
     return simulate_program(
         program.joint.graph,
         described,
         parameter_bytes=local,
-        optimizer=plan.optimizer if plan.training else None,
+        optimizer=optimizer if plan.training else None,
         times=_database(described) if ops else None,
     )
 

@@ -82,6 +82,7 @@ def verify(
         "training": plan.training,
         "loss_fn": loss_fn,
         "precision": plan.precision,
+        "reduce_dtype": plan.reduce_dtype,
     }
     if traced is None:
         traced = trace(model, example_inputs, **options)

@@ -36,6 +36,7 @@ import autopar
 from autopar.core.placement import local_shape
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster, CollectiveKind, compute_seconds
+from autopar.cost_model.catalogue import load_profile
 from autopar.cost_model.compute import OpCost
 from autopar.cost_model.measure import (
     measure_collectives,
@@ -45,7 +46,6 @@ from autopar.cost_model.measure import (
 )
 from autopar.cost_model.memory import dtype_bytes
 from autopar.cost_model.probes import held_out_probes
-from autopar.cost_model.profile import load_profile
 from autopar.cost_model.ranks import on_ranks
 from autopar.cost_model.simulator import simulate
 from benchmarks.contenders import Contender

@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
+from autopar.cost_model.catalogue import load_profile
 from autopar.cost_model.measure import measure_profile, write_profile
-from autopar.cost_model.profile import load_profile
 from autopar.cost_model.ranks import on_ranks
 from benchmarks.contenders import contenders
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.core.ops import NARROW
 from autopar.solver.rules.registry import find_rule, registered_ops
 from tests.bruteforce import Sample
 from tests.rule_samples import bools, case, ints, rand
@@ -42,6 +43,8 @@ SPECIAL = [
     case("masked_inf", lambda x, m: aten.masked_fill.Scalar(x, m, -1e9), rand(4, 6), bools(6)),
     case("where_wide", lambda m, x, y: aten.where.self(m, x, y), bools(4, 1), rand(8), rand(4, 8)),
     case("cast", lambda x: aten._to_copy.default(x, dtype=torch.float64), ints(9, 4, 6)),
+    # to its own dtype: to a smaller one, the parts of a sum are rounded apart
+    case("narrow", lambda x: NARROW(x, torch.float64), rand(4, 6)),
     case("cast_bool", lambda x: aten._to_copy.default(x, dtype=torch.bool), ints(2, 4, 6)),
     case(
         "dropout",

@@ -13,7 +13,7 @@ import torch  # noqa: F401  (its log handlers must not bind to the stderr of one
 from autopar.cli import main
 from autopar.cli.arguments import pin
 from autopar.core.plan import Plan
-from autopar.cost_model.profile import profile_names
+from autopar.cost_model.catalogue import profile_names
 
 MODELS = """
 import torch

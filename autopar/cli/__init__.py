@@ -146,6 +146,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add(
         "--precision", choices=["fp32", "bf16", "fp16"], help="of compute; masters stay as they are"
     )
+    add("--reduce-dtype", choices=["fp32", "bf16", "fp16"], help="of sums of gradients")
     add("--constraints", metavar="JSON|FILE", help="what to pin, such as '{\"data\": 4}'")
     add(
         "--pin",

@@ -65,6 +65,7 @@ def _planned(
             memory_limit=args.memory_limit,
             optimizer=args.optimizer,
             precision=args.precision,
+            reduce_dtype=args.reduce_dtype,
         )
     except TraceError as error:
         raise _with_inputs(error, inputs) if made else error from error
@@ -111,6 +112,7 @@ def _frontier(
         "constraints": constraints,
         "optimizer": args.optimizer,
         "precision": args.precision,
+        "reduce_dtype": args.reduce_dtype,
     }
     points = frontier(model, cluster, inputs, points=args.frontier, **options)
     print(render_frontier(points, args.width), end="")
@@ -173,7 +175,7 @@ def trace(args: argparse.Namespace) -> None:
 
 def profiles(args: argparse.Namespace) -> None:
     """List the cluster profiles."""
-    from autopar.cost_model.profile import load_profile, profile_names
+    from autopar.cost_model.catalogue import load_profile, profile_names
     from autopar.report import format_bytes, plain_table, render
 
     table = plain_table(
@@ -210,9 +212,9 @@ def profile(args: argparse.Namespace) -> None:
     """Measure this machine, and write what was found as a profile."""
     import torch
 
+    from autopar.cost_model.catalogue import load_profile
     from autopar.cost_model.cluster import profile_for
     from autopar.cost_model.measure import measure_profile, write_profile
-    from autopar.cost_model.profile import load_profile
 
     out: Path = args.out
     if out.suffix != ".toml":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from autopar.codegen import lowerings as _lowerings  # noqa: F401  (registers th
 from autopar.codegen.builder import Builder
 from autopar.codegen.lowering import LocalCall, lower
 from autopar.codegen.partition import split_phases, wait_late
+from autopar.codegen.program_pass import PassContext, run_passes
 from autopar.codegen.redistribute import emit_redistribution
 from autopar.core.blocks import Blocks
 from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info
@@ -104,7 +105,7 @@ def emit(
     traced = recomputed(traced, plan.checkpoint)
     program = _Emitter(traced, plan, coords, group_names, torch.device(device)).run()
     check_traffic(program.comm_bytes(), plan)
-    return program
+    return _passed(program, plan, coords, group_names)
 
 
 def check_traffic(found: tuple[CommBytes, ...], plan: Plan) -> None:
@@ -114,6 +115,28 @@ def check_traffic(found: tuple[CommBytes, ...], plan: Plan) -> None:
             f"the emitted program moves {found}, the plan says {plan.predicted.comm_bytes}: this "
             "is a defect of autopar"
         )
+
+
+def _passed(
+    program: Program, plan: Plan, coords: Sequence[int], group_names: Sequence[str] | None
+) -> Program:
+    """The program behind the passes of other packages, which the plan's prediction leaves out."""
+    context = PassContext(
+        plan=plan,
+        coords=tuple(coords),
+        group_names=tuple(group_names or axis_group_names(plan.mesh_shape)),
+    )
+    tangents = {spec.node for spec, _ in program.inputs if spec.kind == "tangent"}
+    if not run_passes(program.joint.graph, context, tangents):
+        return program
+    program.joint.recompile()
+    forward, backward = split_phases(program.joint.graph, program.num_results, tangents)
+    return replace(program, forward=forward, backward=program.backward and backward)
+
+
+def axis_group_names(mesh_shape: Sequence[int]) -> list[str]:
+    """Stand-ins for the process groups of the axes."""
+    return [f"axis{i}" for i in range(len(mesh_shape))]
 
 
 class _Emitter:
@@ -134,7 +157,7 @@ class _Emitter:
             self.graph,
             mesh_shape=self.mesh,
             coords=coords,
-            group_names=group_names or [f"axis{i}" for i in range(len(self.mesh))],
+            group_names=group_names or axis_group_names(self.mesh),
             fake_mode=FakeTensorMode(allow_non_fake_inputs=True),
             device=device,
         )

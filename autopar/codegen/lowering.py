@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from autopar.codegen.builder import Builder
+from autopar.core import extensions
 from autopar.core.placement import Layout, local_shape
 from autopar.core.strategy import OpCall
 
@@ -72,9 +73,11 @@ def lowering(*targets: Any) -> Callable[[Lowering], Lowering]:
 
     def register(function: Lowering) -> Lowering:
         for target in targets:
-            if target in _LOWERINGS:
-                raise ValueError(f"{target} already has a lowering")
+            known = extensions.taken(_LOWERINGS, target)
+            if known is not None and not extensions.is_same(known, function):
+                raise ValueError(f"{target} already has the lowering {known.__name__}")
             _LOWERINGS[target] = function
+        extensions.note("lowering", map(str, targets), function)
         return function
 
     return register
@@ -82,6 +85,7 @@ def lowering(*targets: Any) -> Callable[[Lowering], Lowering]:
 
 def find_lowering(target: Any) -> Lowering | None:
     """The lowering of an op, or None where the plain call is right."""
+    extensions.load("autopar.lowerings")
     return _LOWERINGS.get(target) or _LOWERINGS.get(str(target))
 
 

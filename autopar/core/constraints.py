@@ -15,8 +15,9 @@ __all__ = ["AxisRole", "Constraints", "PipelinePin", "assign_mesh"]
 
 TENSOR_MODES = ("1d", "2d", "2.5d", "3d")
 SEQUENCE_MODES = ("megatron", "ulysses", "ring")
-_KEYS = ("tensor", "sequence", "data", "zero", "checkpoint", "pipeline", "params")
+_KEYS = ("tensor", "sequence", "data", "zero", "checkpoint", "offload", "pipeline", "params")
 CHECKPOINTS = ("none", "selective", "full")
+OFFLOADS = ("none", "optimizer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +67,7 @@ class Constraints:
         zero: stage on the data axes. 0 keeps every parameter whole; the others shard optimizer
             state and gradient, and gather the parameter once a step (1, 2) or at each use (3).
         checkpoint: recomputation of activations, "none", "selective" or "full"; None is free.
+        offload: what lives in host memory between updates, "none" or "optimizer"; None is free.
         pipeline: stages and microbatches.
         params: storage placements by FQN glob, one per mesh axis (of a stage's mesh).
     """
@@ -79,6 +81,7 @@ class Constraints:
     zero: int | None = None
     checkpoint: str | None = None
     pipeline: PipelinePin | None = None
+    offload: str | None = None
     params: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
@@ -118,6 +121,10 @@ class Constraints:
             fields["checkpoint"] = checkpoint
         if (pipeline := value.get("pipeline")) is not None:
             fields["pipeline"] = _pipeline(pipeline)
+        if (offload := value.get("offload")) is not None:
+            if offload not in OFFLOADS:
+                raise ConstraintError(f"offload={offload!r}: known are {', '.join(OFFLOADS)}")
+            fields["offload"] = offload
         params = value.get("params") or {}
         fields["params"] = {
             glob: tuple([p] if isinstance(p, str) else p) for glob, p in params.items()
@@ -132,7 +139,7 @@ class Constraints:
         for key, value in (("tensor", tensor), ("sequence", sequence)):
             if value["mode"] is not None:
                 found[key] = {k: v for k, v in value.items() if v is not None}
-        for key in ("data", "zero", "checkpoint"):
+        for key in ("data", "zero", "checkpoint", "offload"):
             if getattr(self, key) is not None:
                 found[key] = getattr(self, key)
         if self.pipeline is not None:

@@ -132,6 +132,7 @@ class TracedModel:
         tied: FQNs that share storage with a parameter, `(alias, owner)`.
         state_values: tensors lifted from the code, by FQN.
         repeats: blocks that the graph holds once for many; empty for a graph to run.
+        reduce_dtype: of sums of gradients over ranks; None where it is the solver's choice.
         precision: what its parameters and inputs are cast to: "fp32" (nothing), "bf16", "fp16".
         microbatches: how often the graph runs in a step; `hoisted` nodes run once, before.
         hoisted: names of nodes whose values are the same for all microbatches.
@@ -153,6 +154,7 @@ class TracedModel:
     microbatches: int = 1
     hoisted: frozenset[str] = frozenset()
     in_flight: int = 1
+    reduce_dtype: str | None = None
 
     @property
     def graph(self) -> fx.Graph:
@@ -183,7 +185,7 @@ class TracedModel:
     def digest(self) -> str:
         """Hash of everything that a plan's price depends on: arguments and wiring too."""
         digest = hashlib.sha256(self.fingerprint().encode())
-        digest.update(repr((self.training, self.loss_index, self.tied)).encode())
+        digest.update(repr((self.training, self.loss_index, self.tied, self.reduce_dtype)).encode())
         for spec in (*self.inputs, *self.outputs):
             digest.update(repr(spec).encode())
         for node in self.graph.nodes:

@@ -56,7 +56,7 @@ class Prediction:
     """What the cost model expects of one training step on one device.
 
     Attributes:
-        step_time_s: compute plus communication, without the optimizer's update.
+        step_time_s: compute plus communication, without the optimizer's update but for `offload_s`.
         compute_time_s, comm_time_s: its parts.
         peak_memory_bytes: highest point of the step, states included.
         memory: bytes by kind at the peak.
@@ -64,6 +64,8 @@ class Prediction:
         timeline: op by op.
         phases: of a step in microbatches, seconds of "prepare" and "finish" once, and of "forward",
             "input" and "weight" (the two parts of the backward) for each microbatch.
+        offload_s: what updating on the host takes longer than on the device, transfers included.
+        host_bytes: optimizer states in host memory.
     """
 
     step_time_s: float
@@ -74,6 +76,8 @@ class Prediction:
     comm_bytes: tuple[CommBytes, ...]
     timeline: Timeline = field(default_factory=Timeline)
     phases: Mapping[str, float] = field(default_factory=dict)
+    offload_s: float = 0.0
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,10 +137,13 @@ class Plan:
         memory_limit_bytes: what it had to fit.
         optimizer: name of the optimizer that memory was priced for.
         checkpoint: recomputation of activations: "none", "selective" or "full".
+        offload: what lives in host memory between updates: "none" or "optimizer".
         repeats: blocks of `nodes` that stand for others (`parameters` names all of them).
         precision: of compute, "fp32", "bf16" or "fp16"; `dtypes` are those of the masters.
         pipeline: microbatches and stages, where there are any; `nodes` is empty then, and
             `predicted` is of the rank that takes longest.
+        reduce_dtype: of sums of gradients over ranks, "fp32", "bf16" or "fp16"; None where it was
+            the solver's choice.
     """
 
     fingerprint: str
@@ -156,9 +163,11 @@ class Plan:
     memory_limit_bytes: int = 0
     optimizer: str = "adamw"
     checkpoint: str = "none"
+    offload: str = "none"
     repeats: tuple[Repeat, ...] = ()
     precision: str = "fp32"
     pipeline: PipelinePlan | None = None
+    reduce_dtype: str | None = None
     version: int = PLAN_VERSION
 
     @property

@@ -7,15 +7,16 @@ flops, all others bytes.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from autopar.core import einsum
+from autopar.core import einsum, extensions
 from autopar.core import ops as _ops  # noqa: F401  (registers the autopar ops)
 from autopar.core.strategy import OpCall
 
-__all__ = ["LOOKUPS", "global_flops", "is_view", "op_class"]
+__all__ = ["LOOKUPS", "global_flops", "is_view", "op_class", "op_work"]
 
 aten = torch.ops.aten
 autopar_ops = torch.ops.autopar
@@ -97,6 +98,39 @@ _SPECIAL = (
 )  # fmt: skip
 
 
+Work = Callable[[OpCall], float]
+_WORK: dict[Any, tuple[str, Work]] = {}
+
+
+def op_work(*targets: Any, op_class: str = "matmul") -> Callable[[Work], Work]:
+    """Register the flops of op overloads, or names, from a function of the whole op.
+
+    An op without it counts as one that is bound by the bytes that it reads and writes.
+
+    Args:
+        targets: ops that autopar does not know.
+        op_class: whose efficiency on a device holds for them.
+
+    Raises:
+        ValueError: an op has one already.
+    """
+
+    def register(function: Work) -> Work:
+        for target in targets:
+            known = extensions.taken(_WORK, target)
+            if known is not None and not extensions.is_same(known[1], function):
+                raise ValueError(f"{target} already has its flops from {known[1].__name__}")
+            _WORK[target] = op_class, function
+        extensions.note("work", map(str, targets), function)
+        return function
+
+    return register
+
+
+def _registered(target: Any) -> tuple[str, Work] | None:
+    return _WORK.get(target) or _WORK.get(str(target)) if _WORK else None
+
+
 def is_view(target: Any) -> bool:
     """True for ops whose result shares the input's storage."""
     return target in _VIEWS
@@ -108,6 +142,9 @@ def op_class(call: OpCall) -> str:
     A device without a curve for a class prices it by a plainer one (`compute.PLAINER`).
     """
     target = call.target
+    extended = _registered(target)
+    if extended is not None:
+        return extended[0]
     if target in _ATTENTION:
         # half the flops, which not every kernel skips
         return _ATTENTION[target] + ("_causal" if _is_causal(call) else "")
@@ -142,6 +179,9 @@ def _is_grouped(call: OpCall) -> bool:
 
 def global_flops(call: OpCall) -> float:
     """Floating-point operations of an op; 0 for classes that count bytes."""
+    extended = _registered(call.target)
+    if extended is not None:
+        return float(extended[1](call))
     shapes = [spec.shape for spec in call.operands]
     if call.target is autopar_ops.einsum.default:
         return float(einsum.flops(call.args[0], shapes[0], shapes[1]))

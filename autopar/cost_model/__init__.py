@@ -11,10 +11,12 @@ Seconds, bytes, bytes/s and FLOP/s throughout.
 
 from __future__ import annotations
 
+from autopar.cost_model.catalogue import load_profile, profile_names, register_profile
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import CollectiveKind
 from autopar.cost_model.compute import OpCost, compute_seconds, compute_seconds_array
 from autopar.cost_model.memory import (
+    Offloaded,
     PeakMemory,
     ScheduledOp,
     dtype_bytes,
@@ -22,6 +24,7 @@ from autopar.cost_model.memory import (
     optimizer_state_bytes,
     peak_bytes,
 )
+from autopar.cost_model.offload import can_offload, host_state_bytes, offload_seconds
 from autopar.cost_model.profile import (
     ClusterError,
     CollectiveLine,
@@ -30,8 +33,6 @@ from autopar.cost_model.profile import (
     Efficiency,
     LinkProfile,
     Profile,
-    load_profile,
-    profile_names,
 )
 
 __all__ = [
@@ -43,16 +44,21 @@ __all__ = [
     "DeviceProfile",
     "Efficiency",
     "LinkProfile",
+    "Offloaded",
     "OpCost",
     "PeakMemory",
     "Profile",
     "ScheduledOp",
+    "can_offload",
     "compute_seconds",
     "compute_seconds_array",
     "dtype_bytes",
+    "host_state_bytes",
     "load_profile",
     "moments",
+    "offload_seconds",
     "optimizer_state_bytes",
     "peak_bytes",
     "profile_names",
+    "register_profile",
 ]

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autopar.cost_model.catalogue import load_profile, profile_names
 from autopar.cost_model.collectives import CollectiveKind, alpha_beta, axis_geometry
 from autopar.cost_model.profile import (
     ClusterError,
@@ -22,8 +23,6 @@ from autopar.cost_model.profile import (
     LinkProfile,
     Profile,
     listed,
-    load_profile,
-    profile_names,
 )
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from autopar.cost_model.profile import ClusterError
 
 __all__ = [
+    "Offloaded",
     "PeakMemory",
     "ScheduledOp",
     "dtype_bytes",
@@ -45,6 +46,13 @@ class ScheduledOp:
     free: tuple[str, ...] = ()
     transient_bytes: int = 0
     arriving_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Offloaded:
+    """An optimizer whose states live in host memory: none of their bytes are the device's."""
+
+    optimizer: object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +195,7 @@ def optimizer_state_bytes(
 
     Args:
         optimizer: a torch optimizer (instance, class, or `functools.partial` of a class), a name
-            such as ``"adamw"``, or None for none.
+            such as ``"adamw"``, or None for none; an `Offloaded` one has none on the device.
         numel: elements of the (local shard of the) parameter.
         dtype: dtype of the states, which is the parameter's in torch.
         shape: shape of the parameter, for Adafactor's row and column sums; square if None.
@@ -196,7 +204,7 @@ def optimizer_state_bytes(
     Returns:
         Bytes; an unknown optimizer counts as two states, with a warning.
     """
-    if optimizer is None:
+    if optimizer is None or isinstance(optimizer, Offloaded):
         return 0
     name, settings = _optimizer_name(optimizer)
     settings = {**settings, **options}

@@ -1,23 +1,19 @@
 """Device and link profiles: the figures every cost is computed from, each with its source.
 
 A profile is a TOML file in ``profiles/`` (data, no code): one device, the link between devices of
-a node, the link between nodes, and how many devices a node usually has. `load_profile` reads one
-by name or path; `Profile.to_dict` and `Profile.from_dict` carry it inside a saved plan. A profile
-of a machine at hand (`measure.py`) also has measured curves of ops and lines of collectives, which
-are used in place of the laws.
+a node, the link between nodes, and how many devices a node usually has. `catalogue.load_profile`
+reads one by name or path; `Profile.to_dict` and `Profile.from_dict` carry it inside a saved plan. A
+profile of a machine at hand (`measure.py`) also has measured curves of ops and lines of
+collectives, which are used in place of the laws.
 
 Units: seconds, bytes, bytes/s, FLOP/s. Prefixes are decimal: 3.35 TB/s is 3.35e12 bytes/s.
 """
 
 from __future__ import annotations
 
-import difflib
-import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from importlib import resources
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -33,8 +29,6 @@ __all__ = [
     "LinkProfile",
     "Profile",
     "dtype_name",
-    "load_profile",
-    "profile_names",
 ]
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16", "float8")
@@ -174,6 +168,9 @@ class DeviceProfile:
         view_overhead_s: host seconds of an op that only makes a view.
         concurrent_ranks: ranks that ran at once on the machine while it was measured.
         cores: CPU cores that they shared; 0 where every rank has its own device.
+        host_bandwidth: bytes/s each way between the device and host memory, while all devices of a
+            node use it; 0 where the device's memory is the host's.
+        host_memory_bandwidth: bytes/s, the device's share of the host memory's.
         curves: measured ops; the law of `compute.py` where there is none.
         sources: per figure, where it comes from: data sheet, paper, measured, or assumed.
     """
@@ -188,6 +185,8 @@ class DeviceProfile:
     view_overhead_s: float = 0.0
     concurrent_ranks: int = 1
     cores: int = 0
+    host_bandwidth: float = 0.0
+    host_memory_bandwidth: float = 0.0
     curves: tuple[Curve, ...] = ()
     sources: Mapping[str, str] = field(hash=False, default_factory=dict)
 
@@ -197,6 +196,11 @@ class DeviceProfile:
             self.view_overhead_s >= 0 and self.concurrent_ranks >= 1 and self.cores >= 0,
             f"{where}: view_overhead_s, concurrent_ranks and cores must not be negative, and a "
             "rank is needed",
+        )
+        _require(
+            (self.host_bandwidth > 0) == (self.host_memory_bandwidth > 0)
+            and min(self.host_bandwidth, self.host_memory_bandwidth) >= 0,
+            f"{where}: host_bandwidth and host_memory_bandwidth must both be positive, or both 0",
         )
         keys = [(c.op_class, c.dtype) for c in self.curves]
         _require(len(set(keys)) == len(keys), f"{where}: two curves for one class and dtype")
@@ -364,44 +368,3 @@ def build(cls: type[_T], values: Mapping[str, Any], where: str) -> _T:
         return cls(**values)
     except TypeError as error:
         raise ClusterError(f"{where}: {error}") from None
-
-
-def profile_names() -> tuple[str, ...]:
-    """The names of the profiles that come with autopar."""
-    files = (resources.files("autopar.cost_model") / "profiles").iterdir()
-    return tuple(sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml")))
-
-
-def load_profile(name_or_path: str | Path) -> Profile:
-    """Reads a profile.
-
-    Args:
-        name_or_path: one of `profile_names`, or the path of a TOML file of the same form.
-
-    Returns:
-        The profile.
-
-    Raises:
-        ClusterError: unknown name (lists the names), or a file that is not a profile.
-    """
-    names = profile_names()
-    if str(name_or_path) in names:
-        files = resources.files("autopar.cost_model") / "profiles"
-        text = (files / f"{name_or_path}.toml").read_text(encoding="utf-8")
-    elif Path(name_or_path).suffix == ".toml" and Path(name_or_path).is_file():
-        text = Path(name_or_path).read_text(encoding="utf-8")
-    else:
-        raise ClusterError(_unknown_profile(str(name_or_path), names))
-    try:
-        return Profile.from_dict(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise ClusterError(f"profile {str(name_or_path)!r} is not valid TOML: {error}") from None
-
-
-def _unknown_profile(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return (
-        f"no profile {name!r}: it is neither a known name nor a .toml file.{hint} "
-        f"Known: {', '.join(names)}."
-    )

@@ -29,7 +29,8 @@ from autopar.core.work import LOOKUPS, global_flops, is_view, op_class
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import CollectiveKind
 from autopar.cost_model.compute import compute_seconds_array
-from autopar.cost_model.memory import dtype_bytes, optimizer_state_bytes
+from autopar.cost_model.memory import Offloaded, dtype_bytes, optimizer_state_bytes
+from autopar.cost_model.offload import offload_seconds
 from autopar.cost_model.profile import DeviceProfile
 
 __all__ = ["OpTimes", "Simulation", "Span", "optimizer_seconds", "simulate"]
@@ -230,6 +231,9 @@ def optimizer_seconds(
     """
     if optimizer is None:
         return 0.0
+    if isinstance(optimizer, Offloaded):
+        added = sum(offload_seconds(device, optimizer, n, dtype) for n, dtype in parameter_bytes)
+        return optimizer_seconds(device, parameter_bytes, optimizer.optimizer) + added
     by_dtype: Mapping[str, list[float]] = defaultdict(list)
     for num_bytes, dtype in parameter_bytes:
         states = optimizer_state_bytes(optimizer, num_bytes // dtype_bytes(dtype), dtype)

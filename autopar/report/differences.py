@@ -65,6 +65,8 @@ def _totals(a: Plan, b: Plan) -> Iterator[RenderableType]:
         before, after = (sum(found.get(name, {}).values()) for found in classes)
         seconds.append((f"  {name}", before, after))
     seconds.append(("  communication", p.comm_time_s, q.comm_time_s))
+    if p.offload_s or q.offload_s:
+        seconds.append(("  offload", p.offload_s, q.offload_s))
     for name, x_s, y_s in seconds:
         change = _change(x_s, y_s, format_seconds)
         table.add_row(name, format_seconds(x_s), format_seconds(y_s), change)

@@ -58,11 +58,20 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ("step time", _step_time(plan)),
         ("peak memory", _memory(plan)),
         ("recomputation", plan.checkpoint),
+        *_offload(plan),
         ("solver", _solver(plan)),
         ("pinned", pinned_text(plan)),
         ("optimizer", plan.optimizer),
         ("precision", plan.precision),
     ]
+
+
+def _offload(plan: Plan) -> list[tuple[str, str]]:
+    if plan.offload == "none":
+        return []
+    p = plan.predicted
+    text = f"optimizer states, {format_bytes(p.host_bytes)}, and their update on the host: "
+    return [("offload", f"{text}{format_seconds(p.offload_s)} more than on the device")]
 
 
 def _header(plan: Plan) -> Table:
@@ -99,9 +108,14 @@ def _step_time(plan: Plan) -> str:
     share = f" ({p.comm_time_s / p.step_time_s:.1%})" if p.step_time_s else ""
     return (
         f"{format_seconds(p.step_time_s)} = compute {format_seconds(p.compute_time_s)} + "
-        f"communication {format_seconds(p.comm_time_s)}{share}; predicted, "
+        f"communication {format_seconds(p.comm_time_s)}{share}{_moved(plan)}; predicted, "
         "without the optimizer's update"
     )
+
+
+def _moved(plan: Plan) -> str:
+    seconds = plan.predicted.offload_s
+    return f" + offload {format_seconds(seconds)}" if seconds else ""
 
 
 def _memory(plan: Plan) -> str:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils import _pytree as pytree
 
 from autopar._compat import dtensor_like, dtensor_placements
@@ -29,7 +30,10 @@ from autopar.core.plan import Plan
 from autopar.errors import AutoparError
 from autopar.runtime.data import ShardedLoader
 from autopar.runtime.gradients import clip_gradients
+from autopar.runtime.inductor import CompiledProgram
+from autopar.runtime.offload import offload
 from autopar.runtime.pipeline import PipelinedStep
+from autopar.runtime.plain_state import has_plain, load_plain
 from autopar.runtime.profile import profile_step
 from autopar.runtime.scaler import LossScaler
 from autopar.runtime.shards import take_shard
@@ -43,11 +47,25 @@ __all__ = ["CompiledStep", "ParallelModule", "StateName"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledStep:
-    """A traced step with its plan and this rank's program, for one input signature."""
+    """A traced step with its plan and this rank's program, for one input signature.
+
+    `compiled` runs in place of the program's graphs, where a backend made it.
+    """
 
     traced: TracedModel
     plan: Plan
     program: Program
+    compiled: CompiledProgram | None = None
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The program's forward, compiled where it is."""
+        return self.program.forward if self.compiled is None else self.compiled.forward
+
+    @property
+    def backward(self) -> Callable[..., Any] | None:
+        """The program's backward, compiled where it is; None for inference."""
+        return self.program.backward if self.compiled is None else self.compiled.backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +149,7 @@ class _Run:
 
     def forward(self) -> tuple[list[Any], Sequence[Any]]:
         program = self.step.program
-        values = program.forward(*self.feed)
+        values = self.step.forward(*self.feed)
         count = program.num_results
         return self._wrapped(values[:count]), values[count:]
 
@@ -152,7 +170,8 @@ class _Run:
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Any]:
         program, plan = self.step.program, self.step.plan
-        assert program.backward is not None
+        run = self.step.backward
+        assert run is not None
         if self.saved is None:
             raise _called_twice()
         values, self.saved = self.saved, None
@@ -164,7 +183,7 @@ class _Run:
                     grad = torch.zeros(spec.shape, dtype=spec.dtype, device=self.module.device)
                 tangents.append(take_shard(grad, layout, plan.mesh_shape, self.module.coords))
         values += tangents
-        values = program.backward(values)
+        values = run(values)
         by_name = {
             spec.target: (value, layout)
             for value, (spec, layout) in zip(
@@ -239,6 +258,8 @@ class ParallelModule(nn.Module):
         for entry in self._names:
             _register(self, entry.name, values[entry.owner], entry.persistent)
         self._parameter_order = list(parameters)
+        if step.plan.offload == "optimizer":
+            offload(parameters.values())
         self._steps[signature] = step
 
     def reserve(self, model: nn.Module, mesh: DeviceMesh) -> None:
@@ -308,6 +329,30 @@ class ParallelModule(nn.Module):
         held = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         kept = {entry.owner for entry in self._names if entry.persistent}
         return {name: held[name] for name in held if name in kept}
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As `nn.Module.load_state_dict`; full tensors, as one device has them, are sharded.
+
+        Every rank passes the same full tensors, on any device.
+
+        Returns:
+            Missing and unexpected names, as torch does.
+
+        Raises:
+            CheckpointError: names or shapes of full tensors do not fit; nothing is changed then.
+            AutoparError: there are no parameters to fill before the first call.
+        """
+        if not has_plain(state_dict):
+            return super().load_state_dict(state_dict, strict, assign)
+        if self._plan is None:
+            raise AutoparError(
+                "there is nothing to load into before the first call; pass example_inputs"
+            )
+        if assign:
+            raise AutoparError("full tensors cannot be assigned, as ranks hold shares of them")
+        return _IncompatibleKeys(*load_plain(self, state_dict, strict))
 
     def names(self) -> list[tuple[str, str]]:
         """`(name, owner)` of every FQN of the state; a tied tensor has several."""

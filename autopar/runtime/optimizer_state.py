@@ -17,9 +17,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from autopar._compat import layout_of
+from autopar._compat import dtensor_like, layout_of
 from autopar.core.placement import Replicate
 from autopar.errors import CheckpointError
+from autopar.runtime.offload import is_offloaded, on_host
 from autopar.runtime.pieces import evened
 from autopar.runtime.state import to_dtensor
 
@@ -120,6 +121,8 @@ def _empty(parameter: Tensor, entry: TensorStorageMetadata, plain: bool) -> Tens
     if plain or not isinstance(parameter, DTensor):
         return torch.zeros(shape, dtype=dtype)
     local, layout = parameter.to_local().detach(), layout_of(parameter.placements)
+    if is_offloaded(parameter) and shape == tuple(parameter.shape):
+        return dtensor_like(torch.empty(local.shape, dtype=dtype), parameter)
     if shape == tuple(parameter.shape):
         empty = torch.empty_like(local, dtype=dtype, memory_format=torch.contiguous_format)
     else:
@@ -152,7 +155,8 @@ def restore(
             numbers[name] = len(numbers)
         groups.append({**chosen, "params": [numbers[name] for name in held]})
     numbered = {numbers[name]: entry for name, entry in states.items() if name in numbers}
-    optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+    with on_host(optimizer):
+        optimizer.load_state_dict({"state": numbered, "param_groups": groups})
 
 
 def _options(

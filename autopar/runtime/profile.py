@@ -165,7 +165,7 @@ def profile_step(
     if step.program.backward is not None:
         backward = TimedGraph(step.program.backward, True, watch)
     program: Any = replace(step.program, forward=forward, backward=backward)  # type: ignore[arg-type]
-    module._steps[signature] = replace(step, program=program)
+    module._steps[signature] = replace(step, program=program, compiled=None)
     try:
         if dist.is_initialized():
             dist.barrier()  # all ranks count from the same moment

@@ -18,11 +18,12 @@ from autopar.core.graph import TracedModel
 from autopar.core.placement import Layout, Placement, Replicate, Shard, is_valid, shard_factor
 from autopar.core.redistribute import canonical, canonical_path
 from autopar.core.strategy import TensorSpec
-from autopar.cost_model import Cluster, CollectiveKind, optimizer_state_bytes
+from autopar.cost_model import Cluster, CollectiveKind, offload_seconds, optimizer_state_bytes
 from autopar.errors import ConstraintError
 from autopar.solver.candidates import Candidate, Pricer, expand
 from autopar.solver.pins import Pins
 from autopar.solver.problem import Array, ChoiceProblem, Indices
+from autopar.solver.reductions import GradientSums
 from autopar.solver.step import Op, Step, Value, storage_of, sums_of_turns
 
 __all__ = ["MoveCosts", "StepProblem", "build_problem"]
@@ -165,6 +166,7 @@ class _Builder:
         self.optimizer = optimizer
         self.pricer = Pricer(cluster)
         self.moves = MoveCosts(cluster)
+        self.gradient_sums = GradientSums(step, step.blocks.traced.reduce_dtype)
         known = self._representatives()
         names = [*step.ops, *step.parameters, *step.ports]
         self.classes = {name: known.get(name, name) for name in names}
@@ -259,8 +261,15 @@ class _Builder:
         memory = np.array([self._state_bytes(name, layout) for layout in layouts])
         self.storages[name] = layouts
         # a tie goes to the smaller share
-        tie = memory * 1e-21
-        self.problem.add_node(name, tie * self.copies[name], memory * self.copies[name])
+        cost = memory * 1e-21 + [self._offload_seconds(name, layout) for layout in layouts]
+        self.problem.add_node(name, cost * self.copies[name], memory * self.copies[name])
+
+    def _offload_seconds(self, name: str, layout: Layout) -> float:
+        if name not in self.step.gradients:
+            return 0.0
+        spec = self.step.parameters[name]
+        share = TensorSpec(spec.shape, spec.dtype).num_bytes // shard_factor(layout, self.mesh)
+        return offload_seconds(self.pricer.cluster.device, self.optimizer, share, spec.dtype)
 
     def _add_copy(self, op: Op) -> None:
         """The copy of a parameter that compute reads, in any layout that it may arrive in."""
@@ -401,6 +410,7 @@ class _Builder:
         targets = self.candidates[self.classes[op.name]]
         wanted = [c.inputs[index] for c in targets]
         matrix = self.moves.matrix(produced, wanted, self.step.specs[value].num_bytes)
+        matrix = self.gradient_sums.restrict(matrix, value, op.name, produced, wanted)
         arrives, leaves = self.pins.arrives(op, index), self.pins.leaves(value)
         if arrives is not None and storage_of(self.step.ops, value)[0] not in self.step.inputs:
             known = [[arrives(p, c) for c in targets] for p in produced]
@@ -432,4 +442,5 @@ class _Builder:
             if summed is not None:
                 known = np.array([[summed(p, s) for s in stored] for p in produced])
                 matrix = np.where(known, matrix, np.inf)
+            matrix = self.gradient_sums.restrict(matrix, value, "", produced, stored)
             self.problem.add_edge(key[0], key[2], matrix * count)

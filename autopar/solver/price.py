@@ -14,7 +14,15 @@ from autopar.core.placement import Layout, Placement, Replicate, shard_factor
 from autopar.core.plan import CommBytes
 from autopar.core.redistribute import Move, packing_fraction, path
 from autopar.core.timeline import PlannedMove, rounded
-from autopar.cost_model import Cluster, PeakMemory, ScheduledOp, optimizer_state_bytes, peak_bytes
+from autopar.cost_model import (
+    Cluster,
+    PeakMemory,
+    ScheduledOp,
+    host_state_bytes,
+    offload_seconds,
+    optimizer_state_bytes,
+    peak_bytes,
+)
 from autopar.solver.candidates import Candidate, Pricer
 from autopar.solver.step import (
     FoldedSpan,
@@ -50,10 +58,12 @@ class Price:
     comm_bytes: tuple[CommBytes, ...]
     peak: PeakMemory
     phases: Mapping[str, float] = field(default_factory=dict)
+    offload_s: float = 0.0
+    host_bytes: int = 0
 
     @property
     def total_s(self) -> float:
-        return self.compute_s + self.comm_s
+        return self.compute_s + self.comm_s + self.offload_s
 
 
 class Pricing:
@@ -150,7 +160,8 @@ def price(step: Step, cluster: Cluster, decision: Decision, optimizer: object) -
     )
     peak = _peak(pricing, optimizer)
     phases = _phases(pricing) if step.in_turns else {}
-    return Price(pricing.compute(), pricing.comm_s, comm, peak, phases)
+    seconds, host_bytes = _offload(pricing, optimizer)
+    return Price(pricing.compute(), pricing.comm_s, comm, peak, phases, seconds, host_bytes)
 
 
 def _phases(pricing: Pricing) -> dict[str, float]:
@@ -190,6 +201,19 @@ def _before_sends(step: Step) -> set[str]:
             found.add(name)
             stack.extend(value[0] for value in step.ops[name].operands)
     return found
+
+
+def _offload(pricing: Pricing, optimizer: object) -> tuple[float, int]:
+    """Seconds that an offloaded update adds, and bytes of states on the host."""
+    seconds, num_bytes = 0.0, 0
+    for name in pricing.step.gradients:
+        spec = pricing.step.parameters[name]
+        share = pricing.local_bytes((name, 0), pricing.decision.storages[name])
+        times = pricing.blocks.copies(name)
+        device = pricing.cluster.device
+        seconds += offload_seconds(device, optimizer, share, spec.dtype) * times
+        num_bytes += host_state_bytes(optimizer, share, spec.dtype) * times
+    return seconds, num_bytes
 
 
 def resident_bytes(pricing: Pricing, optimizer: object) -> dict[str, int]:

@@ -14,7 +14,13 @@ from autopar.core.placement import Layout
 from autopar.core.plan import NodePlan, Plan, Prediction, SolverReport
 from autopar.core.recompute import RECOMPUTATIONS, recomputed
 from autopar.core.units import format_bytes
-from autopar.cost_model import Cluster
+from autopar.cost_model import (
+    Cluster,
+    Offloaded,
+    can_offload,
+    offload_seconds,
+    optimizer_state_bytes,
+)
 from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError
 from autopar.solver import rules as _rules  # noqa: F401  (registers the rules)
 from autopar.solver.breakdown import timeline
@@ -31,6 +37,7 @@ from autopar.solver.step import Step, build_step
 __all__ = ["solve"]
 
 T = TypeVar("T")
+_NEVER = object()
 
 
 def solve(
@@ -62,20 +69,24 @@ def solve(
     roles = assign_mesh(wanted, cluster.mesh_shape)
     planned = _with_roles(cluster, roles)
     limit = planned.memory_bytes if memory_limit is None else int(memory_limit)
-    kinds = [wanted.checkpoint] if wanted.checkpoint else list(RECOMPUTATIONS)
-    if not traced.training:
-        kinds = ["none"]
     tried: list[_Found] = []
-    for kind in kinds:
-        found = _Found.search_for(traced, planned, wanted, roles, optimizer, kind, limit, ports)
+    done: list[object] = []  # optimizers, where they are, of which an unlimited plan fits
+    for kind, held in _variants(traced, planned, wanted, optimizer):
+        if any(held is which for which in done):
+            continue
+        if isinstance(held, Offloaded) and tried and _no_offload_beats(tried, held):
+            break
+        found = _Found.search_for(traced, planned, wanted, roles, held, kind, limit, ports)
         if without is not None and not exclude(without, found.step, found.search.built):
             continue
         tried.append(found)
         price = max((f.search.memory.price for f in tried), default=0.0)
         fit = found.search.start(_fastest(tried), price)
-        # recomputing costs time: an unlimited plan without it is the fastest of all
+        # what saves memory costs time: an unlimited plan is the fastest of its kind and the later
         if fit is not None and fit is found.search.memory.free:
-            break
+            if len(tried) == 1:
+                break
+            done.append(held)
     if not tried:
         assert without is not None
         raise ConstraintError(f"the step has no {without.name}")
@@ -88,11 +99,26 @@ def solve(
     return _as_plan(best, bound, planned, wanted, limit, optimizer)
 
 
+def _variants(
+    traced: TracedModel, cluster: Cluster, wanted: Constraints, optimizer: object
+) -> list[tuple[str, object]]:
+    """Kinds of recomputation, each with the optimizer where it is; offloaded ones come last."""
+    if not traced.training:
+        return [("none", optimizer)]
+    kinds = [wanted.checkpoint] if wanted.checkpoint else list(RECOMPUTATIONS)
+    held: list[object] = [] if wanted.offload == "optimizer" else [optimizer]
+    chosen = wanted.offload is None and can_offload(cluster.device)
+    if wanted.offload == "optimizer" or (chosen and optimizer_state_bytes(optimizer, 1024)):
+        held.append(Offloaded(optimizer))
+    return [(kind, which) for which in held for kind in kinds]
+
+
 @dataclass(frozen=True, slots=True)
 class _Found:
     """A search with one kind of recomputation, and the best plan that it found.
 
-    `graph` is `traced` with the copies of that kind.
+    `graph` is `traced` with the copies of that kind; `unlimited` is a bound of the seconds of any
+    plan with the states on the device.
     """
 
     traced: TracedModel
@@ -133,6 +159,25 @@ def _fastest(tried: list[_Found]) -> float:
     return min(found.seconds for found in tried)
 
 
+def _no_offload_beats(tried: list[_Found], offloaded: Offloaded) -> bool:
+    """True if no plan with the offloaded optimizer can beat the best one.
+
+    Each costs at least an unlimited plan without recomputation, and the transfer of shards that
+    are split over all devices.
+    """
+    first = tried[0]
+    cluster = first.search.cluster
+    least_s = sum(
+        offload_seconds(
+            cluster.device, offloaded,
+            first.step.specs[name, 0].num_bytes // math.prod(cluster.mesh_shape),
+            first.step.parameters[name].dtype,
+        ) * first.step.blocks.copies(name)
+        for name in first.step.gradients
+    )  # fmt: skip
+    return _fastest(tried) <= first.search.memory.rough().solution.bound + least_s
+
+
 def _as_plan(
     found: _Found,
     bound: float,
@@ -153,9 +198,17 @@ def _as_plan(
         memory=dict(best.price.peak.breakdown),
         comm_bytes=best.price.comm_bytes,
         timeline=timeline(
-            found.graph, step, planned, best.decision, optimizer, found.search.built, report.chosen
+            found.graph,
+            step,
+            planned,
+            best.decision,
+            found.search.optimizer,
+            found.search.built,
+            report.chosen,
         ),
         phases=best.price.phases,
+        offload_s=best.price.offload_s,
+        host_bytes=best.price.host_bytes,
     )
     nodes = {
         name: NodePlan(inputs=c.inputs, outputs=c.outputs, variants=c.variants)
@@ -195,8 +248,10 @@ def _as_plan(
         memory_limit_bytes=limit,
         optimizer=optimizer if isinstance(optimizer, str) else _name(optimizer),
         checkpoint=found.kind,
+        offload="optimizer" if isinstance(found.search.optimizer, Offloaded) else "none",
         repeats=traced.repeats,
         precision=traced.precision,
+        reduce_dtype=traced.reduce_dtype,
     )
 
 

@@ -9,7 +9,7 @@ for each whether to communicate in front of the cast or behind it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,19 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
-from autopar.core.ops import REARRANGING
+from autopar.core.graph import NodeInfo, OutputSpec
+from autopar.core.ops import NARROW, REARRANGING
 from autopar.errors import AutoparError
 
-__all__ = ["LossFn", "call_in", "cast_last", "lift_casts", "low_dtype"]
+__all__ = [
+    "LossFn",
+    "call_in",
+    "cast_gradients",
+    "cast_last",
+    "lift_casts",
+    "low_dtype",
+    "sum_dtype",
+]
 
 _LOW: Mapping[str | None, torch.dtype | None] = {
     None: None,
@@ -41,6 +50,19 @@ def low_dtype(precision: str | None) -> torch.dtype | None:
         known = ", ".join(repr(name) for name in _LOW if name)
         raise AutoparError(f"precision {precision!r} is unknown: use one of {known}")
     return _LOW[precision]
+
+
+def sum_dtype(name: str | None) -> torch.dtype | None:
+    """The dtype that gradients are summed over ranks in; None where it is not set.
+
+    Raises:
+        AutoparError: an unknown one.
+    """
+    if name is None:
+        return None
+    if name not in _LOW:
+        raise AutoparError(f"reduce_dtype {name!r} is unknown: use one of 'fp32', 'bf16', 'fp16'")
+    return _LOW[name] or torch.float32
 
 
 def call_in(
@@ -169,3 +191,39 @@ def cast_last(graph: fx.Graph, parameters: Collection[str]) -> None:
 def _only_view(nodes: list[fx.Node]) -> fx.Node | None:
     (node,) = nodes if len(nodes) == 1 else (None,)
     return node if node is not None and node.target in REARRANGING - {_COPY} else None
+
+
+def cast_gradients(
+    graph: fx.Graph, outputs: Sequence[OutputSpec], info: dict[str, NodeInfo], dtype: torch.dtype
+) -> None:
+    """Bring each gradient to a dtype and back, so that it can be summed over ranks in between.
+
+    A gradient that comes from that dtype, or is of it, is left as it is.
+    """
+    output = graph.output_node()
+    results = list(output.args[0])  # type: ignore[arg-type]
+    for index, (spec, node) in enumerate(zip(outputs, results, strict=True)):
+        if spec.kind != "gradient" or not isinstance(node, fx.Node) or _passes(node, dtype):
+            continue
+        low = node.meta["val"].to(dtype)
+        narrow = graph.call_function(NARROW, (node, dtype))
+        wide = graph.call_function(_COPY, (narrow,), {"dtype": node.meta["val"].dtype})
+        node.append(narrow)
+        narrow.append(wide)
+        for new, value in ((narrow, low), (wide, node.meta["val"])):
+            new.meta["val"] = value
+            known = info.get(node.name)
+            if known is not None:
+                info[new.name] = known
+        results[index] = wide
+    output.args = (tuple(results),)
+
+
+def _passes(node: fx.Node, dtype: torch.dtype) -> bool:
+    """True if a gradient has a dtype somewhere behind the op that computes it."""
+    while node.meta["val"].dtype != dtype:
+        source = node.args[0] if node.target in REARRANGING else None
+        if not isinstance(source, fx.Node):
+            return False
+        node = source
+    return True

@@ -44,7 +44,7 @@ from autopar.tracer.fold import find_repeats, is_sound, shortened
 from autopar.tracer.functional import remove_mutations
 from autopar.tracer.functions import FunctionCalls, custom_function
 from autopar.tracer.no_grad import runs_without_grad
-from autopar.tracer.precision import cast_last, lift_casts, low_dtype
+from autopar.tracer.precision import cast_gradients, cast_last, lift_casts, low_dtype, sum_dtype
 from autopar.tracer.rewrites import prepare_graph
 
 __all__ = ["normalize_inputs", "trace"]
@@ -61,6 +61,7 @@ def trace(
     loss_fn: Callable[..., Any] | None = None,
     fold: bool = False,
     precision: str | None = None,
+    reduce_dtype: str | None = None,
 ) -> TracedModel:
     """Capture the step of `model` as a joint graph. No parameter is allocated.
 
@@ -75,13 +76,21 @@ def trace(
         fold: let one of many equal blocks stand for the others, where the model allows it: a graph
             to plan on, in a time that does not grow with depth, but not to run.
         precision: "bf16" or "fp16" casts parameters and floating inputs; see `precision.call_in`.
+        reduce_dtype: "fp32", "bf16" or "fp16": gradients are cast to it before they are summed
+            over ranks, and to their parameter's dtype behind; None leaves it to the solver.
 
     Raises:
         TraceError: the forward depends on data, or is not capturable; names file and line.
     """
     repeats = find_repeats(model) if fold else ()
     if repeats:
-        options = {"training": training, "loss": loss, "loss_fn": loss_fn, "precision": precision}
+        options = {
+            "training": training,
+            "loss": loss,
+            "loss_fn": loss_fn,
+            "precision": precision,
+            "reduce_dtype": reduce_dtype,
+        }
         folded = _trace_folded(model, example_inputs, repeats, options)
         if folded is not None:
             return folded
@@ -94,8 +103,8 @@ def trace(
         refuse_hooks(model)
     with calls.recording(), refusing_tensor_hooks():
         exported = export(capture, args, kwargs)
-    traced = _JointTrace(capture, exported, with_grad, loss, calls).run()
-    return replace(traced, precision=precision or "fp32")
+    traced = _JointTrace(capture, exported, with_grad, loss, calls, sum_dtype(reduce_dtype)).run()
+    return replace(traced, precision=precision or "fp32", reduce_dtype=reduce_dtype)
 
 
 def _trace_folded(
@@ -193,8 +202,10 @@ class _JointTrace:
         with_grad: bool,
         loss: str,
         calls: FunctionCalls,
+        reduce_dtype: torch.dtype | None,
     ) -> None:
         self.capture = capture
+        self.reduce_dtype = reduce_dtype
         self.calls = calls
         self.model = capture.wrapped
         self.exported = exported
@@ -433,6 +444,8 @@ class _JointTrace:
         parameters = {s.node for s in inputs if s.kind == "parameter"}
         if self.capture.dtype is not None:
             cast_last(graph, parameters)
+        if self.reduce_dtype is not None:
+            cast_gradients(graph, outputs, self.info, self.reduce_dtype)
         insert_fanouts(graph, self.info, parameters)
         gm.recompile()
         self.info = {n.name: self.info[n.name] for n in graph.nodes if n.name in self.info}

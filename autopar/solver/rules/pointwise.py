@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from autopar.core.ops import NARROW
 from autopar.core.placement import Partial, Replicate
 from autopar.core.strategy import AxisStrategy, OpCall
 from autopar.solver.rules.labels import by_labels, linear_rows
@@ -132,6 +133,12 @@ def cast_rule(call: OpCall) -> list[AxisStrategy]:
     if source == result or counts or (widens and result.itemsize >= source.itemsize):
         rows.append(AxisStrategy((Partial(),), (Partial(),)))
     return rows
+
+
+@rule(NARROW)
+def narrow_rule(call: OpCall) -> list[AxisStrategy]:
+    """A cast before a sum over ranks: each part is rounded, as a reduction in that dtype asks."""
+    return [*_pointwise(call), AxisStrategy((Partial(),), (Partial(),))]
 
 
 @rule(*_NONLINEAR_OPS)

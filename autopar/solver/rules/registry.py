@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable
 from typing import Any
 
+from autopar.core import extensions
 from autopar.core.placement import Replicate
 from autopar.core.strategy import AxisStrategy, OpCall
 
@@ -23,9 +25,11 @@ def rule(*targets: Any) -> Callable[[Rule], Rule]:
 
     def register(function: Rule) -> Rule:
         for target in targets:
-            if target in _RULES:
-                raise ValueError(f"{target} already has the rule {_RULES[target].__name__}")
+            known = extensions.taken(_RULES, target)
+            if known is not None and not extensions.is_same(known, function):
+                raise ValueError(f"{target} already has the rule {known.__name__}")
             _RULES[target] = function
+        extensions.note("rule", map(str, targets), function)
         return function
 
     return register
@@ -33,11 +37,13 @@ def rule(*targets: Any) -> Callable[[Rule], Rule]:
 
 def find_rule(target: Any) -> Rule | None:
     """The rule of an op, or None."""
+    extensions.load("autopar.rules")
     return _RULES.get(target) or _RULES.get(str(target))
 
 
 def registered_ops() -> tuple[Any, ...]:
     """All ops that have a rule, but for those registered by name."""
+    extensions.load("autopar.rules")
     return tuple(target for target in _RULES if not isinstance(target, str))
 
 
@@ -49,18 +55,36 @@ def replicated(call: OpCall) -> AxisStrategy:
 
 
 def stub_for(call: OpCall) -> str:
-    """Text for the warning about an op without a rule: nearest known name and a stub to paste."""
+    """Text for the warning about an op without a rule: nearest known name and a stub to paste.
+
+    The stub is right as it is: it keeps the op replicated. Its comment offers shards of dim 0.
+    """
     name = str(call.target)
     near = difflib.get_close_matches(name, [str(t) for t in _RULES], n=1)
     hint = f" (nearest op with a rule: {near[0]})" if near else ""
     shapes = ", ".join(str(list(spec.shape)) for spec in call.operands)
+    lead = call.outputs[0].shape[:1] if call.outputs else ()
+    first, whole = "Shard(0)", "Replicate()"
+    inputs = [first if lead and spec.shape[:1] == lead else whole for spec in call.operands]
+    outputs = [first if lead and spec.shape[:1] == lead else whole for spec in call.outputs]
     return (
-        f"{name} on {shapes} has no sharding rule and runs replicated{hint}. To shard it:\n"
-        "    from autopar.core.placement import Replicate, Shard\n"
-        "    from autopar.core.strategy import AxisStrategy\n"
-        "    from autopar.solver.rules.registry import replicated, rule\n"
-        f"    @rule(torch.ops.{name})\n"
-        "    def my_rule(call):\n"
-        "        shard = AxisStrategy(inputs=(Shard(0), ...), outputs=(Shard(0), ...))\n"
-        "        return [replicated(call), shard]"
+        f"{name} on {shapes} has no sharding rule and runs replicated{hint}. To shard it, paste "
+        "this and see docs/extending.md:\n\n"
+        "from autopar.extend import AxisStrategy, Replicate, Shard, replicated, rule\n\n\n"
+        f'@rule("{name}")\n'
+        f"def {re.sub(r'[^0-9a-zA-Z_]', '_', name)}_rule(call):\n"
+        f'    """{_schema(call)}"""\n'
+        "    return [\n"
+        "        replicated(call),\n"
+        "        # where rows are independent of each other:\n"
+        f"        # AxisStrategy(inputs=({_listed(inputs)}), outputs=({_listed(outputs)})),\n"
+        "    ]\n"
     )
+
+
+def _schema(call: OpCall) -> str:
+    return str(getattr(call.target, "_schema", call.target))
+
+
+def _listed(placements: list[str]) -> str:
+    return ", ".join(placements) + "," * (len(placements) == 1)

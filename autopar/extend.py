@@ -1,0 +1,63 @@
+"""What a package outside autopar adds: the decorators, and the words that they speak in.
+
+See docs/extending.md. Names are loaded on first use: a module of lowerings does not bring in the
+solver.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autopar.codegen.builder import Builder
+    from autopar.codegen.lowering import LocalCall, lowering
+    from autopar.codegen.program_pass import PassContext, program_pass
+    from autopar.core.placement import Partial, Placement, Replicate, Shard
+    from autopar.core.strategy import AxisStrategy, Communication, OpCall
+    from autopar.core.work import op_work
+    from autopar.cost_model.catalogue import register_profile
+    from autopar.solver.rules.labels import by_labels, linear_rows
+    from autopar.solver.rules.registry import replicated, rule
+
+__all__ = [
+    "AxisStrategy",
+    "Builder",
+    "Communication",
+    "LocalCall",
+    "OpCall",
+    "Partial",
+    "PassContext",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "by_labels",
+    "linear_rows",
+    "lowering",
+    "op_work",
+    "program_pass",
+    "register_profile",
+    "replicated",
+    "rule",
+]
+
+_WHERE = {
+    "autopar.codegen.builder": ("Builder",),
+    "autopar.codegen.lowering": ("LocalCall", "lowering"),
+    "autopar.codegen.program_pass": ("PassContext", "program_pass"),
+    "autopar.core.placement": ("Partial", "Placement", "Replicate", "Shard"),
+    "autopar.core.strategy": ("AxisStrategy", "Communication", "OpCall"),
+    "autopar.core.work": ("op_work",),
+    "autopar.cost_model.catalogue": ("register_profile",),
+    "autopar.solver.rules.labels": ("by_labels", "linear_rows"),
+    "autopar.solver.rules.registry": ("replicated", "rule"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _WHERE.items():
+        if name in names:
+            value = getattr(importlib.import_module(module), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'autopar.extend' has no attribute {name!r}")

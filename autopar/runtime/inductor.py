@@ -1,0 +1,155 @@
+"""Emitted programs compiled by torch's Inductor: `parallelize(..., backend="inductor")`.
+
+Collectives and the ops of autopar stay calls inside of the compiled code; Inductor keeps the order
+of collectives that the graph has, which is the same on every rank. Where it fails on any rank, all
+ranks run the graph as it is, with a warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from autopar._compat import fake_mode_of, inductor_compile
+from autopar.codegen.emit import Program
+from autopar.errors import AutoparError
+
+__all__ = ["BACKENDS", "CompiledPart", "CompiledProgram", "check_backend", "compile_program"]
+
+BACKENDS = ("eager", "inductor")
+
+
+def check_backend(backend: str) -> None:
+    """Raises:
+    AutoparError: there is no such backend.
+    """
+    if backend not in BACKENDS:
+        raise AutoparError(f"backend {backend!r} is unknown: choose one of {', '.join(BACKENDS)}")
+
+
+class CompiledPart:
+    """A forward or a backward in compiled form, called as the graph is that it was made from.
+
+    Args:
+        module: the graph, run instead where the first call fails.
+        compiled: takes a list, which it empties.
+        examples: fake inputs that it was compiled for.
+        boxed: the arguments come in one list.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        compiled: Callable[[list[Any]], Sequence[Any]],
+        examples: Sequence[Tensor],
+        boxed: bool,
+    ) -> None:
+        self.module = module
+        self.compiled = compiled
+        self.strides = [example.stride() for example in examples]
+        self.boxed = boxed
+        self.proved = False
+
+    def __call__(self, *args: Any) -> Any:
+        values = args[0] if self.boxed else list(args)
+        if not self.proved:
+            return self._first(values)
+        fitted = [_fitted(v, s) for v, s in zip(values, self.strides, strict=True)]
+        if self.boxed:
+            values.clear()
+        return self.compiled(fitted)
+
+    def _first(self, values: list[Any]) -> Any:
+        """The first call shows what compiling did not: it keeps the arguments to begin again."""
+        fitted = [_fitted(v, s) for v, s in zip(values, self.strides, strict=True)]
+        try:
+            results = self.compiled(fitted)
+        except Exception as error:  # whatever Inductor's code raises
+            _warn(f"the compiled program failed: {_reason(error)}")
+            self.compiled = self._eager
+            results = self._eager(list(values))
+        self.proved = True
+        if self.boxed:
+            values.clear()
+        return results
+
+    def _eager(self, values: list[Any]) -> Any:
+        return self.module(values) if self.boxed else self.module(*values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledProgram:
+    """Both parts of a program; `backward` is None for inference."""
+
+    forward: CompiledPart
+    backward: CompiledPart | None
+
+
+def compile_program(program: Program) -> CompiledProgram | None:
+    """Compile a program on every rank of the world; None, with a warning, where one rank cannot."""
+    found: CompiledProgram | None = None
+    reason: str | None = None
+    try:
+        found = _compiled(program)
+    except Exception as error:  # Inductor raises what its passes and compilers raise
+        reason = _reason(error)
+    reasons: list[str | None] = [reason]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        reasons = [None] * dist.get_world_size()
+        dist.all_gather_object(reasons, reason)
+    for rank, text in enumerate(reasons):
+        if text is not None:
+            _warn(f"Inductor cannot compile the program of rank {rank}: {text}")
+            return None
+    return found
+
+
+def _compiled(program: Program) -> CompiledProgram:
+    inputs = _placeholders(program.forward)
+    mode = fake_mode_of(inputs)
+    with mode:
+        results = program.forward(*inputs)
+    forward = CompiledPart(program.forward, _inductor(program.forward, inputs), inputs, False)
+    if program.backward is None:
+        return CompiledProgram(forward=forward, backward=None)
+    saved = list(results[program.num_results :])  # as strided as the forward makes them
+    values = [*saved, *_placeholders(program.backward)[len(saved) :]]
+    compiled = _inductor(program.backward, values)
+    backward = CompiledPart(program.backward, compiled, values, True)
+    return CompiledProgram(forward=forward, backward=backward)
+
+
+def _placeholders(module: fx.GraphModule) -> list[Tensor]:
+    return [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+
+
+def _inductor(
+    module: fx.GraphModule, inputs: Sequence[Tensor]
+) -> Callable[[list[Any]], Sequence[Any]]:
+    graph = fx.Graph()  # a copy that takes its arguments one by one
+    graph.output(graph.graph_copy(module.graph, {}))
+    with torch.no_grad():
+        return inductor_compile(fx.GraphModule(torch.nn.Module(), graph), inputs)
+
+
+def _fitted(value: Any, strides: Sequence[int]) -> Any:
+    """`value` with the strides that it was compiled for."""
+    if all(n <= 1 or a == b for n, a, b in zip(value.shape, value.stride(), strides, strict=True)):
+        return value
+    laid = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+    return laid.copy_(value)
+
+
+def _reason(error: Exception) -> str:
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {text}"
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"{text}. The program runs as it was emitted.", stacklevel=3)

@@ -1,0 +1,118 @@
+"""A single device's state dict into a parallel module: ranks keep their shares of full tensors."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopar._compat import layout_of
+from autopar.errors import CheckpointError
+from autopar.runtime.shards import take_shard
+
+if TYPE_CHECKING:
+    from autopar.runtime.module import ParallelModule
+
+__all__ = ["has_plain", "load_plain"]
+
+_SHOWN = 5
+
+
+def has_plain(state: Mapping[str, Any]) -> bool:
+    """True if a state has a tensor that is no DTensor."""
+    return any(isinstance(v, Tensor) and not isinstance(v, DTensor) for v in state.values())
+
+
+def load_plain(
+    module: ParallelModule, state: Mapping[str, Any], strict: bool
+) -> tuple[list[str], list[str]]:
+    """Fill parameters and persistent buffers in place; nothing is changed where something is wrong.
+
+    Args:
+        module: with its plan.
+        state: full tensors (or DTensors placed as the module's are), by FQN. Of names that share a
+            tensor, one is enough.
+        strict: missing and unexpected names are errors.
+
+    Returns:
+        Missing and unexpected names.
+
+    Raises:
+        CheckpointError: names, shapes or kinds do not fit; says which.
+    """
+    held = module.saved_tensors()
+    owners = {name: owner for name, owner in module.names() if owner in held}
+    given: dict[str, str] = {}
+    for name in state:
+        if name in owners:
+            first = given.setdefault(owners[name], name)
+            _check_alike(first, name, state)
+    missing = [name for name in held if name not in given]
+    strange = [name for name in state if name not in owners]
+    faults = [
+        fault
+        for owner, name in given.items()
+        if (fault := _fault(name, state[name], held[owner])) is not None
+    ]
+    if strict:
+        faults += _named("it lacks", missing, list(state))
+        faults += _named("the module does not have", strange, list(owners))
+    if faults:
+        raise CheckpointError(
+            f"the state dict does not fit the module: {'; '.join(faults)}. Nothing was loaded."
+        )
+    with torch.no_grad():
+        for owner, name in given.items():
+            _fill(held[owner], state[name])
+    return missing, strange
+
+
+def _check_alike(first: str, name: str, state: Mapping[str, Any]) -> None:
+    one, other = state[first], state[name]
+    if one is other or not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return
+    same = one.shape == other.shape and one.untyped_storage() is other.untyped_storage()
+    if not same and not (one.shape == other.shape and torch.equal(one, other)):
+        raise CheckpointError(
+            f"the module has one tensor for {first} and {name}, the state dict two different ones: "
+            "leave one of them out"
+        )
+
+
+def _fault(name: str, value: Any, mine: Tensor) -> str | None:
+    if not isinstance(value, Tensor) or value.is_meta:
+        found = "a tensor on meta" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        return f"{name} is {found}, not a tensor with values"
+    if value.shape != mine.shape:
+        return f"{name} has shape {tuple(value.shape)}, in the module {tuple(mine.shape)}"
+    if isinstance(value, DTensor):
+        same = isinstance(mine, DTensor) and (
+            value.placements == mine.placements and value.device_mesh == mine.device_mesh
+        )
+        if not same:
+            return f"{name} is a DTensor placed otherwise than the module's: give full tensors"
+    return None
+
+
+def _named(what: str, names: Sequence[str], others: Sequence[str]) -> list[str]:
+    if not names:
+        return []
+    shown = ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+    near = difflib.get_close_matches(names[0], others, n=1)
+    hint = f" (nearest to the first: {near[0]})" if near else ""
+    return [f"{what} {len(names)} name{'s' * (len(names) > 1)}: {shown}{hint}"]
+
+
+def _fill(mine: Tensor, value: Tensor) -> None:
+    if isinstance(mine, DTensor) and not isinstance(value, DTensor):
+        mesh = mine.device_mesh
+        coords = mesh.get_coordinate()
+        assert coords is not None
+        shard = take_shard(value, layout_of(mine.placements), tuple(mesh.shape), tuple(coords))
+        mine._local_tensor.copy_(shard)
+    else:
+        mine.copy_(value)
