@@ -25,6 +25,7 @@ from autopar.errors import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "PASSES",
     "AutoparError",
     "Checkpoint",
     "CheckpointError",
@@ -52,6 +53,7 @@ __all__ = [
 ]
 
 _WHERE = {
+    "PASSES": "autopar.codegen.passes",
     "Checkpoint": "autopar.runtime.resume",
     "Cluster": "autopar.cost_model",
     "Constraints": "autopar.core.constraints",

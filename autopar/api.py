@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.codegen.passes import check_passes
 from autopar.core import extensions
 from autopar.core.constraints import Constraints
 from autopar.core.plan import Plan
@@ -112,6 +113,7 @@ def parallelize(
     precision: str | None = None,
     reduce_dtype: str | None = None,
     backend: str = "eager",
+    passes: Collection[str] | None = None,
 ) -> ParallelModule:
     """Turn a module into one that trains on all devices of a mesh. Call it on every rank.
 
@@ -129,6 +131,8 @@ def parallelize(
         seed: of dropout; default: the first rank's `torch.initial_seed()`.
         backend: "eager" runs the emitted graphs as they are; "inductor" compiles them with torch's
             Inductor, and runs those as they are that it fails on, with a warning.
+        passes: names of the passes over the program, out of `autopar.PASSES`; default: all. The
+            same on every rank.
 
     Raises:
         AutoparError: the mesh does not cover the world, a parameter is on the wrong device, or
@@ -140,7 +144,7 @@ def parallelize(
     _check_world(mesh)
     guard_optimizers()
     numbers = (precision, reduce_dtype)
-    given, parsed, base = _agreed_settings(model, mesh, plan, constraints, seed, numbers)
+    given, parsed, base = _agreed_settings(model, mesh, plan, constraints, seed, numbers, passes)
     if given is not None:
         precision, reduce_dtype = given.precision, given.reduce_dtype
     planner = Planner(
@@ -156,6 +160,7 @@ def parallelize(
         precision,
         reduce_dtype,
         backend,
+        passes,
     )
 
     def create(chosen: Plan) -> Any:
@@ -212,6 +217,7 @@ def _agreed_settings(
     constraints: ConstraintsLike,
     seed: int | None,
     numbers: tuple[str | None, str | None],
+    passes: Collection[str] | None,
 ) -> tuple[Plan | None, Constraints, int]:
     """Plan, constraints and seed; all ranks stop where one has an error or another model."""
     given: Plan | None = None
@@ -224,6 +230,7 @@ def _agreed_settings(
         parsed = Constraints.parse(constraints)
         low_dtype(numbers[0])
         sum_dtype(numbers[1])
+        check_passes(passes)
         _check_precision(given, *numbers)
         extended = extensions.digest()
     except (AutoparError, OSError) as error:
@@ -239,6 +246,7 @@ def _agreed_settings(
     mine["the constraints"] = parsed.to_dict()
     mine["the precision"], mine["reduce_dtype"] = numbers
     mine["what extends autopar"] = extended
+    mine["the passes"] = None if passes is None else sorted(passes)
     agree(failure, mine)
     box = [(torch.initial_seed() if seed is None else seed) % (1 << 48)]
     if mesh.size() > 1:

@@ -229,7 +229,7 @@ def _lines(found: Explanation) -> Iterator[tuple[str, str]]:
     )
     yield "choice", _choice_text(found.choice, plan.modes.get(found.asked, ""))
     yield "cost", _cost_text(found)
-    step_s = plan.predicted.step_time_s
+    step_s = plan.predicted.serial_time_s
     if found.runner_up is not None:
         yield "runner-up", _runner_up_text(found.runner_up, plan)
     elif found.alternative is not None:
@@ -310,8 +310,8 @@ def _runner_up_text(other: Resolved, plan: Plan) -> str:
         return f"none: {other.reason}"
     p, q, solver = plan.predicted, other.plan.predicted, other.plan.solver
     return (
-        f"{_choice_text(other.choice)}: {format_seconds(q.step_time_s)} per step, "
-        f"{_more(q.step_time_s - p.step_time_s, p.step_time_s)}, "
+        f"{_choice_text(other.choice)}: {format_seconds(q.serial_time_s)} per step, "
+        f"{_more(q.serial_time_s - p.serial_time_s, p.serial_time_s)}, "
         f"peak {format_bytes(q.peak_memory_bytes)}; solved again without the choice "
         f"({solver.status}; none is below {format_seconds(solver.bound)})"
     )
@@ -330,7 +330,7 @@ def _binds_text(other: Resolved, found: Explanation, what: str, verb: str, negat
     """Whether what was left out in solving again is what the plan owes its time to."""
     if other.plan is None:
         return f"there is no plan without {what}: {other.reason}"
-    now, then = found.plan.predicted.step_time_s, other.plan.predicted.step_time_s
+    now, then = found.plan.predicted.serial_time_s, other.plan.predicted.serial_time_s
     if then >= now * (1 - _SAME):
         return f"{negation} bind: {format_seconds(then)} per step without {what}"
     same = other.choice == found.choice

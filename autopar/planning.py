@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.cache import PlanCache
 from autopar.codegen.emit import emit
+from autopar.codegen.passes import check_passes
 from autopar.codegen.turns import emit_turns
 from autopar.core.constraints import Constraints, PipelinePin
 from autopar.core.folding import every_instance, same_for_all_instances, unfolded
@@ -26,6 +27,7 @@ from autopar.runtime.inductor import compile_program
 from autopar.runtime.module import CompiledStep
 from autopar.runtime.pipeline import PipelinedStep, PipelineMesh
 from autopar.runtime.turns import stages_at_turns
+from autopar.scheduling import scheduled
 from autopar.tracer.fold import find_repeats
 from autopar.tracer.trace import trace
 
@@ -73,6 +75,7 @@ def solved(
     found = plan_step(
         traced, cluster, constraints=constraints, memory_limit=memory_limit, optimizer=optimizer
     )
+    found = scheduled(found, traced)
     if plans is not None:
         plans.put(key, found)
     return found
@@ -119,7 +122,9 @@ class Planner:
         precision: str | None,
         reduce_dtype: str | None = None,
         backend: str = "eager",
+        passes: Collection[str] | None = None,
     ) -> None:
+        self.passes = check_passes(passes)
         self.model = model
         self.mesh = mesh
         self.first = given
@@ -178,7 +183,14 @@ class Planner:
         coords = planned.get_coordinate()
         assert coords is not None
         groups = [planned.get_group(i).group_name for i in range(planned.ndim)]
-        program = emit(traced, chosen, coords, group_names=groups, device=self.mesh.device_type)
+        program = emit(
+            traced,
+            chosen,
+            coords,
+            group_names=groups,
+            device=self.mesh.device_type,
+            passes=self.passes,
+        )
         compiled = compile_program(program) if self.backend == "inductor" else None
         return CompiledStep(traced=traced, plan=chosen, program=program, compiled=compiled)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -31,6 +32,7 @@ def simulate(
     loss_fn: Any = None,
     ops: bool = False,
     traced: TracedModel | None = None,
+    passes: Collection[str] | None = None,
 ) -> Simulation:
     """Simulate a step of `plan`'s first rank on two streams; the optimizer's update included.
 
@@ -41,6 +43,7 @@ def simulate(
         cluster: prices ops and collectives; default: the plan's own.
         ops: measure each op on the device at hand, once; kept in the cache folder (`ops.sqlite`).
         traced: the whole trace, if at hand, to save the time.
+        passes: of the program, as for `autopar.parallelize`.
 
     Raises:
         PlanMismatchError: the plan is for another model or input.
@@ -56,7 +59,7 @@ def simulate(
     whole = traced or trace(model, example_inputs, **options)
     if plan.repeats:
         plan = unfolded(plan, trace(model, example_inputs, fold=True, **options), whole)
-    program = emit(whole, plan, [0] * len(plan.mesh_shape))
+    program = emit(whole, plan, [0] * len(plan.mesh_shape), passes=passes)
     trainable = {spec.target for spec in whole.parameters() if spec.trainable}
     local = [
         (_local_bytes(plan, name), plan.dtypes[name]) for name in plan.parameters

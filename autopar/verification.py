@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,7 @@ def verify(
     seed: int = 0,
     loss_fn: Any = None,
     traced: TracedModel | None = None,
+    passes: Collection[str] | None = None,
 ) -> Verification:
     """Run `plan` on virtual ranks and compare loss, outputs, gradients and buffers.
 
@@ -74,6 +75,7 @@ def verify(
         seed: of the dropout counter.
         loss_fn: as for `autopar.plan`.
         traced: a trace at hand, to save the time.
+        passes: of the programs, as for `autopar.parallelize`.
 
     Raises:
         PlanMismatchError: the plan is for another model or input.
@@ -99,7 +101,7 @@ def verify(
     whole = whole_inputs(traced, model, flat, seed)
     expected = reference(traced, model, args, kwargs, whole, loss_fn)
     if plan.pipeline is None:
-        found = _run_in_one(traced, plan, whole)
+        found = _run_in_one(traced, plan, whole, passes)
     else:
         found = run_stages(traced, plan.pipeline, whole)
         # beside the loss, a step in microbatches returns nothing
@@ -120,11 +122,14 @@ def verify(
 
 
 def _run_in_one(
-    traced: TracedModel, plan: Plan, whole: Mapping[str, Tensor]
+    traced: TracedModel,
+    plan: Plan,
+    whole: Mapping[str, Tensor],
+    passes: Collection[str] | None,
 ) -> dict[tuple[str, str], Tensor]:
     """Outputs of the programs of all ranks, run in lockstep."""
     coords = mesh_coords(plan.mesh_shape)
-    programs = [emit(traced, plan, c) for c in coords]
+    programs = [emit(traced, plan, c, passes=passes) for c in coords]
     feeds = [_feed(p, whole, plan, c) for p, c in zip(programs, coords, strict=True)]
     results = run_lockstep([p.joint.graph for p in programs], feeds, plan.mesh_shape)
     return _assembled(programs[0], results, plan.mesh_shape)

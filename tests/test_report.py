@@ -70,7 +70,8 @@ def made(parameters: dict[str, Any], **changes: Any) -> Plan:
         "predicted": Prediction(
             step_time_s=0.5,
             compute_time_s=0.375,
-            comm_time_s=0.125,
+            comm_time_s=0.25,
+            hidden_comm_s=(0.125, 0.0),
             peak_memory_bytes=3 * GIB,
             memory={**sizes, "activations": 2 * GIB},
             comm_bytes=(
@@ -166,7 +167,7 @@ def test_header_and_communication() -> None:
     for part in (
         "dp=2 × tp=4 (8 devices)",
         "h100-sxm: H100 SXM5 80GB, 8 per node",
-        "500 ms = compute 375 ms + communication 125 ms (25.0%)",
+        "500 ms = compute 375 ms + exposed communication 125 ms (25.0%); 125 ms of communication",
         "3.00 GiB of 4.00 GiB (75.0%) per device: activations 2.00 GiB",
         "optimal: objective 500 ms, bound 500 ms, gap 0.00%, found in 1.5 s with 10 variables",
         "5,368,709,120  5.00 GiB",

@@ -161,32 +161,48 @@ def planned(name: str, constraints: Any) -> tuple[Any, Any, Any, autopar.Plan]:
     ids=["data", "tensor and zero"],
 )
 def test_emitted_program_costs_what_the_solver_adds_up_to(constraints: Any) -> None:
-    """With each collective waited for at once, as the solver has it; the program waits later."""
+    """Without passes: each collective is alone and is waited for at once."""
     model, inputs, traced, plan = planned("llama", constraints)
     late = autopar.simulate(plan, model, inputs, traced=traced)
-    graph = emit(traced, plan, [0] * len(plan.mesh_shape)).joint.graph
-    for node in list(graph.nodes):
-        if node.target is c10d.wait_tensor.default:
-            node.args[0].append(node)
+    graph = emit(traced, plan, [0] * len(plan.mesh_shape), passes=()).joint.graph
     cluster = Cluster.from_dict(plan.cluster)
     found = simulate(graph, cluster)
     assert found.step_s == pytest.approx(found.compute_s + sum(found.comm_s), rel=1e-9)
-    assert sum(found.comm_s) == pytest.approx(plan.predicted.comm_time_s, rel=1e-9)
     assert found.exposed_s == pytest.approx(found.comm_s)
+    # of what may go in buckets, the solver prices a part of the latency
+    shared = [span for span in found.spans if span.kind and not alone(span.members, plan)]
+    moves = [move for op in plan.predicted.timeline.ops for move in op.moves]
+    whole = sum(cluster.collective_seconds(m.kind, m.num_bytes, m.axis) * m.times for m in moves)
+    assert sum(found.comm_s) == pytest.approx(whole, rel=1e-9)
+    saved = whole - plan.predicted.comm_time_s
+    latencies = sum(cluster.alpha_beta(s.kind, s.stream)[0] for s in shared)
+    assert 0 < saved < latencies
     # views are free; the program has copies beside the plan's ops, which pack and unpack shards
     assert found.compute_s > 0.95 * plan.predicted.compute_time_s
-    assert late.compute_s == pytest.approx(found.compute_s)
-    assert late.comm_s == pytest.approx(found.comm_s)
+    assert late.compute_s >= found.compute_s * (1 - 1e-9)
+    assert sum(late.comm_s) < sum(found.comm_s)
     assert late.step_s == pytest.approx(late.compute_s + sum(late.exposed_s))
-    assert sum(late.hidden_s) >= -1e-12
+    assert sum(late.hidden_s) > 0
     assert sum(late.hidden_s) <= late.compute_s
     assert late.total_s == late.step_s + late.optimizer_s > late.step_s
     assert sum(late.by_phase().values()) == pytest.approx(late.total_s)
 
 
+def alone(members: Any, plan: autopar.Plan) -> bool:
+    """False for a gradient, and for what an op gathers of a parameter."""
+    ((origin, _),) = members
+    ops = {op.name: op for op in plan.predicted.timeline.ops}
+    if origin not in ops:
+        return not origin.startswith("gradient of ")
+    names = list(ops[origin].operands)
+    while any(n in ops and ops[n].op_class == "view" for n in names):
+        names = [m for n in names for m in (ops[n].operands if n in ops else [n])]
+    return not any(name in plan.parameters for name in names)
+
+
 def test_reductions_of_gradients_run_beside_the_backward() -> None:
     _, _, traced, plan = planned("gpt2", {"data": 4, "zero": 0})
-    graph = emit(traced, plan, [0]).joint.graph
+    graph = emit(traced, plan, [0], passes=["late"]).joint.graph
     order = {node: i for i, node in enumerate(graph.nodes)}
     output = next(iter(reversed(graph.nodes)))
     last = max(order[n] for n in graph.nodes if n.target is torch.ops.autopar.einsum.default)

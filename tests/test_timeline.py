@@ -60,6 +60,24 @@ def test_sums_are_the_plans(planned: Plan) -> None:
     assert {k: v for k, v in live.items() if v} == dict(predicted.memory)
 
 
+def test_communication_is_hidden_or_exposed(planned: Plan) -> None:
+    """Each collective's parts add up, per axis and in the step; compute hides at most itself."""
+    predicted = planned.predicted
+    by_axis = [0.0] * len(planned.axis_names)
+    for op in predicted.timeline.ops:
+        for move in op.moves:
+            assert 0 <= move.hidden_s <= move.seconds
+            assert move.hidden_s + move.exposed_s == pytest.approx(move.seconds)
+            by_axis[move.axis] += move.hidden_s * move.times
+    assert predicted.hidden_comm_s == pytest.approx(tuple(by_axis), rel=1e-8)
+    assert 0 <= predicted.hidden_time_s <= predicted.compute_time_s
+    assert (predicted.hidden_time_s > 0) == (predicted.comm_time_s > 0)
+    assert predicted.step_time_s == pytest.approx(
+        predicted.compute_time_s + predicted.exposed_time_s, rel=1e-8
+    )
+    assert predicted.serial_time_s == pytest.approx(planned.solver.objective, rel=1e-6)
+
+
 def test_executions_follow_each_other(planned: Plan) -> None:
     predicted = planned.predicted
     runs = list(executed(predicted.timeline))
@@ -200,9 +218,13 @@ def test_trace_has_a_process_per_rank(planned: Plan, tmp_path: Path) -> None:
         predicted = planned.predicted
         assert spent[rank, True] == pytest.approx(predicted.compute_time_s, rel=1e-3)
         assert spent[rank, False] == pytest.approx(predicted.comm_time_s, rel=1e-3)
-    # nothing overlaps: one thing at a time
-    mine = sorted((e["ts"], e["dur"]) for e in found if e["ph"] == "X" and e["pid"] == 0)
-    assert all(b[0] >= a[0] + a[1] - 1e-3 for a, b in pairwise(mine))
+    for lane in range(1 + len(planned.axis_names)):
+        mine = sorted(
+            (e["ts"], e["dur"])
+            for e in found
+            if e["ph"] == "X" and (e["pid"], e["tid"]) == (0, lane)
+        )
+        assert all(b[0] >= a[0] + a[1] - 1e-3 for a, b in pairwise(mine))
     peak = max(sum(e["args"].values()) for e in found if e["ph"] == "C")
     assert peak == planned.predicted.peak_memory_bytes
 

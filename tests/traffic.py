@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from autopar.runtime.shards import take_shard
 from autopar.tracer.trace import normalize_inputs
 from autopar.verification import whole_inputs
 
-__all__ = ["Traffic", "traffic_of_a_rank"]
+__all__ = ["Traffic", "bytes_of", "traffic_of_a_rank"]
 
 c10d = torch.ops._c10d_functional
 
@@ -86,6 +86,11 @@ class Traffic(TorchDispatchMode):
         )
 
 
+def bytes_of(rows: Iterable[CommBytes]) -> dict[tuple[int, str], int]:
+    """Bytes by axis and kind; in how many calls they go is the buckets' affair."""
+    return {(row.axis, row.kind): row.num_bytes for row in rows}
+
+
 def _answer(func: Any, args: Any) -> Tensor:
     x: Tensor = args[0]
     if func is c10d.all_gather_into_tensor.default:
@@ -96,11 +101,19 @@ def _answer(func: Any, args: Any) -> Tensor:
 
 
 def traffic_of_a_rank(
-    traced: TracedModel, plan: Plan, model: nn.Module, inputs: Any, coords: Sequence[int]
+    traced: TracedModel,
+    plan: Plan,
+    model: nn.Module,
+    inputs: Any,
+    coords: Sequence[int],
+    passes: Collection[str] | None = None,
 ) -> tuple[CommBytes, ...]:
-    """What the rank at `coords` sends while its forward and backward programs run."""
+    """What the rank at `coords` sends while its forward and backward programs run.
+
+    It is as many calls and bytes as the program has.
+    """
     names = [f"group of axis {axis}" for axis in range(len(plan.mesh_shape))]
-    program = emit(traced, plan, coords, group_names=names)
+    program = emit(traced, plan, coords, group_names=names, passes=passes)
     args, kwargs = normalize_inputs(inputs)
     flat = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     whole = whole_inputs(traced, model, flat, seed=0)
@@ -113,4 +126,5 @@ def traffic_of_a_rank(
         values = program.forward(*feeds[False])
         if program.backward is not None:
             program.backward([*values[program.num_results :], *feeds[True]])
+    assert traffic.total() == program.comm_bytes()
     return traffic.total()

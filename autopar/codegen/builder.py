@@ -71,6 +71,7 @@ class Builder:
             node.meta["val"] = target(*fake_args, **fake_kwargs)
         node.meta["origin"] = self.origin
         node.meta["phase"] = self.phase
+        node.meta["times"] = self.times
         return node
 
     def value(self, node: fx.Node) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,12 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate
 
 from autopar.codegen import lowerings as _lowerings  # noqa: F401  (registers the lowerings)
+from autopar.codegen import program_pass
 from autopar.codegen.builder import Builder
 from autopar.codegen.lowering import LocalCall, lower
-from autopar.codegen.partition import split_phases, wait_late
-from autopar.codegen.program_pass import PassContext, run_passes
+from autopar.codegen.partition import split_phases
+from autopar.codegen.passes import check_passes, run_passes
 from autopar.codegen.redistribute import emit_redistribution
-from autopar.core.blocks import Blocks
+from autopar.core.blocks import Block, Blocks
 from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info
 from autopar.core.placement import Layout, Replicate, local_shape
 from autopar.core.plan import CommBytes, Plan
@@ -46,6 +47,7 @@ class Program:
         inputs: descriptor and local layout of every placeholder of `joint`.
         outputs: descriptor and layout of every output of `joint`.
         num_results: user outputs and buffers, which come first.
+        passes: names of the passes that it went through.
     """
 
     joint: fx.GraphModule
@@ -54,9 +56,13 @@ class Program:
     inputs: tuple[tuple[InputSpec, Layout], ...]
     outputs: tuple[tuple[OutputSpec, Layout], ...]
     num_results: int
+    passes: tuple[str, ...] = ()
 
     def comm_bytes(self) -> tuple[CommBytes, ...]:
-        """Bytes of the collectives in the program, per axis and kind."""
+        """Bytes of the collectives in the program, per axis and kind.
+
+        Their sum is the plan's; a bucket counts once, where the plan counts each of its members.
+        """
         return count_collectives(self.joint.graph)
 
 
@@ -82,6 +88,7 @@ def emit(
     *,
     group_names: Sequence[str] | None = None,
     device: torch.device | str = "cpu",
+    passes: Collection[str] | None = None,
 ) -> Program:
     """Write the program of the rank at `coords`.
 
@@ -92,10 +99,11 @@ def emit(
         group_names: process group of each axis; symbolic names where the program is not run
             by a process of its own.
         device: of factory results.
+        passes: names out of `autopar.codegen.passes.PASSES`; None for all.
 
     Raises:
         PlanMismatchError: the plan is of another graph.
-        AutoparError: the emitted collectives differ from the plan's.
+        AutoparError: the emitted collectives differ from the plan's, or there is no such pass.
     """
     if plan.fingerprint != traced.fingerprint():
         raise PlanMismatchError(
@@ -103,9 +111,8 @@ def emit(
             f"{traced.fingerprint()}: another model, input shape, dtype or version of the code"
         )
     traced = recomputed(traced, plan.checkpoint)
-    program = _Emitter(traced, plan, coords, group_names, torch.device(device)).run()
-    check_traffic(program.comm_bytes(), plan)
-    return _passed(program, plan, coords, group_names)
+    emitter = _Emitter(traced, plan, coords, group_names, torch.device(device))
+    return _passed(emitter.run(passes), plan, coords, group_names)
 
 
 def check_traffic(found: tuple[CommBytes, ...], plan: Plan) -> None:
@@ -121,13 +128,13 @@ def _passed(
     program: Program, plan: Plan, coords: Sequence[int], group_names: Sequence[str] | None
 ) -> Program:
     """The program behind the passes of other packages, which the plan's prediction leaves out."""
-    context = PassContext(
+    context = program_pass.PassContext(
         plan=plan,
         coords=tuple(coords),
         group_names=tuple(group_names or axis_group_names(plan.mesh_shape)),
     )
     tangents = {spec.node for spec, _ in program.inputs if spec.kind == "tangent"}
-    if not run_passes(program.joint.graph, context, tangents):
+    if not program_pass.run_passes(program.joint.graph, context, tangents):
         return program
     program.joint.recompile()
     forward, backward = split_phases(program.joint.graph, program.num_results, tangents)
@@ -137,6 +144,12 @@ def _passed(
 def axis_group_names(mesh_shape: Sequence[int]) -> list[str]:
     """Stand-ins for the process groups of the axes."""
     return [f"axis{i}" for i in range(len(mesh_shape))]
+
+
+def _spare(plan: Plan) -> int:
+    """Bytes by which passes may raise the peak: a hundredth of the predicted one, if that fits."""
+    peak = plan.predicted.peak_memory_bytes
+    return max(0, min(peak // 100, plan.memory_limit_bytes - peak))
 
 
 class _Emitter:
@@ -174,7 +187,7 @@ class _Emitter:
                 owner = self._output_value(spec)[0]
                 self.completed.setdefault(owner, []).append(spec)
 
-    def run(self) -> Program:
+    def run(self, passes: Collection[str] | None) -> Program:
         inputs = self._inputs()
         nodes = [n for n in self.traced.graph.nodes if n.op == "call_function"]
         nodes = [n for n in nodes if n.target is not operator.getitem]
@@ -187,10 +200,11 @@ class _Emitter:
                 self._results()
         outputs = [*self.results, *self._gradients()]
         self.graph.output(tuple(node for node, _, _ in outputs))
-        wait_late(self.graph)
-        joint = fx.GraphModule(torch.nn.Module(), self.graph)
+        check_traffic(count_collectives(self.graph), self.plan)
+        graph = run_passes(self.graph, passes, sizes=self.plan.bucket_sizes(), block_of=self._block)
+        joint = fx.GraphModule(torch.nn.Module(), graph)
         tangents = {spec.node for spec, _ in inputs if spec.kind == "tangent"}
-        forward, backward = split_phases(self.graph, len(self.results), tangents)
+        forward, backward = split_phases(graph, len(self.results), tangents)
         return Program(
             joint=joint,
             forward=forward,
@@ -198,6 +212,7 @@ class _Emitter:
             inputs=tuple(inputs),
             outputs=tuple((spec, layout) for _, spec, layout in outputs),
             num_results=len(self.results),
+            passes=check_passes(passes),
         )
 
     def _inputs(self) -> list[tuple[InputSpec, Layout]]:
@@ -223,6 +238,9 @@ class _Emitter:
             self.layouts[node.name, 0] = layout
             found.append((spec, layout))
         return found
+
+    def _block(self, name: str) -> Block | None:
+        return self.blocks.place[name][0] if name in self.blocks.place else None
 
     def _value(self, node: fx.Node) -> tuple[str, int]:
         if node.op == "call_function" and node.target is operator.getitem:
@@ -288,6 +306,7 @@ class _Emitter:
                 continue
             value = self._output_value(spec)
             self.builder.times = 1
+            self.builder.origin = "result"
             beside = self.traced.loss_index is not None and spec.kind == "output"
             keep = beside and spec.target != str(self.traced.loss_index)
             target = self.layouts[value] if keep else self.whole

@@ -1,4 +1,4 @@
-"""Splits a joint program into the forward and the backward that autograd calls; places waits."""
+"""Splits a joint program into the forward and the backward that autograd calls."""
 
 from __future__ import annotations
 
@@ -9,39 +9,12 @@ import torch
 from torch import fx
 from torch.fx.graph import CodeGen
 
-from autopar.core.einsum import contract
-from autopar.core.work import is_view
+from autopar.core.einsum import contract, takes_bias
 
-__all__ = ["EmptiesItsList", "copy_part", "split_phases", "wait_late"]
+__all__ = ["EmptiesItsList", "copy_part", "split_phases"]
 
-c10d = torch.ops._c10d_functional
 # called without torch's dispatcher, which takes longer than a small product
 _DIRECT: dict[Any, Any] = {torch.ops.autopar.einsum.default: contract}
-
-
-def wait_late(joint: fx.Graph) -> None:
-    """Put the wait for each all-reduce in front of the first reader of its result; views go along.
-
-    Gradients are read by nobody but the caller, so their reductions run beside the rest of the
-    backward. An all-reduce works on a copy of its operand, hence waiting later keeps no more
-    memory; other collectives hold their operand until the wait, and are left where they are.
-    """
-    late: set[fx.Node] = set()
-    for node in joint.nodes:
-        source = node.args[0] if node.args else None
-        if isinstance(source, fx.Node) and (
-            source in late
-            if is_view(node.target)
-            else node.target is c10d.wait_tensor.default
-            and source.target is c10d.all_reduce.default
-        ):
-            late.add(node)
-    position = {node: index for index, node in enumerate(joint.nodes)}
-    for node in reversed(list(joint.nodes)):
-        first = min(node.users, key=position.__getitem__, default=None)
-        if node in late and first is not None:
-            position[node] = position[first]  # its operand is placed by this
-            first.prepend(node)
 
 
 def split_phases(
@@ -107,6 +80,43 @@ def copy_part(
         env[node] = graph.node_copy(node, env.__getitem__)
         env[node].target = _DIRECT.get(node.target, node.target)
     graph.output(tuple(env[n] if isinstance(n, fx.Node) else None for n in outputs))
+    _add_biases(graph)
     graph.eliminate_dead_code()
     graph.lint()
     return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _add_biases(graph: fx.Graph) -> None:
+    """Add a bias in the call of the product that it belongs to, where nothing else reads that."""
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.aten.add.Tensor or len(node.args) != 2 or node.kwargs:
+            continue
+        for product, bias in (node.args, reversed(node.args)):
+            if _is_product(product) and _is_bias(bias, product):
+                with graph.inserting_before(node):
+                    joined = graph.call_function(contract, (*product.args, bias))
+                joined.meta = dict(node.meta)
+                node.replace_all_uses_with(joined)
+                break
+
+
+def _is_product(node: Any) -> bool:
+    return (
+        isinstance(node, fx.Node)
+        and node.target is contract
+        and len(node.args) == 3
+        and len(node.users) == 1
+        and takes_bias(str(node.args[0]))
+    )
+
+
+def _is_bias(node: Any, product: fx.Node) -> bool:
+    if not isinstance(node, fx.Node):
+        return False
+    given, made = node.meta.get("val"), product.meta["val"]
+    return (
+        isinstance(given, torch.Tensor)
+        and given.dim() == 1
+        and given.shape[0] == made.shape[-1]
+        and given.dtype == made.dtype
+    )

@@ -22,7 +22,8 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from autopar.codegen.emit import _Emitter, check_traffic, count_collectives
-from autopar.codegen.partition import EmptiesItsList, copy_part, wait_late
+from autopar.codegen.partition import EmptiesItsList, copy_part
+from autopar.codegen.passes import run_passes
 from autopar.codegen.redistribute import emit_redistribution
 from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info
 from autopar.core.placement import Layout
@@ -148,7 +149,7 @@ class _TurnEmitter(_Emitter):
             if spec.node is not None
         ]
         self.graph.output(tuple(node for node, _, _ in outputs))
-        wait_late(self.graph)
+        run_passes(self.graph, ["late"], sizes={}, block_of=self._block)
         return TurnProgram(
             joint=fx.GraphModule(torch.nn.Module(), self.graph),
             parts={},

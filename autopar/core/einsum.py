@@ -13,9 +13,18 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-__all__ = ["Equation", "contract", "flops", "gradient_equations", "output_shape", "parse_equation"]
+__all__ = [
+    "Equation",
+    "contract",
+    "flops",
+    "gradient_equations",
+    "output_shape",
+    "parse_equation",
+    "takes_bias",
+]
 
 
 class Equation(NamedTuple):
@@ -80,8 +89,25 @@ def _arrange(x: Tensor, letters: str, order: tuple[str, ...], sizes: dict[str, i
     return x.reshape([math.prod(sizes[c] for c in group) for group in order])
 
 
-def contract(equation: str, a: Tensor, b: Tensor) -> Tensor:
-    """Run a contraction as one `mm` or `bmm`, copying only where a layout demands it."""
+def takes_bias(equation: str) -> bool:
+    """True if `contract` can add a bias along the result's last dim in the same call."""
+    eq = parse_equation(equation)
+    return (
+        bool(eq.free_a and eq.free_b)
+        and not eq.batch
+        and eq.out.endswith(eq.free_b)
+        and (len(eq.free_b) == 1)
+    )
+
+
+def contract(equation: str, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Run a contraction as one `mm` or `bmm`, copying only where a layout demands it.
+
+    Args:
+        equation: for `parse_equation`.
+        a, b: operands.
+        bias: added along the last dim, for an equation that `takes_bias`.
+    """
     eq = parse_equation(equation)
     sizes = _sizes(eq, a.shape, b.shape)
     # The free letters go in the output's order so that the result needs no permute.
@@ -96,7 +122,10 @@ def contract(equation: str, a: Tensor, b: Tensor) -> Tensor:
     else:
         lhs = _arrange(a, eq.a, (free_a, eq.contracted), sizes)
         rhs = _arrange(b, eq.b, (eq.contracted, free_b), sizes)
-        out = rhs.t().mm(lhs.t()) if swap else lhs.mm(rhs)
+        if bias is not None:
+            out = torch.addmm(bias, lhs, rhs)
+        else:
+            out = rhs.t().mm(lhs.t()) if swap else lhs.mm(rhs)
     order = batch + (free_b + free_a if swap else free_a + free_b)
     out = out.reshape([sizes[c] for c in order])
     return out if order == eq.out else out.permute([order.index(c) for c in eq.out])

@@ -17,6 +17,7 @@ from autopar.errors import PlanMismatchError
 
 __all__ = [
     "PLAN_VERSION",
+    "BucketBytes",
     "CommBytes",
     "NodePlan",
     "PipelinePlan",
@@ -52,12 +53,25 @@ class CommBytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BucketBytes:
+    """Bytes at which a bucket of small collectives of one kind on one mesh axis is closed."""
+
+    axis: int
+    kind: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """What the cost model expects of one training step on one device.
 
     Attributes:
-        step_time_s: compute plus communication, without the optimizer's update but for `offload_s`.
-        compute_time_s, comm_time_s: its parts.
+        step_time_s: compute plus exposed communication, without the optimizer's update but for
+            `offload_s`.
+        compute_time_s: of all ops.
+        comm_time_s: of all collectives, hidden or not.
+        hidden_comm_s: of these, what runs beside compute, per mesh axis; empty where the emitted
+            program has not been simulated, which counts as nothing hidden.
         peak_memory_bytes: highest point of the step, states included.
         memory: bytes by kind at the peak.
         comm_bytes: per mesh axis and collective.
@@ -74,10 +88,26 @@ class Prediction:
     peak_memory_bytes: int
     memory: Mapping[str, int]
     comm_bytes: tuple[CommBytes, ...]
+    hidden_comm_s: tuple[float, ...] = ()
     timeline: Timeline = field(default_factory=Timeline)
     phases: Mapping[str, float] = field(default_factory=dict)
     offload_s: float = 0.0
     host_bytes: int = 0
+
+    @property
+    def hidden_time_s(self) -> float:
+        """Communication that runs beside compute."""
+        return sum(self.hidden_comm_s)
+
+    @property
+    def exposed_time_s(self) -> float:
+        """Communication that compute stands still for."""
+        return self.comm_time_s - self.hidden_time_s
+
+    @property
+    def serial_time_s(self) -> float:
+        """The step if nothing overlapped: what the solver minimises."""
+        return self.compute_time_s + self.comm_time_s + self.offload_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +174,7 @@ class Plan:
             `predicted` is of the rank that takes longest.
         reduce_dtype: of sums of gradients over ranks, "fp32", "bf16" or "fp16"; None where it was
             the solver's choice.
+        buckets: how large buckets of collectives get.
     """
 
     fingerprint: str
@@ -168,6 +199,7 @@ class Plan:
     precision: str = "fp32"
     pipeline: PipelinePlan | None = None
     reduce_dtype: str | None = None
+    buckets: tuple[BucketBytes, ...] = ()
     version: int = PLAN_VERSION
 
     @property
@@ -175,6 +207,10 @@ class Plan:
         """Devices of all pipeline ranks."""
         ranks = self.pipeline.size if self.pipeline is not None else 1
         return math.prod(self.mesh_shape) * ranks
+
+    def bucket_sizes(self) -> dict[tuple[int, str], int]:
+        """Bytes that close a bucket, by mesh axis and kind."""
+        return {(row.axis, row.kind): row.num_bytes for row in self.buckets}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; layouts as lists of short forms such as `"S0"`.
@@ -333,8 +369,10 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
     predicted = dict(data["predicted"])
     predicted["comm_bytes"] = tuple(CommBytes(**row) for row in predicted["comm_bytes"])
     predicted["timeline"] = Timeline.from_dict(predicted["timeline"])
+    predicted["hidden_comm_s"] = tuple(predicted["hidden_comm_s"])
     fields["predicted"] = Prediction(**predicted)
     fields["solver"] = SolverReport(**data["solver"])
+    fields["buckets"] = tuple(BucketBytes(**row) for row in data.get("buckets", ()))
     fields["repeats"] = tuple(Repeat(**row) for row in data.get("repeats", ()))
     fields["constraints"] = Constraints.parse(data.get("constraints")).to_dict()
     return fields

@@ -45,6 +45,7 @@ class PlannedMove(NamedTuple):
         seconds: of one execution.
         of: the operand that arrives by it, as in `PlannedOp.operands`; `"gradient of FQN"` or
             `"result"` or `"sent"` for what leaves by it; `""` for a collective inside the op.
+        hidden_s: of `seconds`, what runs beside compute.
     """
 
     axis: int
@@ -53,6 +54,12 @@ class PlannedMove(NamedTuple):
     times: int
     seconds: float
     of: str
+    hidden_s: float = 0.0
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of one execution that compute stands still for."""
+        return self.seconds - self.hidden_s
 
     @property
     def leaves(self) -> bool:
@@ -125,7 +132,7 @@ class PlannedOp:
 
     @property
     def total_s(self) -> float:
-        """Seconds of all its executions and collectives in one step."""
+        """Seconds of all its executions and collectives in one step, nothing hidden."""
         return self.compute_s * self.times + self.comm_s
 
 
@@ -199,7 +206,8 @@ class Timeline:
 def _row(op: PlannedOp, number: Any) -> list[Any]:
     texts = (op.name, op.op, op.op_class, op.phase, op.module, op.source, op.dtype)
     moves = [
-        [m.axis, number(m.kind), m.num_bytes, m.times, m.seconds, number(m.of)] for m in op.moves
+        [m.axis, number(m.kind), m.num_bytes, m.times, m.seconds, number(m.of), m.hidden_s]
+        for m in op.moves
     ]
     other = None if op.alternative is None else _alternative(op.alternative)
     return [
@@ -230,8 +238,8 @@ def _op(row: Sequence[Any], strings: Sequence[str]) -> PlannedOp:
         times=times,
         compute_s=compute_s,
         moves=tuple(
-            PlannedMove(axis, strings[kind], num_bytes, count, seconds, strings[of])
-            for axis, kind, num_bytes, count, seconds, of in moves
+            PlannedMove(axis, strings[kind], num_bytes, count, seconds, strings[of], hidden)
+            for axis, kind, num_bytes, count, seconds, of, hidden in moves
         ),
         live=tuple(live),
         alternative=None if other is None else _parsed(other),
@@ -257,7 +265,10 @@ def _parsed(row: Sequence[Any]) -> Alternative:
 
 
 class Execution(NamedTuple):
-    """One execution of an op: which instance of its block, when it starts, live bytes."""
+    """One execution of an op: which instance of its block, when it starts, live bytes.
+
+    `before_s` and `after_s` are the exposed seconds of its collectives.
+    """
 
     op: PlannedOp
     instance: int
@@ -272,7 +283,8 @@ def executed(timeline: Timeline) -> Iterator[Execution]:
 
     Ops that stand for repeated blocks are run once per instance: all of one block, then all of the
     next. A collective that only some instances need is spread evenly over all of them, so totals
-    hold.
+    hold. Compute stands still for the exposed part of a collective at the op that it belongs to;
+    for a gradient that is reduced late, the step does so at its end.
     """
     span_of = {name: span for span in timeline.spans for name in span.ops}
     now = 0.0
@@ -280,8 +292,8 @@ def executed(timeline: Timeline) -> Iterator[Execution]:
         ops = list(grouped)
         for instance in range(span.times if span is not None else 1):
             for op in ops:
-                before = sum(m.seconds * m.times for m in op.moves if not m.leaves) / op.times
-                after = sum(m.seconds * m.times for m in op.moves if m.leaves) / op.times
+                before = sum(m.exposed_s * m.times for m in op.moves if not m.leaves) / op.times
+                after = sum(m.exposed_s * m.times for m in op.moves if m.leaves) / op.times
                 live = op.live if span is None else _live(timeline, op, span, instance)
                 yield Execution(op, instance, now, before, after, live)
                 now += before + op.compute_s + after

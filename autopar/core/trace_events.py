@@ -75,8 +75,13 @@ def event(
 
 
 def predicted_events(plan: Plan, pid: int) -> Iterator[Event]:
-    """The predicted step of one device; ops without cost (views) are left out."""
+    """The predicted step of one device; ops without cost (views) are left out.
+
+    A collective that ops wait for ends when they begin, one of a gradient begins when its op ends,
+    each as far as its lane is free.
+    """
     kinds = plan.predicted.timeline.kinds
+    free = [0.0] * len(plan.axis_names)
     shown: tuple[int, ...] = ()
     for run in executed(plan.predicted.timeline):
         op = run.op
@@ -89,25 +94,30 @@ def predicted_events(plan: Plan, pid: int) -> Iterator[Event]:
             args["instance"] = f"{run.instance + 1} of {op.times}"
         now = run.start_s
         for move in (m for m in op.moves if not m.leaves):
-            yield _moved(plan, pid, op, move, now)
-            now += move.seconds * move.times / op.times
+            now += move.exposed_s * move.times / op.times
+            yield _moved(plan, pid, op, move, now - move.seconds * move.times / op.times, free)
         if op.compute_s:
             yield event(pid, COMPUTE, op.name, now, op.compute_s, args)
             now += op.compute_s
         for move in (m for m in op.moves if m.leaves):
-            yield _moved(plan, pid, op, move, now)
-            now += move.seconds * move.times / op.times
+            yield _moved(plan, pid, op, move, now, free)
+            now += move.exposed_s * move.times / op.times
 
 
-def _moved(plan: Plan, pid: int, op: PlannedOp, move: PlannedMove, start_s: float) -> Event:
+def _moved(
+    plan: Plan, pid: int, op: PlannedOp, move: PlannedMove, start_s: float, free: list[float]
+) -> Event:
+    seconds = move.seconds * move.times / op.times
+    start_s = max(start_s, free[move.axis])
+    free[move.axis] = start_s + seconds
     args = {
         "of": move.of or op.name,
         "op": op.name,
         "bytes": move.num_bytes,
         "size": format_bytes(move.num_bytes),
         "ranks": plan.mesh_shape[move.axis],
+        "hidden_s": move.hidden_s * move.times / op.times,
     }
-    seconds = move.seconds * move.times / op.times
     return event(pid, 1 + move.axis, move.kind, start_s, seconds, args)
 
 

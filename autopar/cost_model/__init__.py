@@ -12,7 +12,7 @@ Seconds, bytes, bytes/s and FLOP/s throughout.
 from __future__ import annotations
 
 from autopar.cost_model.catalogue import load_profile, profile_names, register_profile
-from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.cluster import Cluster, bucketed_latency
 from autopar.cost_model.collectives import CollectiveKind
 from autopar.cost_model.compute import OpCost, compute_seconds, compute_seconds_array
 from autopar.cost_model.memory import (
@@ -49,6 +49,7 @@ __all__ = [
     "PeakMemory",
     "Profile",
     "ScheduledOp",
+    "bucketed_latency",
     "can_offload",
     "compute_seconds",
     "compute_seconds_array",

@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from autopar.cost_model.catalogue import load_profile, profile_names
 from autopar.cost_model.collectives import CollectiveKind, alpha_beta, axis_geometry
 from autopar.cost_model.profile import (
@@ -28,7 +30,26 @@ from autopar.cost_model.profile import (
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Cluster"]
+__all__ = ["Cluster", "bucketed_latency"]
+
+_LATENCIES = 4
+"""A bucket is closed when its bytes take this many latencies."""
+
+
+def bucketed_latency(latency: Any, spent: Any, shared: int) -> Any:
+    """A collective's share of the latency of its bucket.
+
+    A full bucket has bytes for κ latencies, so a tensor whose bytes take t seconds pays t / κ; at
+    least its part of one bucket with all others, and at most a call of its own::
+
+        min(a, max(a / shared, t / κ))
+
+    Args:
+        latency: a, a number or an array.
+        spent: t, of the same shape.
+        shared: how many tensors may go in one bucket.
+    """
+    return np.minimum(latency, np.maximum(latency / shared, spent / _LATENCIES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,6 +273,27 @@ class Cluster:
         if num_bytes < 0:
             raise ClusterError(f"{kind} of {num_bytes} bytes: num_bytes must not be negative")
         return a + b * num_bytes if num_bytes > 0 else 0.0
+
+    def bucketed_seconds(
+        self, kind: CollectiveKind, num_bytes: float, axis: int, shared: int
+    ) -> float:
+        """Seconds of a collective that may go in one bucket with others.
+
+        Args:
+            kind, num_bytes, axis: as for `collective_seconds`.
+            shared: how many may share a bucket; 1 for none.
+
+        Returns:
+            ``b * num_bytes`` and a share of the latency ``a``; see `bucketed_latency`.
+        """
+        a, _ = self.alpha_beta(kind, axis)
+        whole = self.collective_seconds(kind, num_bytes, axis)
+        return whole - a + float(bucketed_latency(a, whole - a, shared)) if whole else 0.0
+
+    def bucket_bytes(self, kind: CollectiveKind, axis: int) -> int:
+        """Bytes of a bucket in which latency takes a fifth of the time; 0 on an axis of one."""
+        a, b = self.alpha_beta(kind, axis)
+        return math.ceil(_LATENCIES * a / b) if b else 0
 
     def to_dict(self) -> dict[str, Any]:
         """The cluster as JSON types, every figure included: a saved plan needs no profile file."""

@@ -8,7 +8,10 @@ ended. With C the seconds of ops, and I those in which the compute stream stands
     total = C + I        exposed = I        hidden = (seconds of collectives) - I
 
 The communication stream is busy for the whole of such a stop, so every second of it belongs to one
-collective's mesh axis, and no collective hides behind another: hidden communication is at most C.
+collective, and no collective hides behind another: hidden communication is at most C.
+
+In a folded program a node of the block that stands for k counts k times: the blocks between run as
+this one does. Where that would hide more than C, hidden is C.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -47,13 +50,28 @@ class OpTimes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One node on a stream: "compute" or the index of the mesh axis that a collective is on."""
+    """One node on a stream: "compute" or the index of the mesh axis that a collective is on.
+
+    Attributes:
+        name: of the node.
+        stream: where it runs.
+        phase: forward or backward.
+        start_s, duration_s: when, in a program whose nodes all run once.
+        times: how often it runs in the step.
+        kind: of a collective.
+        hidden_s: of a collective's `duration_s`, what runs beside compute.
+        members: what a collective sends: (origin, bytes) of each tensor.
+    """
 
     name: str
     stream: str | int
     phase: str
     start_s: float
     duration_s: float
+    times: int = 1
+    kind: str = ""
+    hidden_s: float = 0.0
+    members: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +102,27 @@ class Simulation:
         """A training step with its update."""
         return self.step_s + self.optimizer_s
 
+    def hidden_shares(self) -> dict[tuple[str, int, str], float]:
+        """Part of the seconds of collectives that is hidden, by (origin, axis, kind) of a tensor.
+
+        A tensor in a bucket has the share of the bucket.
+        """
+        hidden: dict[tuple[str, int, str], float] = defaultdict(float)
+        whole: dict[tuple[str, int, str], float] = defaultdict(float)
+        for span in self.spans:
+            if isinstance(span.stream, int):
+                for origin, num_bytes in span.members:
+                    key = (origin, span.stream, span.kind)
+                    hidden[key] += num_bytes * span.hidden_s
+                    whole[key] += num_bytes * span.duration_s
+        return {key: hidden[key] / size if size else 0.0 for key, size in whole.items()}
+
     def by_phase(self) -> dict[str, float]:
         """Seconds of compute per phase, of exposed communication, and of the optimizer."""
         found: dict[str, float] = defaultdict(float)
         for span in self.spans:
             if span.stream == "compute":
-                found[span.phase] += span.duration_s
+                found[span.phase] += span.duration_s * span.times
         return {
             **found,
             "exposed communication": sum(self.exposed_s),
@@ -100,22 +133,21 @@ class Simulation:
 class _Streams:
     """Clocks of the two streams, and the collectives in flight."""
 
-    def __init__(self, num_axes: int) -> None:
+    def __init__(self) -> None:
         self.compute_s = self.comm_free_s = 0.0
-        self.exposed = [0.0] * num_axes
-        self.sent = [0.0] * num_axes
-        self.busy: list[tuple[float, float, int]] = []  # (start, end, axis) on the communication
+        self.exposed: dict[fx.Node, float] = {}
+        self.busy: list[tuple[float, float, fx.Node]] = []  # (start, end) on the communication
         self.ends: dict[fx.Node, float] = {}
 
     def run(self, seconds: float) -> float:
         start, self.compute_s = self.compute_s, self.compute_s + seconds
         return start
 
-    def send(self, node: fx.Node, axis: int, seconds: float) -> float:
+    def send(self, node: fx.Node, seconds: float) -> float:
         start = max(self.compute_s, self.comm_free_s)
         self.comm_free_s = self.ends[node] = start + seconds
-        self.busy.append((start, start + seconds, axis))
-        self.sent[axis] += seconds
+        self.busy.append((start, start + seconds, node))
+        self.exposed[node] = 0.0
         return start
 
     def wait(self, end_s: float) -> None:
@@ -123,8 +155,8 @@ class _Streams:
         # what ended before now can never be waited for again
         self.busy = [b for b in self.busy if b[1] > self.compute_s]
         if end_s > self.compute_s:
-            for start, stop, axis in self.busy:
-                self.exposed[axis] += max(0.0, min(stop, end_s) - max(start, self.compute_s))
+            for start, stop, node in self.busy:
+                self.exposed[node] += max(0.0, min(stop, end_s) - max(start, self.compute_s))
             self.compute_s = end_s
 
 
@@ -148,32 +180,63 @@ def simulate(
     Returns:
         Seconds, and what ran when.
     """
-    streams = _Streams(len(cluster.mesh_shape))
+    streams = _Streams()
     spans: list[Span] = []
+    sent: list[tuple[fx.Node, Span]] = []
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        phase = str(node.meta.get("phase", "forward"))
+        phase, count = str(node.meta.get("phase", "forward")), int(node.meta.get("times", 1))
         if "collective" in node.meta:
-            kind, axis, num_bytes, _ = node.meta["collective"]
+            kind, axis, num_bytes, count = node.meta["collective"]
             seconds = cluster.collective_seconds(CollectiveKind(kind), num_bytes, axis)
-            start = streams.send(node, axis, seconds)
-            spans.append(Span(node.name, axis, phase, start, seconds))
+            start = streams.send(node, seconds)
+            alone = ((str(node.meta.get("origin", "")), num_bytes),)
+            members = node.meta.get("members", alone)
+            span = Span(node.name, axis, phase, start, seconds, count, kind, members=members)
+            sent.append((node, span))
+            spans.append(span)
         elif node.args and isinstance(node.args[0], fx.Node) and node.args[0] in streams.ends:
             streams.wait(streams.ends[node.args[0]])
         else:
             found = times.seconds(node) if times is not None else None
             seconds = node_seconds(node, cluster.device) if found is None else found
-            spans.append(Span(node.name, "compute", phase, streams.run(seconds), seconds))
+            spans.append(Span(node.name, "compute", phase, streams.run(seconds), seconds, count))
     streams.wait(streams.comm_free_s)  # what nobody waited for ends before the step does
+    compute_s = sum(s.duration_s * s.times for s in spans if s.stream == "compute")
+    comm, exposed = _by_axis(sent, streams.exposed, compute_s, len(cluster.mesh_shape))
     return Simulation(
-        step_s=streams.compute_s,
-        compute_s=sum(s.duration_s for s in spans if s.stream == "compute"),
-        comm_s=tuple(streams.sent),
-        exposed_s=tuple(streams.exposed),
+        step_s=compute_s + sum(exposed),
+        compute_s=compute_s,
+        comm_s=comm,
+        exposed_s=exposed,
         optimizer_s=optimizer_seconds(cluster.device, parameter_bytes, optimizer),
-        spans=tuple(spans),
+        spans=tuple(_with_hidden(spans, sent, streams.exposed)),
     )
+
+
+def _by_axis(
+    sent: Iterable[tuple[fx.Node, Span]],
+    exposed: Mapping[fx.Node, float],
+    compute_s: float,
+    num_axes: int,
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Seconds of collectives per mesh axis, all and exposed; hidden is at most `compute_s`."""
+    whole, hidden = [0.0] * num_axes, [0.0] * num_axes
+    for node, span in sent:
+        assert isinstance(span.stream, int)
+        whole[span.stream] += span.duration_s * span.times
+        hidden[span.stream] += (span.duration_s - exposed[node]) * span.times
+    total = sum(hidden)
+    share = min(1.0, compute_s / total) if total > 0 else 1.0
+    return tuple(whole), tuple(a - share * h for a, h in zip(whole, hidden, strict=True))
+
+
+def _with_hidden(
+    spans: Iterable[Span], sent: Iterable[tuple[fx.Node, Span]], exposed: Mapping[fx.Node, float]
+) -> Iterable[Span]:
+    left = {id(span): max(0.0, span.duration_s - exposed[node]) for node, span in sent}
+    return (replace(s, hidden_s=left[id(s)]) if id(s) in left else s for s in spans)
 
 
 def node_seconds(node: fx.Node, device: DeviceProfile) -> float:

@@ -64,9 +64,10 @@ def _totals(a: Plan, b: Plan) -> Iterator[RenderableType]:
     for name in dict.fromkeys((*classes[0], *classes[1])):
         before, after = (sum(found.get(name, {}).values()) for found in classes)
         seconds.append((f"  {name}", before, after))
-    seconds.append(("  communication", p.comm_time_s, q.comm_time_s))
+    seconds.append(("  exposed communication", p.exposed_time_s, q.exposed_time_s))
     if p.offload_s or q.offload_s:
         seconds.append(("  offload", p.offload_s, q.offload_s))
+    seconds.append(("hidden communication", p.hidden_time_s, q.hidden_time_s))
     for name, x_s, y_s in seconds:
         change = _change(x_s, y_s, format_seconds)
         table.add_row(name, format_seconds(x_s), format_seconds(y_s), change)

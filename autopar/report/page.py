@@ -42,7 +42,8 @@ def render_page(plan: Plan) -> str:
         ),
         facts=facts(plan),
         step_time=format_seconds(p.step_time_s),
-        comm_share=p.comm_time_s / p.step_time_s if p.step_time_s else 0.0,
+        comm_share=p.exposed_time_s / p.step_time_s if p.step_time_s else 0.0,
+        hidden_time=format_seconds(p.hidden_time_s),
         peak=format_bytes(p.peak_memory_bytes),
         limit=format_bytes(limit) if limit else "",
         limit_share=p.peak_memory_bytes / limit if limit else 0.0,
@@ -78,7 +79,7 @@ def page_data(plan: Plan) -> dict[str, Any]:
             for name, by_phase in compute(plan).items()
         ],
         "communication": [
-            [row.axis, row.kind, row.times, row.num_bytes, row.seconds]
+            [row.axis, row.kind, row.times, row.num_bytes, row.seconds, row.hidden_s]
             for row in communication(plan)
         ],
         "memory": _memory(plan),

@@ -105,10 +105,11 @@ def _cluster(plan: Plan) -> str:
 
 def _step_time(plan: Plan) -> str:
     p = plan.predicted
-    share = f" ({p.comm_time_s / p.step_time_s:.1%})" if p.step_time_s else ""
+    share = f" ({p.exposed_time_s / p.step_time_s:.1%})" if p.step_time_s else ""
     return (
         f"{format_seconds(p.step_time_s)} = compute {format_seconds(p.compute_time_s)} + "
-        f"communication {format_seconds(p.comm_time_s)}{share}{_moved(plan)}; predicted, "
+        f"exposed communication {format_seconds(p.exposed_time_s)}{share}{_moved(plan)}; "
+        f"{format_seconds(p.hidden_time_s)} of communication hidden; predicted, "
         "without the optimizer's update"
     )
 
@@ -192,16 +193,25 @@ def _communication(plan: Plan) -> Iterator[RenderableType]:
     if not rows:
         yield "Communication per step: none\n"
         return
-    yield "Communication of one device per step (bytes of full buffers; all of it is exposed)"
+    yield "Communication of one device per step (bytes of full buffers; hidden: beside compute)"
     known = rows[0].seconds is not None
     heads = [("axis", False), ("size", True), ("collective", False), ("count", True)]
     table = plain_table(
-        [*heads, ("bytes", True), ("", True), *([("time", True), ("of step", True)] * known)]
+        [
+            *heads,
+            ("bytes", True),
+            ("", True),
+            *([("time", True), ("hidden", True), ("exposed", True), ("of step", True)] * known),
+        ]
     )
     step_s = plan.predicted.step_time_s or 1.0
 
-    def times(seconds: float | None) -> list[str]:
-        return [] if seconds is None else [format_seconds(seconds), f"{seconds / step_s:.1%}"]
+    def times(seconds: float | None, hidden_s: float | None) -> list[str]:
+        if seconds is None or hidden_s is None:
+            return []
+        exposed_s = seconds - hidden_s
+        spent = [format_seconds(s) for s in (seconds, hidden_s, exposed_s)]
+        return [*spent, f"{exposed_s / step_s:.1%}"]
 
     for row in rows:
         table.add_row(
@@ -211,11 +221,12 @@ def _communication(plan: Plan) -> Iterator[RenderableType]:
             str(row.times),
             f"{row.num_bytes:,}",
             format_bytes(row.num_bytes),
-            *times(row.seconds),
+            *times(row.seconds, row.hidden_s),
         )
     total = sum(row.num_bytes for row in rows)
     count = str(sum(row.times for row in rows))
-    spent = times(plan.predicted.comm_time_s if known else None)
+    p = plan.predicted
+    spent = times(*((p.comm_time_s, p.hidden_time_s) if known else (None, None)))
     table.add_row("total", "", "", count, f"{total:,}", format_bytes(total), *spent)
     yield table
 

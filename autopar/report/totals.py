@@ -25,13 +25,17 @@ MEMORY_KINDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommTotal:
-    """One kind of collective on one mesh axis in one step; seconds None without a timeline."""
+    """One kind of collective on one mesh axis in one step.
+
+    Seconds, and how many of them are hidden behind compute, are None without a timeline.
+    """
 
     axis: int
     kind: str
     times: int
     num_bytes: int
     seconds: float | None
+    hidden_s: float | None
 
 
 def compute(plan: Plan) -> dict[str, dict[OpPhase, float]]:
@@ -46,10 +50,12 @@ def compute(plan: Plan) -> dict[str, dict[OpPhase, float]]:
 def communication(plan: Plan) -> list[CommTotal]:
     """Collectives by axis and kind, by axis and the most bytes first."""
     seconds: dict[tuple[int, str], float] = defaultdict(float)
+    hidden: dict[tuple[int, str], float] = defaultdict(float)
     timeline = plan.predicted.timeline
     for op in timeline.ops:
         for move in op.moves:
             seconds[move.axis, move.kind] += move.seconds * move.times
+            hidden[move.axis, move.kind] += move.hidden_s * move.times
     return [
         CommTotal(
             axis=row.axis,
@@ -57,6 +63,7 @@ def communication(plan: Plan) -> list[CommTotal]:
             times=row.count,
             num_bytes=row.num_bytes,
             seconds=seconds[row.axis, row.kind] if timeline.ops else None,
+            hidden_s=hidden[row.axis, row.kind] if timeline.ops else None,
         )
         for row in sorted(plan.predicted.comm_bytes, key=lambda r: (r.axis, -r.num_bytes, r.kind))
     ]

@@ -501,7 +501,7 @@ class ParallelModule(nn.Module):
             if not 0 <= rank < math.prod(shape):
                 raise AutoparError(f"rank {rank}: the mesh {shape} has {math.prod(shape)} ranks")
             coords = [int(c) for c in np.unravel_index(rank, shape)]
-            program = emit(step.traced, step.plan, coords)
+            program = emit(step.traced, step.plan, coords, passes=program.passes)
         print(program_text(program, step.traced, step.plan), end="")
 
     def _print_stages(self, step: PipelinedStep) -> None:

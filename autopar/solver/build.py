@@ -18,7 +18,13 @@ from autopar.core.graph import TracedModel
 from autopar.core.placement import Layout, Placement, Replicate, Shard, is_valid, shard_factor
 from autopar.core.redistribute import canonical, canonical_path
 from autopar.core.strategy import TensorSpec
-from autopar.cost_model import Cluster, CollectiveKind, offload_seconds, optimizer_state_bytes
+from autopar.cost_model import (
+    Cluster,
+    CollectiveKind,
+    bucketed_latency,
+    offload_seconds,
+    optimizer_state_bytes,
+)
 from autopar.errors import ConstraintError
 from autopar.solver.candidates import Candidate, Pricer, expand
 from autopar.solver.pins import Pins
@@ -33,7 +39,8 @@ class MoveCosts:
     """Seconds of redistributions: latency and time per byte of the whole tensor.
 
     Layouts are numbered, and a table by these numbers holds what is known: plans on three mesh axes
-    ask for a million pairs of layouts, of which few differ.
+    ask for a million pairs of layouts, of which few differ. What may go in buckets is priced move
+    by move, from tables of its own.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -41,30 +48,35 @@ class MoveCosts:
         self._number: dict[Layout, int] = {}
         self._layouts: list[Layout] = []
         self._table = np.full((2, 64, 64), np.nan)  # latency and per byte
-        self._canonical: dict[tuple[Layout, Layout], tuple[float, float]] = {}
+        self._canonical: dict[tuple[Layout, Layout], tuple[tuple[float, float], ...]] = {}
         self._links: dict[tuple[str, int], tuple[float, float]] = {}
+        self._tables: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], tuple[Array, Array]] = {}
 
     def _price(self, src: Layout, dst: Layout) -> tuple[float, float]:
         """`(a, b)` of a + b · bytes; infinite where there is no way."""
+        moves = self.coefficients(src, dst)
+        return sum(a for a, _ in moves), sum(b for _, b in moves)
+
+    def coefficients(self, src: Layout, dst: Layout) -> tuple[tuple[float, float], ...]:
+        """`(a, b)` of each move's a + b · bytes; infinite where there is no way."""
         if any(d.is_partial and not s.is_partial for s, d in zip(src, dst, strict=True)):
-            return np.inf, np.inf
+            return ((np.inf, 0.0),)
         plain = canonical(src, dst)[:2]
         if plain not in self._canonical:
             self._canonical[plain] = self._price_canonical(*plain)
         return self._canonical[plain]
 
-    def _price_canonical(self, src: Layout, dst: Layout) -> tuple[float, float]:
+    def _price_canonical(self, src: Layout, dst: Layout) -> tuple[tuple[float, float], ...]:
         moves = canonical_path(src, dst, self.cluster.mesh_shape)
         if moves is None:
-            return np.inf, np.inf
-        latency = per_byte = 0.0
+            return ((np.inf, 0.0),)
+        found: list[tuple[float, float]] = []
         for move in moves:
             if move.kind == "slice" or self.cluster.mesh_shape[move.axis] == 1:
                 continue
             alpha, beta = self._link(move.kind, move.axis)
-            latency += alpha
-            per_byte += beta * move.fraction
-        return latency, per_byte
+            found.append((alpha, beta * move.fraction))
+        return tuple(found)
 
     def _link(self, kind: str, axis: int) -> tuple[float, float]:
         if (kind, axis) not in self._links:
@@ -84,9 +96,21 @@ class MoveCosts:
         return np.array([self._number[layout] for layout in layouts], dtype=np.intp)
 
     def matrix(
-        self, sources: Sequence[Layout], targets: Sequence[Layout], num_bytes: float
+        self,
+        sources: Sequence[Layout],
+        targets: Sequence[Layout],
+        num_bytes: float,
+        shared: int = 1,
     ) -> Array:
-        """Seconds from each source layout to each target layout."""
+        """Seconds from each source layout to each target layout.
+
+        Args:
+            sources, targets: layouts.
+            num_bytes: of the whole tensor.
+            shared: how many tensors may go in one bucket; see `Cluster.bucketed_seconds`.
+        """
+        if shared > 1:
+            return self._bucketed(sources, targets, num_bytes, shared)
         at = np.ix_(self._numbers(sources), self._numbers(targets))
         unknown = np.argwhere(np.isnan(self._table[0][at]))
         rows, columns = at[0].ravel(), at[1].ravel()
@@ -95,6 +119,32 @@ class MoveCosts:
             self._table[:, src, dst] = self._price(self._layouts[src], self._layouts[dst])
         found: Array = self._table[0][at] + self._table[1][at] * num_bytes
         return found
+
+    def _bucketed(
+        self, sources: Sequence[Layout], targets: Sequence[Layout], num_bytes: float, shared: int
+    ) -> Array:
+        rows, columns = tuple(dict.fromkeys(sources)), tuple(dict.fromkeys(targets))
+        if (rows, columns) not in self._tables:
+            self._tables[rows, columns] = self._move_table(rows, columns)
+        latency, per_byte = self._tables[rows, columns]
+        spent = per_byte * num_bytes
+        small = (spent + bucketed_latency(latency, spent, shared)).sum(axis=2)
+        row_of = {layout: i for i, layout in enumerate(rows)}
+        column_of = {layout: j for j, layout in enumerate(columns)}
+        return np.asarray(
+            small[np.ix_([row_of[s] for s in sources], [column_of[t] for t in targets])]
+        )
+
+    def _move_table(self, rows: Sequence[Layout], columns: Sequence[Layout]) -> tuple[Array, Array]:
+        """Latency, and seconds per byte, of each move of each pair; 0 behind the last move."""
+        pairs = [[self.coefficients(src, dst) for dst in columns] for src in rows]
+        most = max((len(moves) for row in pairs for moves in row), default=0)
+        table = np.zeros((2, len(rows), len(columns), most))
+        for i, row in enumerate(pairs):
+            for j, moves in enumerate(row):
+                for m, (alpha, beta) in enumerate(moves):
+                    table[:, i, j, m] = alpha, beta
+        return table[0], table[1]
 
 
 @dataclass(slots=True)
@@ -409,7 +459,9 @@ class _Builder:
         assert produced is not None
         targets = self.candidates[self.classes[op.name]]
         wanted = [c.inputs[index] for c in targets]
-        matrix = self.moves.matrix(produced, wanted, self.step.specs[value].num_bytes)
+        matrix = self.moves.matrix(
+            produced, wanted, self.step.specs[value].num_bytes, self.step.sharing_gather(value)
+        )
         matrix = self.gradient_sums.restrict(matrix, value, op.name, produced, wanted)
         arrives, leaves = self.pins.arrives(op, index), self.pins.leaves(value)
         if arrives is not None and storage_of(self.step.ops, value)[0] not in self.step.inputs:
@@ -437,7 +489,9 @@ class _Builder:
             produced = self.built.produced(value)
             assert produced is not None
             stored = self.storages[key[2]]
-            matrix = self.moves.matrix(produced, stored, self.step.specs[value].num_bytes)
+            matrix = self.moves.matrix(
+                produced, stored, self.step.specs[value].num_bytes, self.step.sharing_reduction
+            )
             summed = self.pins.summed()
             if summed is not None:
                 known = np.array([[summed(p, s) for s in stored] for p in produced])

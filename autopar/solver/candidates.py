@@ -123,9 +123,9 @@ class Pricer:
 
     cluster: Cluster
 
-    def collective(self, kind: str, axis: int, num_bytes: float) -> float:
-        """Seconds of one collective over a mesh axis."""
-        return self.cluster.collective_seconds(CollectiveKind(kind), num_bytes, axis)
+    def collective(self, kind: str, axis: int, num_bytes: float, shared: int = 1) -> float:
+        """Seconds of one collective over a mesh axis; `shared` as in `bucketed_seconds`."""
+        return self.cluster.bucketed_seconds(CollectiveKind(kind), num_bytes, axis, shared)
 
     def compute(self, call: OpCall, candidates: Sequence[Candidate]) -> Array:
         """Seconds of the local compute of each candidate."""

@@ -99,14 +99,18 @@ class Pricing:
     def local_bytes(self, value: Value, layout: Layout) -> int:
         return self.step.specs[value].num_bytes // shard_factor(layout, self.mesh)
 
-    def add_moves(self, value: Value, target: Layout, times: int, op: str, of: str) -> None:
+    def add_moves(
+        self, value: Value, target: Layout, times: int, op: str, of: str, shared: int = 1
+    ) -> None:
         for move in self.moves(value, target):
             if move.kind != "slice" and self.mesh[move.axis] > 1:
                 num_bytes = self.step.specs[value].num_bytes * move.fraction
-                self.add(move.kind, move.axis, num_bytes, times, op, of)
+                self.add(move.kind, move.axis, num_bytes, times, op, of, shared)
 
-    def add(self, kind: str, axis: int, num_bytes: float, times: int, op: str, of: str) -> None:
-        seconds = self.pricer.collective(kind, axis, num_bytes) if num_bytes else 0.0
+    def add(
+        self, kind: str, axis: int, num_bytes: float, times: int, op: str, of: str, shared: int = 1
+    ) -> None:
+        seconds = self.pricer.collective(kind, axis, num_bytes, shared)
         self.comm_s += seconds * times
         self.sent[axis, kind] += times
         self.bytes[axis, kind] += round(num_bytes) * times
@@ -118,14 +122,17 @@ class Pricing:
             candidate = self.decision.candidates[op.name]
             for value, layout in zip(op.operands, candidate.inputs, strict=True):
                 times = self.blocks.edge_weight(value[0], op.name)
-                self.add_moves(value, layout, times, op.name, self.step.label(value[0]))
+                shared = self.step.sharing_gather(value)
+                self.add_moves(value, layout, times, op.name, self.step.label(value[0]), shared)
             for comm in candidate.comm:
                 times = self.blocks.weight(op.name)
                 self.add(comm.kind, comm.axis, comm.num_bytes, times, op.name, "")
         last = next(reversed(self.step.ops), "")
         for value, target, times, of in self.ends():
+            gradient = of.startswith("gradient of ")
+            shared = self.step.sharing_reduction if gradient else 1
             self.add_moves(
-                value, target, times, value[0] if value[0] in self.step.ops else last, of
+                value, target, times, value[0] if value[0] in self.step.ops else last, of, shared
             )
 
     def ends(self) -> Iterator[tuple[Value, Layout, int, str]]:

@@ -11,11 +11,12 @@ from autopar.core.constraints import AxisRole, Constraints, assign_mesh
 from autopar.core.folding import every_instance
 from autopar.core.graph import TracedModel
 from autopar.core.placement import Layout
-from autopar.core.plan import NodePlan, Plan, Prediction, SolverReport
+from autopar.core.plan import BucketBytes, NodePlan, Plan, Prediction, SolverReport
 from autopar.core.recompute import RECOMPUTATIONS, recomputed
 from autopar.core.units import format_bytes
 from autopar.cost_model import (
     Cluster,
+    CollectiveKind,
     Offloaded,
     can_offload,
     offload_seconds,
@@ -37,7 +38,11 @@ from autopar.solver.step import Step, build_step
 __all__ = ["solve"]
 
 T = TypeVar("T")
-_NEVER = object()
+_BUCKETED = (
+    CollectiveKind.ALL_REDUCE,
+    CollectiveKind.REDUCE_SCATTER,
+    CollectiveKind.ALL_GATHER,
+)
 
 
 def solve(
@@ -252,6 +257,12 @@ def _as_plan(
         repeats=traced.repeats,
         precision=traced.precision,
         reduce_dtype=traced.reduce_dtype,
+        buckets=tuple(
+            BucketBytes(axis=axis, kind=kind, num_bytes=planned.bucket_bytes(kind, axis))
+            for axis, size in enumerate(planned.mesh_shape)
+            for kind in _BUCKETED
+            if size > 1
+        ),
     )
 
 

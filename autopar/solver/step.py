@@ -113,6 +113,27 @@ class Step:
         """True for what is computed once, before the microbatches."""
         return name in self.blocks.traced.hoisted
 
+    @property
+    def sharing_reduction(self) -> int:
+        """Gradients whose reductions may share a bucket; programs in microbatches have none."""
+        if self.in_turns:
+            return 1
+        return max(1, sum(self.blocks.copies(name) for name in self.gradients))
+
+    def sharing_gather(self, value: Value) -> int:
+        """Parameters whose gathers may share a bucket with that of a value: those of its block.
+
+        1 for what is no parameter, outside of blocks, and in microbatches.
+        """
+        name = value[0]
+        if self.in_turns:
+            return 1
+        owner = self.prepared.get(name) or self.copies.get(name) or name
+        if owner not in self.parameters or owner not in self.blocks.place:
+            return 1
+        block, _ = self.blocks.place[owner]
+        return sum(node.name in self.parameters for node in self.blocks.members[block])
+
     def label(self, name: str) -> str:
         """What people call the producer of a value: a parameter by its FQN, an op by its node."""
         return self.parameters[name].target if name in self.parameters else name

@@ -71,7 +71,10 @@ function drawTime() {
     const rows = D.communication.filter((row) => row[0] === index && row[4] !== null);
     if (!rows.length) return;
     host.append(el("h3", {}, `Communication on ${axis}, ${D.mesh[index]} devices, ${seconds(rows.reduce((sum, row) => sum + row[4], 0))}`));
-    for (const [, kind, times, size, s] of rows.sort((a, b) => b[4] - a[4])) host.append(bar(kind.replaceAll("_", "-"), `${times} ×, ${bytes(size)} in all`, [[s, color("comm"), seconds(s)]], s));
+    for (const [, kind, times, size, s, hidden] of rows.sort((a, b) => b[4] - a[4])) {
+      const parts = [[s - hidden, color("comm"), `exposed ${seconds(s - hidden)}`], [hidden, `color-mix(in srgb, ${color("comm")} 40%, var(--panel))`, `hidden ${seconds(hidden)}`]];
+      host.append(bar(kind.replaceAll("_", "-"), `${times} ×, ${bytes(size)} in all, ${seconds(hidden)} hidden`, parts, s));
+    }
   });
   if (!D.communication.length) host.append(el("h3", {}, "No communication"));
 }

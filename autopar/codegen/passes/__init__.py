@@ -1,0 +1,82 @@
+"""Passes over an emitted program, in the order in which they run.
+
+==========  ================================================================  =============
+pass        what it does                                                      file
+==========  ================================================================  =============
+bucket      small collectives of one group, kind and dtype become one         `bucket.py`
+prefetch    parameters of a block are gathered while the one before it runs   `overlap.py`
+early       other collectives are issued as soon as their operand is there    `overlap.py`
+late        waits stand in front of the first reader                          `overlap.py`
+==========  ================================================================  =============
+
+Each works on the joint graph, alone or with the others, keeps its values, and raises its peak
+memory by no more than it is allowed to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping
+
+from torch import fx
+
+from autopar.codegen.passes.bucket import bucket
+from autopar.codegen.passes.lifetimes import Lifetimes
+from autopar.codegen.passes.overlap import issue_early, prefetch, wait_late
+from autopar.errors import AutoparError
+
+__all__ = ["PASSES", "check_passes", "run_passes"]
+
+PASSES = ("bucket", "prefetch", "early", "late")
+"""All passes, in order."""
+
+
+def check_passes(names: Collection[str] | None) -> tuple[str, ...]:
+    """The passes of these names in their order; all for None.
+
+    Raises:
+        AutoparError: there is no such pass.
+    """
+    if names is None:
+        return PASSES
+    unknown = [repr(name) for name in names if name not in PASSES]
+    if isinstance(names, str) or unknown:
+        given = repr(names) if isinstance(names, str) else ", ".join(unknown)
+        raise AutoparError(f"passes={given}: give a list of names out of {', '.join(PASSES)}")
+    return tuple(name for name in PASSES if name in names)
+
+
+def run_passes(
+    graph: fx.Graph,
+    names: Collection[str] | None,
+    *,
+    sizes: Mapping[tuple[int, str], int],
+    block_of: Callable[[str], Hashable],
+    spare: int = 0,
+) -> fx.Graph:
+    """Run passes over a joint graph.
+
+    Args:
+        graph: with fake values; it may be changed.
+        names: out of `PASSES`; None for all.
+        sizes: bytes that close a bucket, by axis and kind.
+        block_of: block of a node of the traced graph, by name; None outside of blocks.
+        spare: bytes by which the peak may grow.
+
+    Returns:
+        The graph that the passes made of it.
+    """
+    chosen = check_passes(names)
+    budget = Lifetimes(graph).peak_bytes + spare
+
+    def block(node: fx.Node) -> Hashable:
+        return block_of(str(node.meta.get("origin", "")))
+
+    if "bucket" in chosen:
+        graph = bucket(graph, sizes, block, budget)
+    if "prefetch" in chosen:
+        prefetch(graph, block, budget)
+    if "early" in chosen:
+        issue_early(graph, budget)
+    if "late" in chosen:
+        wait_late(graph, budget)
+    return graph

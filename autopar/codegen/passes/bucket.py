@@ -1,0 +1,256 @@
+"""Buckets: several small collectives of one group, kind and dtype become one.
+
+    y_i = C(x_i), i = 1..k    →    y_1 | … | y_k = C(x_1 | … | x_k)
+
+holds for all-reduce on flat tensors, and for reduce-scatter and all-gather on tensors whose first
+dim counts ranks, joined behind it. With latency a, b seconds per byte and n_i bytes, k collectives
+cost k·a + b·Σn_i, and one costs a + b·Σn_i. A bucket is closed when it has a few times a / b bytes
+(`Plan.buckets`): then latency is a small share, and what is sent first still runs beside the
+compute that makes the rest (Li et al. 2020, arXiv 2006.15704).
+
+Joined are reductions whose results leave the step (gradients), where a bucket goes out with its
+last member, and gathers of what the caller holds (parameters) within one block, where it goes out
+with its first.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from autopar.codegen.passes.lifetimes import Lifetimes, is_start, is_wait
+from autopar.codegen.passes.order import is_packing, reorder
+
+__all__ = ["bucket", "is_gather_of_storage"]
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+Sizes = Mapping[tuple[int, str], int]
+
+
+def bucket(
+    graph: fx.Graph,
+    sizes: Sizes,
+    block_of: Callable[[fx.Node], Hashable],
+    budget: int,
+) -> fx.Graph:
+    """Join small collectives.
+
+    Args:
+        graph: joint program, which is left as it is.
+        sizes: bytes that close a bucket, by axis and kind.
+        block_of: block of the model that a node belongs to; None outside of blocks.
+        budget: what may be live; where it binds, buckets are smaller.
+
+    Returns:
+        The new graph, or `graph` itself where there is nothing to join.
+    """
+    graph = _joined(graph, sizes, budget, _reductions)
+    return _joined(graph, sizes, budget, functools.partial(_gathers, block_of=block_of))
+
+
+def _joined(
+    graph: fx.Graph,
+    sizes: Sizes,
+    budget: int,
+    choose: Callable[[fx.Graph, Sizes, int], list[list[fx.Node]]],
+) -> fx.Graph:
+    """Join what `choose` finds; with smaller buckets where that lives in more than the budget."""
+    while any(sizes.values()):
+        trial = _copy(graph)
+        buckets = choose(trial, sizes, budget)
+        if not buckets:
+            break
+        reached = max(sum(map(_size, members)) for members in buckets)
+        _join_all(trial, buckets)
+        if Lifetimes(trial).peak_bytes <= budget:
+            return trial
+        sizes = {key: min(num_bytes, reached) // 2 for key, num_bytes in sizes.items()}
+    return graph
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    found = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    found.output(found.graph_copy(graph, copies))
+    for old, new in copies.items():
+        new.meta = dict(old.meta)
+    return found
+
+
+def is_gather_of_storage(node: fx.Node) -> bool:
+    """True for an all-gather of a placeholder, or of views, casts or gathers of one."""
+    if node.target is not c10d.all_gather_into_tensor.default:
+        return False
+    stack = list(node.all_input_nodes)
+    while stack:
+        source = stack.pop()
+        if source.op == "placeholder":
+            continue
+        known = is_packing(source) or is_wait(source)
+        if not known and source.target is not c10d.all_gather_into_tensor.default:
+            return False
+        stack += source.all_input_nodes
+    return True
+
+
+def _key(node: fx.Node) -> Hashable:
+    """What members of a bucket have in common: kind, axis, how often, arguments, dtype, phase."""
+    kind, axis, _, times = node.meta["collective"]
+    return kind, axis, times, node.args[1:], node.meta["val"].dtype, node.meta.get("phase")
+
+
+def _size(node: fx.Node) -> int:
+    num_bytes = node.meta["collective"][2]
+    assert isinstance(num_bytes, int)
+    return num_bytes
+
+
+def _limit(node: fx.Node, sizes: Sizes) -> int:
+    kind, axis, _, _ = node.meta["collective"]
+    return sizes.get((axis, kind), 0)
+
+
+def _reductions(graph: fx.Graph, sizes: Sizes, budget: int) -> list[list[fx.Node]]:
+    """Runs of reductions that only the caller reads, in the order in which they are issued.
+
+    Behind a reduction on one axis may stand one on another axis: members have equally many before.
+    A bucket is closed early where the joined copy of it would not fit.
+    """
+    lifetimes = Lifetimes(graph)
+    private: set[fx.Node] = set()
+    for node in reversed(list(graph.nodes)):
+        passes_on = is_packing(node) or is_wait(node) or is_start(node)
+        if node.op == "output" or (passes_on and node.users and private.issuperset(node.users)):
+            private.add(node)
+    depth: dict[fx.Node, int] = {}
+    open_: dict[Hashable, list[fx.Node]] = defaultdict(list)
+    closed: list[list[fx.Node]] = []
+    for node in graph.nodes:
+        depth[node] = max((depth[n] for n in node.all_input_nodes), default=0)
+        if node not in private or not is_start(node):
+            continue
+        depth[node] += 1
+        limit = _limit(node, sizes)
+        if node.meta.get("phase") != "backward" or _size(node) >= limit:
+            continue
+        if node.target not in (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default):
+            continue
+        key = (_key(node), depth[node])
+        joined = sum(map(_size, open_[key])) + _size(node)
+        if lifetimes.live[lifetimes.position[node]] + joined > budget:
+            closed.append(open_.pop(key))
+        open_[key].append(node)
+        if joined >= limit:
+            closed.append(open_.pop(key))
+    return [members for members in (*closed, *open_.values()) if len(members) > 1]
+
+
+def _gathers(
+    graph: fx.Graph, sizes: Sizes, budget: int, block_of: Callable[[fx.Node], Hashable]
+) -> list[list[fx.Node]]:
+    """Gathers of parameters that one block needs in one phase.
+
+    From the first on, the joined result must fit beside what is live.
+    """
+    lifetimes = Lifetimes(graph)
+    open_: dict[Hashable, list[fx.Node]] = defaultdict(list)
+    closed: list[list[fx.Node]] = []
+    for node in graph.nodes:
+        if not is_start(node) or not is_gather_of_storage(node):
+            continue
+        limit, block = _limit(node, sizes), block_of(node)
+        chained = any(is_start(n) for n in _ancestors(node))
+        if block is None or chained or _size(node) >= limit:
+            continue
+        key = (_key(node), block)
+        joined = sum(map(_size, open_[key])) + _size(node)
+        between = slice(lifetimes.position[next(iter(open_[key]), node)], lifetimes.position[node])
+        if joined > limit or lifetimes.live[between].max(initial=0) + joined > budget:
+            closed.append(open_.pop(key))
+        open_[key].append(node)
+    return [members for members in (*closed, *open_.values()) if len(members) > 1]
+
+
+def _ancestors(node: fx.Node) -> Iterable[fx.Node]:
+    stack = list(node.all_input_nodes)
+    while stack:
+        source = stack.pop()
+        yield source
+        stack += source.all_input_nodes
+
+
+def _join_all(graph: fx.Graph, buckets: list[list[fx.Node]]) -> None:
+    """Replace the members of each bucket, and sort."""
+    keys: dict[fx.Node, float] = {node: float(i) for i, node in enumerate(graph.nodes)}
+    for members in buckets:
+        gather = members[0].target is c10d.all_gather_into_tensor.default
+        at = keys[members[0]] if gather else keys[members[-1]]
+        if gather:
+            before = {n for m in members for n in _ancestors(m) if n.op == "call_function"}
+            keys.update((n, min(keys[n], at - 0.5)) for n in before)
+        keys.update(_join(graph, members, at, keys if gather else {}))
+    reorder(graph, keys)
+    graph.lint()
+
+
+def _join(
+    graph: fx.Graph, members: list[fx.Node], at: float, keys: Mapping[fx.Node, float]
+) -> dict[fx.Node, float]:
+    """Put one collective with key `at` in the place of several.
+
+    Its parts are taken out where the members' waits have their `keys`, or at once.
+
+    Returns:
+        The keys of the new nodes.
+    """
+    kind, axis, _, times = members[0].meta["collective"]
+    ranks = 1 if kind == "all_reduce" else int(members[0].args[2 if "scatter" in kind else 1])  # type: ignore[arg-type]
+    # the first dim counts ranks: in front of a reduce-scatter, behind an all-gather
+    rows = 1 if kind == "all_gather" else ranks
+    out_rows = ranks if kind == "all_gather" else 1
+    made: dict[fx.Node, float] = {}
+
+    def call(like: fx.Node, key: float, target: Any, *args: Any) -> fx.Node:
+        node = graph.call_function(target, args)
+        node.meta = {k: v for k, v in like.meta.items() if k in ("phase", "origin", "times")}
+        node.meta["val"] = _fake(target, args)
+        made[node] = key
+        return node
+
+    with graph.inserting_before(members[-1]):
+        flat = [call(m, at, aten.reshape.default, m.args[0], [rows, -1]) for m in members]
+        joined = call(members[0], at, aten.cat.default, flat, 1)
+        start = call(members[0], at, members[0].target, joined, *members[0].args[1:])
+        wait = call(members[0], at, c10d.wait_tensor.default, start)
+        start.meta["collective"] = (kind, axis, sum(map(_size, members)), times)
+        start.meta["members"] = tuple((m.meta.get("origin", ""), _size(m)) for m in members)
+        first = 0
+        for member in members:
+            (old,) = member.users
+            shape = list(member.meta["val"].shape)
+            last = first + math.prod(shape) // out_rows
+            out = keys.get(old, at)
+            piece = call(member, out, aten.slice.Tensor, wait, 1, first, last)
+            old.replace_all_uses_with(call(member, out, aten.reshape.default, piece, shape))
+            first = last
+            graph.erase_node(old)
+            graph.erase_node(member)
+    return made
+
+
+def _fake(target: Any, args: Any) -> Tensor:
+    values = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], args)
+    fake = next(v for v in pytree.tree_leaves(values) if isinstance(v, FakeTensor))
+    with fake.fake_mode:
+        value = target(*values)
+    assert isinstance(value, Tensor)
+    return value

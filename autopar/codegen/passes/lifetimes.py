@@ -1,0 +1,123 @@
+"""What is live while a graph runs, from the storages of its fake values.
+
+A storage is live from the node that creates it to the last reader of any of its views. A collective
+holds what it sends until the wait for it, save an all-reduce, which works on a copy. Placeholders
+are the caller's and count nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+__all__ = ["Lifetimes", "is_start", "is_wait"]
+
+c10d = torch.ops._c10d_functional
+
+
+def is_start(node: fx.Node) -> bool:
+    """True for a collective, which a wait ends."""
+    return "collective" in node.meta
+
+
+def is_wait(node: fx.Node) -> bool:
+    """True for the wait for a collective."""
+    return node.target is c10d.wait_tensor.default
+
+
+class Lifetimes:
+    """Live bytes at each position of a graph.
+
+    Attributes:
+        nodes: of the graph, in order.
+        position: of each node.
+        live: bytes while each node runs, its operands and results included.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.nodes = list(graph.nodes)
+        self.position = {node: index for index, node in enumerate(self.nodes)}
+        self._root: dict[int, int] = {}
+        self._given: set[int] = set()
+        self._bytes: dict[int, int] = {}
+        self._first: dict[int, int] = {}
+        self._last: dict[int, int] = {}
+        for index, node in enumerate(self.nodes):
+            self._see(index, node)
+        change = np.zeros(len(self.nodes) + 1, dtype=np.int64)
+        for storage, first in self._first.items():
+            change[first] += self._bytes[storage]
+            change[self._last.get(storage, first) + 1] -= self._bytes[storage]
+        self.live = np.cumsum(change)[:-1]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is live at once."""
+        return int(self.live.max(initial=0))
+
+    def _see(self, index: int, node: fx.Node) -> None:
+        for source in node.all_input_nodes:
+            for storage in self._storages(source):
+                self._last[storage] = index
+        if node.op == "placeholder":
+            self._given.update(self._own(node))
+        elif is_wait(node):
+            start = node.args[0]
+            assert isinstance(start, fx.Node)
+            (mine,), (given,) = self._own(node), self._storages(start)
+            self._root[mine] = given
+            for storage in self.held(start):
+                self._last[storage] = index
+        elif node.op == "call_function":
+            for value in _tensors(node):
+                mine = value.untyped_storage()._cdata
+                if mine not in self._root and mine not in self._given:
+                    self._root[mine] = mine
+                    self._bytes[mine] = value.untyped_storage().nbytes()
+                    self._first[mine] = index
+
+    def _own(self, node: fx.Node) -> list[int]:
+        return list(dict.fromkeys(v.untyped_storage()._cdata for v in _tensors(node)))
+
+    def _storages(self, node: fx.Node) -> list[int]:
+        """Storages that a node's value shows; none of a placeholder's."""
+        roots = (self._root.get(storage) for storage in self._own(node))
+        return [storage for storage in roots if storage is not None]
+
+    def held(self, start: fx.Node) -> list[int]:
+        """Storages that a collective holds until the wait for it."""
+        if start.target is c10d.all_reduce.default:
+            return []
+        return [s for source in start.all_input_nodes for s in self._storages(source)]
+
+    def created(self, node: fx.Node) -> int:
+        """Bytes of the storages that a node creates."""
+        here = self.position[node]
+        return sum(self._bytes[s] for s in self._storages(node) if self._first[s] == here)
+
+    def earliest(self, node: fx.Node, first: int, num_bytes: int, budget: int) -> int:
+        """Lowest position from which `num_bytes` more may live until `node`; at least `first`."""
+        here = self.position[node]
+        over = np.nonzero(self.live[first:here] + num_bytes > budget)[0]
+        return int(first + over[-1] + 1) if len(over) else first
+
+    def latest(self, start: fx.Node, last: int, budget: int) -> int:
+        """Highest position up to which a collective may hold what it sends; at most `last`.
+
+        What it holds until then is counted from now on.
+        """
+        held = {s: self._last[s] for s in self.held(start) if self._last[s] < last}
+        for storage, read in held.items():
+            over = np.nonzero(self.live[read + 1 : last] + self._bytes[storage] > budget)[0]
+            last = int(read + 1 + over[0]) if len(over) else last
+        for storage, read in held.items():
+            if read < last:
+                self.live[read + 1 : last] += self._bytes[storage]
+                self._last[storage] = last
+        return last
+
+
+def _tensors(node: fx.Node) -> list[Tensor]:
+    return [v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]

@@ -1,0 +1,132 @@
+"""Overlap: collectives begin as early as their inputs allow and end as late as their users allow.
+
+Each pass moves nodes and changes nothing else. What lives longer for it must fit in `budget`, the
+peak of the program before the passes, so a pass never raises the peak that was predicted:
+
+    live(i) + bytes ≤ budget    for every position i that a buffer is kept over
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator
+
+from torch import fx
+
+from autopar.codegen.passes.bucket import is_gather_of_storage
+from autopar.codegen.passes.lifetimes import Lifetimes, is_start, is_wait
+from autopar.codegen.passes.order import feeding, phase_starts, reorder
+from autopar.core.work import is_view
+
+__all__ = ["issue_early", "prefetch", "wait_late"]
+
+_BEFORE = 1e-4
+"""Of a key: a chain of views stays within the place of its reader."""
+
+
+def prefetch(graph: fx.Graph, block_of: Callable[[fx.Node], Hashable], budget: int) -> None:
+    """Gather the parameters of a block while the block before it runs.
+
+    Gathers are grouped by the block that reads them. Those of a group are issued behind the first
+    of the group before, so that two groups are held at a time (Zhao et al. 2023, arXiv 2304.11277).
+    """
+    lifetimes = Lifetimes(graph)
+    begins = phase_starts(lifetimes.nodes)
+    keys: dict[fx.Node, float] = {}
+    before = here = None
+    for phase, group in _gather_groups(lifetimes.nodes, block_of):
+        before = here if here is not None and here[0] == phase else None
+        here = (phase, min(lifetimes.position[node] for node in group))
+        horizon = before[1] + 1 if before is not None else begins[phase]
+        for start in group:
+            _move_up(lifetimes, start, horizon, budget, keys)
+    reorder(graph, keys)
+
+
+def _gather_groups(
+    nodes: list[fx.Node], block_of: Callable[[fx.Node], Hashable]
+) -> Iterator[tuple[str, list[fx.Node]]]:
+    """Runs of gathers of storage that one block needs in one phase; others stand alone."""
+    group: list[fx.Node] = []
+    last: tuple[str, Hashable] | None = None
+    for node in nodes:
+        if not is_start(node) or not is_gather_of_storage(node):
+            continue
+        now = (str(node.meta.get("phase")), block_of(node))
+        if group and (now != last or now[1] is None):
+            assert last is not None
+            yield last[0], group
+            group = []
+        group.append(node)
+        last = now
+    if group and last is not None:
+        yield last[0], group
+
+
+def issue_early(graph: fx.Graph, budget: int) -> None:
+    """Issue each collective right behind its operand, or behind the collective before it.
+
+    Collectives keep their order: one that is needed later must not delay one that is needed now.
+    Gathers of parameters, whose operand is always there, are left to `prefetch`.
+    """
+    lifetimes = Lifetimes(graph)
+    begins = phase_starts(lifetimes.nodes)
+    keys: dict[fx.Node, float] = {}
+    behind = 0
+    for index, node in enumerate(lifetimes.nodes):
+        if not is_start(node):
+            continue
+        placed = index
+        if not is_gather_of_storage(node):
+            first = max(behind, begins[node.meta["phase"]])
+            placed = _move_up(lifetimes, node, first, budget, keys)
+        behind = max(behind, placed)
+    reorder(graph, keys)
+
+
+def _move_up(
+    lifetimes: Lifetimes, start: fx.Node, horizon: int, budget: int, keys: dict[fx.Node, float]
+) -> int:
+    """Move a collective with its packing towards `horizon`; returns the position it gets."""
+    position = lifetimes.position
+    chain = feeding(start)
+    operands = {n for node in chain for n in node.all_input_nodes}.difference(chain)
+    first = max([horizon, *(position[n] + 1 for n in operands)])
+    behind = [node for node in chain if position[node] >= first]
+    num_bytes = sum(lifetimes.created(node) for node in behind)
+    first = lifetimes.earliest(start, first, num_bytes, budget)
+    lifetimes.live[first : position[start]] += num_bytes
+    for node in behind:
+        if position[node] >= first:
+            keys[node] = min(keys.get(node, math.inf), first - 0.5)
+    return first
+
+
+def wait_late(graph: fx.Graph, budget: int) -> None:
+    """Put the wait for each collective in front of the first reader of its result.
+
+    Views of the result go along. Gradients are read by nobody but the caller, so their reductions
+    run beside the rest of the backward. A collective other than an all-reduce holds its operand
+    until the wait, which is put later only as far as that fits.
+    """
+    lifetimes = Lifetimes(graph)
+    late: set[fx.Node] = set()
+    for node in lifetimes.nodes:
+        source = node.args[0] if node.args else None
+        # a reshape that copies stays: what it copies from would live longer
+        shows = is_view(node.target) and source in late and not lifetimes.created(node)
+        if is_wait(node) or shows:
+            late.add(node)
+    keys: dict[fx.Node, float] = {node: float(i) for node, i in lifetimes.position.items()}
+    for node in reversed(lifetimes.nodes):
+        if node not in late or not node.users:
+            continue
+        first = min(keys[user] for user in node.users) - _BEFORE
+        if is_wait(node):
+            start = node.args[0]
+            assert isinstance(start, fx.Node)
+            end = math.ceil(first)
+            at = lifetimes.latest(start, end, budget)
+            first = first if at == end else max(keys[node], at - 0.5)
+        keys[node] = first
+    reorder(graph, keys)

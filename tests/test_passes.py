@@ -1,0 +1,477 @@
+"""Passes over the emitted graph: order and buckets as printed, values, memory, time."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import autopar
+from autopar.codegen.emit import Program, emit
+from autopar.codegen.partition import split_phases
+from autopar.codegen.passes import PASSES, check_passes, run_passes
+from autopar.codegen.passes.lifetimes import Lifetimes, is_start, is_wait
+from autopar.core.blocks import Block, Blocks
+from autopar.core.constraints import Constraints
+from autopar.core.graph import TracedModel
+from autopar.core.plan import Plan
+from autopar.cost_model import Cluster
+from autopar.cost_model.simulator import simulate
+from autopar.errors import AutoparError
+from autopar.runtime.lockstep import mesh_coords, run_lockstep
+from autopar.runtime.shards import assemble, take_shard
+from autopar.solver.solve import solve
+from autopar.tracer.trace import normalize_inputs, trace
+from autopar.verification import relative_error, whole_inputs
+from tests import handwritten as hw
+from tests.test_matrix import MODES, REFUSED, traced_model
+
+REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
+SEQUENCE = ("megatron-sp", "ulysses", "ring")
+FAST = [("gpt2", mode) for mode in SEQUENCE]
+SUBSETS = [
+    names for count in range(len(PASSES) + 1) for names in itertools.combinations(PASSES, count)
+]
+
+
+class Tower(nn.Module):
+    """Linears without biases, one a block."""
+
+    def __init__(self, width: int = 8, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.sum()
+
+
+class Pairs(nn.Module):
+    """Two linears a block, small beside their activations."""
+
+    def __init__(self, width: int = 8, layers: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False))
+            for _ in range(layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.sum()
+
+
+def planned(model: nn.Module, pins: dict[str, Any], ranks: int = 2, rows: int = 64) -> Any:
+    """Traced step and plan of a tower on `ranks` devices."""
+    traced = trace(model.double().train(), (torch.ones(rows, 8, dtype=torch.float64),))
+    cluster = Cluster.from_profile("cpu-gloo", devices_per_node=ranks)
+    return traced, solve(traced, cluster, constraints=Constraints.parse(pins))
+
+
+def short(origin: str) -> str:
+    return origin.replace("gradient of", "grad")
+
+
+def outline(graph: fx.Graph) -> str:
+    """Products and communication of a graph, one a line."""
+    lines = []
+    for node in graph.nodes:
+        origin = str(node.meta.get("origin", ""))
+        if is_start(node):
+            members = node.meta.get("members", ((origin, 0),))
+            kind = node.meta["collective"][0]
+            lines.append(
+                "\n    + ".join(
+                    (f"{kind}: {short(members[0][0])}", *(short(o) for o, _ in members[1:]))
+                )
+            )
+        elif is_wait(node):
+            kind = node.args[0].meta["collective"][0]
+            lines.append(f"    wait {kind}: {short(origin)}")
+        elif node.target is torch.ops.autopar.einsum.default:
+            lines.append(f"        {origin}")
+    return "\n".join(lines)
+
+
+DATA = """\
+        einsum
+        einsum_1
+        einsum_2
+all_gather: sum_1
+    wait all_gather: sum_1
+        einsum_3
+        einsum_4
+        einsum_5
+        einsum_6
+        einsum_7
+all_reduce: grad layers.2.weight
+    + grad layers.1.weight
+    + grad layers.0.weight
+    wait all_reduce: grad layers.2.weight"""
+
+ZERO_PLAIN = """\
+all_gather: einsum
+    wait all_gather: einsum
+        einsum
+all_gather: einsum_1
+    wait all_gather: einsum_1
+        einsum_1
+all_gather: einsum_2
+    wait all_gather: einsum_2
+        einsum_2
+all_gather: einsum_3
+    wait all_gather: einsum_3
+        einsum_3
+all_gather: sum_1
+    wait all_gather: sum_1
+all_gather: einsum_4
+    wait all_gather: einsum_4
+        einsum_4
+        einsum_5
+reduce_scatter: grad layers.1.1.weight
+    wait reduce_scatter: grad layers.1.1.weight
+all_gather: einsum_6
+    wait all_gather: einsum_6
+        einsum_6
+        einsum_7
+reduce_scatter: grad layers.1.0.weight
+    wait reduce_scatter: grad layers.1.0.weight
+all_gather: einsum_8
+    wait all_gather: einsum_8
+        einsum_8
+        einsum_9
+reduce_scatter: grad layers.0.1.weight
+    wait reduce_scatter: grad layers.0.1.weight
+        einsum_10
+reduce_scatter: grad layers.0.0.weight
+    wait reduce_scatter: grad layers.0.0.weight"""
+
+ZERO_PREFETCH = """\
+all_gather: einsum
+all_gather: einsum_1
+all_gather: einsum_2
+all_gather: einsum_3
+    wait all_gather: einsum
+        einsum
+    wait all_gather: einsum_1
+        einsum_1
+    wait all_gather: einsum_2
+        einsum_2
+    wait all_gather: einsum_3
+        einsum_3
+all_gather: sum_1
+    wait all_gather: sum_1
+all_gather: einsum_4
+all_gather: einsum_6
+all_gather: einsum_8
+    wait all_gather: einsum_4
+        einsum_4
+        einsum_5
+reduce_scatter: grad layers.1.1.weight
+    wait reduce_scatter: grad layers.1.1.weight
+    wait all_gather: einsum_6
+        einsum_6
+        einsum_7
+reduce_scatter: grad layers.1.0.weight
+    wait reduce_scatter: grad layers.1.0.weight
+    wait all_gather: einsum_8
+        einsum_8
+        einsum_9
+reduce_scatter: grad layers.0.1.weight
+    wait reduce_scatter: grad layers.0.1.weight
+        einsum_10
+reduce_scatter: grad layers.0.0.weight
+    wait reduce_scatter: grad layers.0.0.weight"""
+
+ZERO_LATE = """\
+all_gather: einsum
+    wait all_gather: einsum
+        einsum
+all_gather: einsum_1
+    wait all_gather: einsum_1
+        einsum_1
+all_gather: einsum_2
+    wait all_gather: einsum_2
+        einsum_2
+all_gather: einsum_3
+    wait all_gather: einsum_3
+        einsum_3
+all_gather: sum_1
+    wait all_gather: sum_1
+all_gather: einsum_4
+    wait all_gather: einsum_4
+        einsum_4
+        einsum_5
+reduce_scatter: grad layers.1.1.weight
+all_gather: einsum_6
+    wait all_gather: einsum_6
+        einsum_6
+        einsum_7
+reduce_scatter: grad layers.1.0.weight
+all_gather: einsum_8
+    wait all_gather: einsum_8
+        einsum_8
+        einsum_9
+reduce_scatter: grad layers.0.1.weight
+        einsum_10
+reduce_scatter: grad layers.0.0.weight
+    wait reduce_scatter: grad layers.1.1.weight
+    wait reduce_scatter: grad layers.1.0.weight
+    wait reduce_scatter: grad layers.0.1.weight
+    wait reduce_scatter: grad layers.0.0.weight"""
+
+ZERO_ALL = """\
+all_gather: einsum
+    + einsum_1
+all_gather: einsum_2
+    + einsum_3
+    wait all_gather: einsum
+        einsum
+        einsum_1
+    wait all_gather: einsum_2
+        einsum_2
+        einsum_3
+all_gather: sum_1
+    wait all_gather: sum_1
+all_gather: einsum_4
+    + einsum_6
+all_gather: einsum_8
+    wait all_gather: einsum_4
+        einsum_4
+        einsum_5
+        einsum_6
+        einsum_7
+    wait all_gather: einsum_8
+        einsum_8
+        einsum_9
+        einsum_10
+reduce_scatter: grad layers.1.1.weight
+    + grad layers.1.0.weight
+    + grad layers.0.1.weight
+    + grad layers.0.0.weight
+    wait reduce_scatter: grad layers.1.1.weight"""
+
+
+def test_printed_graph_of_data_parallel() -> None:
+    """Gradients go in one bucket, behind the last of them."""
+    traced, plan = planned(Tower(), {"data": 2, "zero": 0})
+    assert outline(emit(traced, plan, [0]).joint.graph) == DATA
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ((), ZERO_PLAIN),
+        (("prefetch",), ZERO_PREFETCH),
+        (("late",), ZERO_LATE),
+        (None, ZERO_ALL),
+    ],
+    ids=["none", "prefetch", "late", "all"],
+)
+def test_printed_graph_of_zero(names: Any, expected: str) -> None:
+    """A block's weights arrive in one bucket while the block before runs."""
+    traced, plan = planned(Pairs(), {"data": 2, "zero": 3})
+    assert outline(emit(traced, plan, [0], passes=names).joint.graph) == expected
+
+
+def test_early_moves_a_gather_of_activations_in_front_of_what_it_does_not_need() -> None:
+    """Megatron's backward gathers the saved shard of a linear's input again, for its weight."""
+    traced, plan = tensor_parallel()
+    plain = emit(traced, plan, [0], passes=()).joint.graph
+    early = emit(traced, plan, [0], passes=["early"]).joint.graph
+    assert sorted(outline(plain).splitlines()) == sorted(outline(early).splitlines())
+    moved = 0
+    for before, after in zip(ahead(plain), ahead(early), strict=True):
+        assert after >= before
+        moved += after > before
+    assert moved >= 2
+
+
+def tensor_parallel() -> Any:
+    mode = {"tensor": {"mode": "1d", "size": 2}, "sequence": "megatron"}
+    traced = traced_model("gpt2")[2]
+    cluster = Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    return traced, solve(traced, cluster, constraints=Constraints.parse(mode))
+
+
+def ahead(graph: fx.Graph) -> list[int]:
+    """Ops between each collective's start and its wait, by the start's order."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    starts = [node for node in graph.nodes if is_start(node)]
+    return [position[next(iter(node.users))] - position[node] for node in starts]
+
+
+# --- values
+
+
+@cache
+def small() -> tuple[nn.Module, Any, TracedModel]:
+    """Four linears with biases; sizes that 8 devices divide."""
+    model = hw.Mlp(width=16, layers=2).double().train()
+    inputs = {"x": torch.randn(32, 16, dtype=torch.float64), "labels": torch.arange(32) % 8}
+    return model, inputs, trace(model, inputs)
+
+
+class Runs:
+    """A plan's programs without passes, and what any passes make of them."""
+
+    def __init__(self, name: str, mode: str) -> None:
+        ranks, constraints = MODES[mode]
+        model, inputs, self.traced = small() if name == "mlp" else traced_model(name)
+        cluster = Cluster.from_profile("cpu-gloo", devices_per_node=ranks)
+        pins = Constraints.parse(constraints)
+        self.plan: Plan = solve(self.traced, cluster, constraints=pins)
+        self.coords = mesh_coords(self.plan.mesh_shape)
+        self.programs: list[Program] = [
+            emit(self.traced, self.plan, coords, passes=()) for coords in self.coords
+        ]
+        args, kwargs = normalize_inputs(inputs)
+        flat = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        whole = whole_inputs(self.traced, model, flat, seed=0)
+        self.feeds = [
+            [take_shard(whole[s.node], layout, self.plan.mesh_shape, c) for s, layout in p.inputs]
+            for p, c in zip(self.programs, self.coords, strict=True)
+        ]
+        self.place = Blocks(self.traced).place
+
+    def block_of(self, name: str) -> Block | None:
+        return self.place[name][0] if name in self.place else None
+
+    def graphs(self, names: tuple[str, ...]) -> list[fx.Graph]:
+        """The program of every rank with some passes."""
+        return [self.graph(program, names) for program in self.programs]
+
+    def graph(self, program: Program, names: tuple[str, ...], spare: int = 1 << 16) -> fx.Graph:
+        copies: dict[fx.Node, fx.Node] = {}
+        copy = fx.Graph()
+        copy.output(copy.graph_copy(program.joint.graph, copies))
+        for old, new in copies.items():
+            new.meta = dict(old.meta)
+        return run_passes(
+            copy, names, sizes=self.plan.bucket_sizes(), block_of=self.block_of, spare=spare
+        )
+
+    def values(self, graphs: list[fx.Graph]) -> list[Tensor]:
+        """Global value of every output."""
+        results = run_lockstep(graphs, self.feeds, self.plan.mesh_shape)
+        return [
+            assemble([r[i] for r in results], layout, self.plan.mesh_shape)
+            for i, (spec, layout) in enumerate(self.programs[0].outputs)
+            if spec.node is not None
+        ]
+
+
+def sent(graph: fx.Graph) -> dict[tuple[str, int], int]:
+    found: dict[tuple[str, int], int] = {}
+    for node in filter(is_start, graph.nodes):
+        kind, axis, num_bytes, times = node.meta["collective"]
+        found[kind, axis] = found.get((kind, axis), 0) + num_bytes * times
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(n, m, marks=[] if n == "mlp" or (n, m) in FAST else [pytest.mark.slow])
+        for n in ("mlp", "vit", "gpt2")
+        for m in MODES
+        if (n, m) not in REFUSED and not (n == "mlp" and m in SEQUENCE)
+    ],
+)
+def test_no_pass_changes_a_value(name: str, mode: str) -> None:
+    """Every set of passes: outputs and gradients in float64, bytes, peak, and the two phases."""
+    runs = Runs(name, mode)
+    plain = runs.graphs(())
+    expected = runs.values(plain)
+    budget = Lifetimes(plain[0]).peak_bytes + (1 << 16)
+    tangents = {s.node for s, _ in runs.programs[0].inputs if s.kind == "tangent"}
+    for names in SUBSETS[1:]:
+        graphs = runs.graphs(names)
+        found = runs.values(graphs)
+        worst = max(relative_error(a, b) for a, b in zip(found, expected, strict=True))
+        assert worst <= 1e-9, names
+        assert sent(graphs[0]) == sent(plain[0])
+        assert Lifetimes(graphs[0]).peak_bytes <= budget, names
+        split_phases(graphs[0], runs.programs[0].num_results, tangents)
+
+
+# --- memory and time
+
+
+@pytest.mark.parametrize(("mode", "name"), [("zero3", "prefetch"), ("megatron-sp", "early")])
+def test_what_is_moved_is_bounded_by_memory(mode: str, name: str) -> None:
+    """Without room nothing moves; with more room more does, and the peak stays within it."""
+    runs = Runs("vit" if mode == "zero3" else "gpt2", mode)
+    (first, *_) = runs.programs
+    peak = Lifetimes(first.joint.graph).peak_bytes
+    distance: list[int] = []
+    for spare in (-peak, 0, 1 << 14, 1 << 40):
+        graph = runs.graph(first, (name,), spare)
+        assert Lifetimes(graph).peak_bytes <= peak + max(spare, 0)
+        distance.append(sum(ahead(graph)))
+    assert distance[0] == sum(ahead(first.joint.graph))
+    assert min(distance) == distance[0] < distance[1]
+    assert max(distance) == distance[-1]
+
+
+def test_live_bytes_of_a_graph() -> None:
+    """By hand: a buffer lives from its op to the last reader of its views; a collective holds."""
+    traced, plan = planned(Tower(layers=2), {"data": 2, "zero": 3})
+    graph = emit(traced, plan, [0], passes=()).joint.graph
+    lifetimes = Lifetimes(graph)
+    gather = next(n for n in graph.nodes if is_start(n))
+    here = lifetimes.position[gather]
+    assert lifetimes.created(gather) == 8 * 8 * 8
+    assert lifetimes.held(gather) == []  # the caller's
+    assert lifetimes.live[here] == 8 * 8 * 8
+    product = next(n for n in graph.nodes if n.target is torch.ops.autopar.einsum.default)
+    assert lifetimes.live[lifetimes.position[product]] == 8 * 8 * 8 + 32 * 8 * 8
+    reduce = next(n for n in graph.nodes if n.target is REDUCE_SCATTER)
+    assert len(lifetimes.held(reduce)) == 1
+
+
+def test_passes_hide_communication_in_the_simulator() -> None:
+    """All together are faster than none, and no set hides more than its compute."""
+    for name, mode in (("vit", "dp"), ("vit", "zero3")):
+        runs = Runs(name, mode)
+        cluster = Cluster.from_dict(runs.plan.cluster)
+        seconds = {
+            names: simulate(runs.graph(runs.programs[0], names), cluster) for names in SUBSETS
+        }
+        plain, best = seconds[()], seconds[PASSES]
+        assert sum(plain.hidden_s) == pytest.approx(0.0, abs=1e-12)
+        assert sum(best.hidden_s) > 0
+        assert best.step_s < 0.9 * plain.step_s
+        for found in seconds.values():
+            assert -1e-12 <= sum(found.hidden_s) <= found.compute_s + 1e-12
+
+
+def test_plan_says_what_its_program_hides() -> None:
+    model, inputs, traced = traced_model("vit")
+    cluster = Cluster.from_profile("cpu-gloo", devices_per_node=4)
+    plan = autopar.plan(model, cluster, inputs, constraints={"data": 4, "zero": 0}, cache=False)
+    p = plan.predicted
+    assert 0 < p.hidden_time_s <= p.compute_time_s
+    assert p.step_time_s == pytest.approx(p.compute_time_s + p.exposed_time_s)
+    found = autopar.simulate(plan, model, inputs, traced=traced)
+    shares = found.hidden_shares()
+    moves = [m for op in p.timeline.ops for m in op.moves if m.of.startswith("gradient of ")]
+    assert len(moves) > 30
+    for move in moves:
+        share = shares[move.of, move.axis, move.kind]
+        assert move.hidden_s == pytest.approx(share * move.seconds, rel=1e-6)
+    assert sum(move.hidden_s for move in moves) > 0
+
+
+def test_only_known_passes() -> None:
+    assert check_passes(["late", "bucket"]) == ("bucket", "late")
+    with pytest.raises(AutoparError, match="'fast': give a list of names out of bucket, prefetch"):
+        check_passes(["fast"])
+    with pytest.raises(AutoparError, match="passes='late'"):
+        check_passes("late")
