@@ -45,6 +45,7 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "2d": (4, {"tensor": {"mode": "2d", "size": 4}}),
     "2.5d": (8, {"tensor": {"mode": "2.5d", "size": 8, "depth": 2}}),
     "3d": (8, {"tensor": {"mode": "3d", "size": 8}}),
+    "megatron": (4, {"tensor": {"mode": "1d", "size": 4}, "sequence": "none"}),
     "megatron-sp": (4, {"tensor": {"mode": "1d", "size": 4}, "sequence": "megatron"}),
     "ulysses": (4, {"sequence": "ulysses"}),
     "ring": (4, {"sequence": "ring"}),

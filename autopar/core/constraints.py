@@ -14,7 +14,7 @@ from autopar.errors import ConstraintError
 __all__ = ["AxisRole", "Constraints", "PipelinePin", "assign_mesh"]
 
 TENSOR_MODES = ("1d", "2d", "2.5d", "3d")
-SEQUENCE_MODES = ("megatron", "ulysses", "ring")
+SEQUENCE_MODES = ("megatron", "ulysses", "ring", "none")
 _KEYS = ("tensor", "sequence", "data", "zero", "checkpoint", "offload", "pipeline", "params")
 CHECKPOINTS = ("none", "selective", "full")
 OFFLOADS = ("none", "optimizer")
@@ -61,7 +61,8 @@ class Constraints:
         tensor_mode: "1d", "2d", "2.5d" or "3d", or None.
         tensor_size: devices of the tensor mode; None takes all that `data` leaves.
         depth: depth of the 2.5D mode.
-        sequence: "megatron", "ulysses" or "ring", or None.
+        sequence: "megatron", "ulysses" or "ring", or None; "none" keeps what enters and leaves a
+            1D tensor pair whole, as plain Megatron does.
         sequence_size: devices of the sequence axis; None takes all that is left.
         data: devices that split the batch; None is free.
         zero: stage on the data axes. 0 keeps every parameter whole; the others shard optimizer
@@ -268,7 +269,12 @@ def assign_mesh(c: Constraints, mesh_shape: tuple[int, ...]) -> tuple[AxisRole, 
         left = _take(left, size, f"tensor {c.tensor_mode}", total)
         sizes = _tensor_sizes(c, size)
         pinned += [AxisRole(name=f"tensor-{i}", size=n) for i, n in enumerate(sizes)]
-    if c.sequence is not None and not (c.sequence == "megatron" and c.tensor_mode == "1d"):
+    if c.sequence == "none" and c.tensor_mode != "1d":
+        raise ConstraintError("sequence 'none' belongs to tensor mode 1d: add it, or drop 'none'")
+    own_axis = c.sequence in ("ulysses", "ring") or (
+        c.sequence == "megatron" and c.tensor_mode != "1d"
+    )
+    if own_axis:
         if c.sequence == "megatron" and c.tensor_mode is not None:
             raise ConstraintError(
                 f"sequence 'megatron' splits the sequence over the 1D tensor axis; it does not "

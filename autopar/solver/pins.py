@@ -9,6 +9,8 @@ K (contracted). On one mesh axis a candidate shards one of them, and the named m
     3D         M on i; N on j and K on k, or K on j and N on k; W is stored sharded on all three
     data       M, on the batch
     Megatron   1D; a column linear's X arrives sharded on the sequence, a row linear leaves it so
+    none       1D; a column linear's X arrives whole, a row linear leaves it so, and a weight whose
+               storage is pinned is read as it is stored
     Ulysses    M on the sequence; attention on heads
     ring       M on the sequence; attention by the ring
 
@@ -84,7 +86,7 @@ class Pins:
 
     def _check_attention(self, traced: TracedModel) -> None:
         mode = self.constraints.sequence
-        if mode is None:
+        if mode in (None, "none"):
             return
         ops = self.step.ops.values()
         fused = any(op.call.target is autopar_ops.attention.default for op in ops)
@@ -137,7 +139,15 @@ class Pins:
         sequence_dim = c.batch_dim + _SEQUENCE_DIM
         if not self._is_megatron() and any(x[a].dim != sequence_dim for a in self.sequence_axes):
             return False
+        if self._is_plain_tensor() and not self._as_pinned(c, candidate):
+            return False
         return self._kinds_allowed(kinds, c)
+
+    def _as_pinned(self, c: Contraction, candidate: Candidate) -> bool:
+        """True unless the user's pattern stores the weight in another way than it is read."""
+        if c.op.call.operands[c.weight_index].shape != self.step.parameters[c.weight].shape:
+            return True
+        return all(candidate.inputs[c.weight_index] == layout for layout in self.pinned(c.weight))
 
     def _kinds_allowed(self, kinds: Sequence[str], c: Contraction | None) -> bool:
         """True if the kind on each axis is one that the pinned modes use there."""
@@ -180,6 +190,11 @@ class Pins:
             (axis,) = self.sequence_axes or self.tensor_axes
             return lambda source, candidate: (
                 kind_on_axis(c, candidate, axis) != "N" or _shards(source[axis], _SEQUENCE_DIM)
+            )
+        if self._is_plain_tensor():
+            (axis,) = self.tensor_axes
+            return lambda source, candidate: (
+                kind_on_axis(c, candidate, axis) != "N" or source[axis].is_replicate
             )
         if mode not in ("2d", "2.5d", "3d"):
             return None
@@ -231,7 +246,14 @@ class Pins:
     def leaves(self, value: Value) -> Callable[[Layout, Layout], bool] | None:
         """Filter on `(produced, wanted)` layouts of a value that a pinned op produces."""
         c = self.contractions.get(value[0])
-        if c is None or not c.core or not self._is_megatron():
+        if c is None or not c.core:
+            return None
+        if self._is_plain_tensor():
+            (axis,) = self.tensor_axes
+            return lambda produced, wanted: (
+                not produced[axis].is_partial or (wanted[axis].is_replicate)
+            )
+        if not self._is_megatron():
             return None
         (axis,) = self.sequence_axes or self.tensor_axes
         return lambda produced, wanted: (
@@ -241,6 +263,9 @@ class Pins:
     def _is_megatron(self) -> bool:
         split = bool(self.sequence_axes or self.tensor_axes)
         return split and self.constraints.sequence == "megatron"
+
+    def _is_plain_tensor(self) -> bool:
+        return bool(self.tensor_axes) and self.constraints.sequence == "none"
 
     # --- parameters ----------------------------------------------------------------------------
     def pinned(self, placeholder: str) -> tuple[Layout, ...]:
