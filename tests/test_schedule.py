@@ -136,3 +136,12 @@ def test_lost_doubled_and_misplaced_actions_are_refused():
 def test_numbers_that_a_schedule_does_not_take(arguments, said):
     with pytest.raises(ConstraintError, match=said):
         actions(*arguments)
+
+
+def test_a_blocking_rank_computes_nothing_while_it_sends():
+    orders = actions("gpipe", 2, 2)
+    seconds = [{"F": 1.0, "B": 2.0}] * 2
+    result = simulate_pipeline(orders, seconds, 5.0, blocking=True)
+    starts = {str(s.action): s.start_s for s in result.spans}
+    assert starts["0F1"] == 6.0
+    assert result.step_s > simulate_pipeline(orders, seconds, 5.0).step_s

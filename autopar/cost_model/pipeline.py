@@ -69,6 +69,8 @@ def simulate_pipeline(
     orders: Orders,
     seconds: Sequence[Mapping[Kind, float]],
     transfer_s: float | Sequence[float] = 0.0,
+    *,
+    blocking: bool = False,
 ) -> PipelineSimulation:
     """Run a schedule on the clock.
 
@@ -78,6 +80,7 @@ def simulate_pipeline(
         transfer_s: to send a microbatch over the boundary behind stage s, either way; one number
             for all, or one for each of the ``len(seconds) - 1`` boundaries. Stages on one rank
             send nothing.
+        blocking: a rank computes nothing while it sends.
 
     Returns:
         When everything ran.
@@ -86,7 +89,7 @@ def simulate_pipeline(
         ScheduleError: a deadlock, an action that is there twice or has no seconds, or a forward
             without a whole backward.
     """
-    clock = _Clock(orders, seconds, transfer_s)
+    clock = _Clock(orders, seconds, transfer_s, blocking)
     _check_complete(orders, len(seconds))
     pending = list(range(len(orders)))
     while pending:
@@ -111,7 +114,9 @@ class _Clock:
         orders: Orders,
         seconds: Sequence[Mapping[Kind, float]],
         transfer_s: float | Sequence[float],
+        blocking: bool,
     ) -> None:
+        self.blocking = blocking
         self.orders, self.seconds = orders, seconds
         self.num_stages = len(seconds)
         num_boundaries = max(0, self.num_stages - 1)
@@ -181,6 +186,8 @@ class _Clock:
                 sent_s = max(end_s, self.link_free_s[link])
                 sent_s += self.transfer_s[min(action.stage, there)]
                 self.link_free_s[link] = self.arrived[key] = sent_s
+                if self.blocking:
+                    self.free_s[rank] = sent_s
 
     def check_done(self) -> None:
         stuck = [

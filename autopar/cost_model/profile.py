@@ -12,7 +12,7 @@ Units: seconds, bytes, bytes/s, FLOP/s. Prefixes are decimal: 3.35 TB/s is 3.35e
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, TypeAlias, TypeVar
 
@@ -166,6 +166,9 @@ class DeviceProfile:
         efficiency: per op class: "matmul", "attention", "conv", and "memory" for the bandwidth.
         allocation_granularity_bytes: the allocator rounds every buffer up to a multiple of this.
         view_overhead_s: host seconds of an op that only makes a view.
+        host_op_s: host seconds in which an eager program issues one op.
+        power_w: power at which it reaches `peak_flops`; 0 where unknown.
+        multiprocessors: that work on the tiles of a matrix product; 0 where unknown.
         concurrent_ranks: ranks that ran at once on the machine while it was measured.
         cores: CPU cores that they shared; 0 where every rank has its own device.
         host_bandwidth: bytes/s each way between the device and host memory, while all devices of a
@@ -183,6 +186,9 @@ class DeviceProfile:
     efficiency: Mapping[str, Efficiency] = field(hash=False)
     allocation_granularity_bytes: int
     view_overhead_s: float = 0.0
+    host_op_s: float = 0.0
+    power_w: float = 0.0
+    multiprocessors: int = 0
     concurrent_ranks: int = 1
     cores: int = 0
     host_bandwidth: float = 0.0
@@ -193,9 +199,10 @@ class DeviceProfile:
     def __post_init__(self) -> None:
         where = f"device {self.name!r}"
         _require(
-            self.view_overhead_s >= 0 and self.concurrent_ranks >= 1 and self.cores >= 0,
-            f"{where}: view_overhead_s, concurrent_ranks and cores must not be negative, and a "
-            "rank is needed",
+            min(self.view_overhead_s, self.host_op_s, self.cores) >= 0
+            and self.concurrent_ranks >= 1,
+            f"{where}: view_overhead_s, host_op_s, concurrent_ranks and cores must not be "
+            "negative, and a rank is needed",
         )
         _require(
             (self.host_bandwidth > 0) == (self.host_memory_bandwidth > 0)
@@ -223,6 +230,18 @@ class DeviceProfile:
     def peak(self, dtype: object) -> float:
         """FLOP/s for `dtype` (a name or a `torch.dtype`); float32's where the device lacks it."""
         return self.peak_flops.get(dtype_name(dtype), self.peak_flops["float32"])
+
+    def limited(self, power_w: float) -> DeviceProfile:
+        """The device under a power limit, which slows its arithmetic and not its memory.
+
+        Switching takes power as clock times voltage squared, and voltage follows the clock, so the
+        clock goes as the cube root of the power.
+        """
+        if not self.power_w or power_w >= self.power_w:
+            return self
+        share = (power_w / self.power_w) ** (1 / 3)
+        slower = {name: rate * share for name, rate in self.peak_flops.items()}
+        return replace(self, peak_flops=slower, power_w=power_w)
 
     def curve(self, op_class: str, dtype: object) -> Curve | None:
         """The measured curve of a class; by bytes, float32's does for a dtype without one."""

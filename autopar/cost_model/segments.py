@@ -1,0 +1,298 @@
+"""Seconds and bytes of a part of a local program, such as one transformer block.
+
+An eager program is issued by a host that runs ahead of the device, so with G the seconds of the
+device's kernels, C those of exposed collectives and H those in which the host issues the ops::
+
+    seconds = max(G + C, H)
+
+What a framework does to a chain of ops before it runs (fuses it, captures it in a graph, computes
+linears in float8, splits a collective to overlap it) is an `Execution`. Fused ops read what comes
+from outside their chain and write what is read outside, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.core.local import LocalOp, LocalProgram, LocalValue
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.collectives import CollectiveKind
+from autopar.cost_model.compute import compute_seconds_array, wave_factor
+
+__all__ = ["Execution", "PassCost", "SegmentCost", "segment_cost"]
+
+_POINTWISE = {"pointwise", "special", "tanh", "random", "memory"}
+_FUSIBLE = {
+    "none": frozenset[str](),
+    "pointwise": frozenset(_POINTWISE),
+    "compiled": frozenset(_POINTWISE | {"reduction", "norm", "softmax", "loss"}),
+}
+_VIEW = 0.25  # of the host's seconds of an op that launches a kernel: assumed
+_DROPOUT = "autopar.dropout.default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """How a framework runs a program.
+
+    Attributes:
+        fuse: "none"; "pointwise" for chains of pointwise ops; "compiled" for reductions too.
+        fused_norms: a norm is one kernel, whatever ops it is written in.
+        host: the host walks through the program op by op; False for one captured before.
+        function_factor: host seconds of a linear, norm, softmax or activation over those of torch's
+            own; more than 1 where each is an autograd function written in Python.
+        again_calls: host calls beside the ops when a segment is computed again, such as those that
+            save and restore the states of random number generators.
+        dropout_mask: dropout keeps a mask of one byte an element.
+        float8_linears: linears of blocks compute in float8; operands are scanned and cast first.
+        whole_again: what computes again runs to its end, not only as far as the backward needs; for
+            segments that are computed again as a whole.
+        split_collectives: a collective beside a linear is sent in as many parts as the axis has
+            ranks, all but the first beside the linear.
+    """
+
+    fuse: str = "none"
+    fused_norms: bool = True
+    host: bool = True
+    function_factor: float = 1.0
+    again_calls: int = 0
+    dropout_mask: bool = True
+    float8_linears: bool = False
+    whole_again: bool = False
+    split_collectives: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassCost:
+    """One pass through a segment: device, exposed collectives, host; in seconds."""
+
+    device_s: float = 0.0
+    comm_s: float = 0.0
+    host_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return max(self.device_s + self.comm_s, self.host_s)
+
+    def __add__(self, other: PassCost) -> PassCost:
+        return PassCost(
+            device_s=self.device_s + other.device_s,
+            comm_s=self.comm_s + other.comm_s,
+            host_s=self.host_s + other.host_s,
+        )
+
+    def scaled(self, factor: float) -> PassCost:
+        return PassCost(
+            device_s=self.device_s * factor,
+            comm_s=self.comm_s * factor,
+            host_s=self.host_s * factor,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentCost:
+    """One segment.
+
+    Attributes:
+        forward, recompute, backward: passes.
+        weight_s: device seconds of the weights' gradients, a part of `backward`.
+        saved_bytes: kept from the forward to the backward.
+        again_bytes: what is computed again, and held while the segment's backward runs.
+        working_bytes: the most that one op of the backward reads and writes.
+    """
+
+    forward: PassCost
+    recompute: PassCost
+    backward: PassCost
+    weight_s: float
+    saved_bytes: int
+    again_bytes: int
+    working_bytes: int
+
+
+def segment_cost(
+    program: LocalProgram,
+    ops: Sequence[LocalOp],
+    again: Sequence[str],
+    cluster: Cluster,
+    execution: Execution,
+    *,
+    float8: bool = False,
+) -> SegmentCost:
+    """Price some ops of a program.
+
+    Args:
+        program: what they belong to.
+        ops: forward and backward ops of one part.
+        again: names of forward ops that the backward computes again.
+        cluster: of the mesh that the program's collectives are on.
+        execution: how it is run.
+        float8: the part has linears that may compute in float8.
+    """
+    pricer = _Pricer(program, cluster, execution, float8 and execution.float8_linears)
+    inner = _inside_norms(program, ops) if execution.fused_norms else frozenset()
+    _, repeated = program.saved(ops, again)
+    kept, _ = program.saved(ops, inner.union(again))
+    everything, _ = program.saved(ops, inner)
+    forward = [op for op in ops if op.phase == "forward"]
+    backward = [op for op in ops if op.phase == "backward"]
+    masks = sum(
+        op.writes[0][1] // _itemsize(op.dtype)
+        for op in forward
+        if op.target == _DROPOUT and execution.dropout_mask and op.name not in again
+    )
+    working = max((sum(size for _, size in (*op.reads, *op.writes)) for op in backward), default=0)
+    return SegmentCost(
+        forward=pricer.cost(forward),
+        recompute=pricer.cost(
+            forward if again and execution.whole_again else repeated, execution.again_calls
+        ),
+        backward=pricer.cost(backward),
+        weight_s=pricer.cost([op for op in backward if op.gradient]).device_s,
+        saved_bytes=sum(kept.values()) + masks,
+        again_bytes=max(0, sum(everything.values()) - sum(kept.values())),
+        working_bytes=working,
+    )
+
+
+class _Pricer:
+    def __init__(
+        self, program: LocalProgram, cluster: Cluster, execution: Execution, float8: bool
+    ) -> None:
+        self.program = program
+        self.cluster = cluster
+        self.execution = execution
+        self.float8 = float8
+
+    def cost(self, ops: Sequence[LocalOp], calls: int = 0) -> PassCost:
+        """One pass through some ops, with host calls beside them."""
+        if not ops:
+            return PassCost()
+        device_s = linear_s = 0.0
+        host_ops = calls + _VIEW * sum(op.view for op in ops)
+        for group in self._groups(ops):
+            seconds = self._group(group)
+            device_s += seconds
+            host_ops += self._host_ops(group[0])
+            linear_s += seconds if group[0].linear else 0.0
+        comm_s, collectives = self._collectives(ops)
+        if self.execution.split_collectives and comm_s:
+            first = comm_s / max(self.cluster.mesh_shape)
+            comm_s = first + max(0.0, comm_s - first - linear_s)
+        host_s = (host_ops + collectives) * self.cluster.device.host_op_s
+        return PassCost(
+            device_s=device_s, comm_s=comm_s, host_s=host_s if self.execution.host else 0.0
+        )
+
+    def _host_ops(self, op: LocalOp) -> float:
+        """What the host does for one kernel, in ops of torch's own."""
+        if op.linear:  # the two products of a linear's backward are one function
+            extra = 1.0 if op.phase == "forward" else 0.5
+        else:
+            extra = float(op.op_class in ("norm", "softmax", "special"))
+        return 1.0 + extra * (self.execution.function_factor - 1.0)
+
+    def _collectives(self, ops: Sequence[LocalOp]) -> tuple[float, int]:
+        """Seconds and number of the collectives of some ops; what two ops wait for is sent once."""
+        sent: set[tuple[str, int, int]] = set()
+        total = 0.0
+        for op in ops:
+            for move in op.moves:
+                key = (move.of or op.name, move.axis, move.num_bytes)
+                if not move.of.startswith("gradient of ") and key not in sent:
+                    sent.add(key)
+                    kind = CollectiveKind(move.kind)
+                    total += self.cluster.collective_seconds(kind, move.num_bytes, move.axis)
+        return total, len(sent)
+
+    def _groups(self, ops: Sequence[LocalOp]) -> list[list[LocalOp]]:
+        """Chains of ops that run as one kernel; every other op alone."""
+        owner: dict[LocalValue, list[LocalOp]] = {}
+        found: list[list[LocalOp]] = []
+        for op in ops:
+            if (op.view and op.op_class == "view") or op.folded:
+                continue
+            group = next(
+                (
+                    owner[self.program.base(value)]
+                    for value, _ in op.reads
+                    if self.program.base(value) in owner
+                    and self._joins(owner[self.program.base(value)][-1], op)
+                ),
+                None,
+            )
+            if group is None:
+                group = []
+                found.append(group)
+            group.append(op)
+            for value, _ in op.writes:
+                owner[value] = group
+        return found
+
+    def _joins(self, last: LocalOp, op: LocalOp) -> bool:
+        if self.execution.fused_norms and _norm(op.module) and op.module == last.module:
+            return True
+        fusible = _FUSIBLE[self.execution.fuse]
+        return op.op_class in fusible and last.op_class in fusible and not op.moves
+
+    def _group(self, group: Sequence[LocalOp]) -> float:
+        """Device seconds of one kernel."""
+        device = self.cluster.device
+        made = {value for op in group for value, _ in op.writes}
+        names = {op.name for op in group}
+        reads: dict[LocalValue, int] = {}
+        moved = 0.0
+        for op in group:
+            for value, size in op.reads:
+                base = self.program.base(value)
+                if base not in made:
+                    reads[base] = max(size, reads.get(base, 0))
+            for value, size in op.writes:
+                outside = [r for r in self.program.readers[value] if r.name not in names]
+                if outside or op is group[-1] or not self.program.readers[value]:
+                    moved += size
+            if op.target == _DROPOUT and self.execution.dropout_mask:
+                moved += op.writes[0][1] / _itemsize(op.dtype)
+        moved += sum(reads.values())
+        main = group[0]
+        dtype, flops = main.dtype, sum(op.flops for op in group)
+        seconds = 0.0
+        if self.float8 and main.linear:
+            # each operand is scanned for its largest value, then read and written as float8
+            cast = np.array(2.5 * sum(size for _, size in main.reads))
+            seconds = float(compute_seconds_array(device, "memory", dtype, np.zeros(()), cast))
+            dtype, moved = "float8", moved - 0.5 * sum(size for _, size in main.reads)
+        kind = main.op_class if len(group) == 1 else "memory"
+        if kind == "view":
+            kind = "transpose"
+        if main.gemm is not None and kind == "matmul":
+            flops *= wave_factor(device, main.gemm)
+        return seconds + float(
+            compute_seconds_array(device, kind, dtype, np.array(flops), np.array(moved))
+        )
+
+
+def _inside_norms(program: LocalProgram, ops: Sequence[LocalOp]) -> frozenset[str]:
+    """Forward ops whose results a norm's kernel keeps to itself, and makes again backward."""
+    return frozenset(
+        op.name
+        for op in ops
+        if op.phase == "forward"
+        and _norm(op.module)
+        and all(
+            reader.module == op.module or reader.phase == "backward"
+            for value, _ in op.writes
+            for reader in program.readers[value]
+        )
+    )
+
+
+def _norm(module: str) -> bool:
+    return "norm" in module.rpartition(".")[2]
+
+
+def _itemsize(dtype: str) -> int:
+    return {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}.get(dtype, 4)

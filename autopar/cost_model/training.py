@@ -1,0 +1,293 @@
+"""Seconds and bytes of a training step from the costs of its parts.
+
+A model is blocks between a front (embedding) and a back (head and loss). With d data ranks, p
+pipeline ranks of v chunks and m microbatches a step is
+
+    schedule of the stages' passes (`pipeline.py`), gradients reduced over the data ranks, update
+
+ZeRO-3 (FSDP) gathers each block before each pass and scatters its gradients behind its backward,
+on a communication stream beside the compute of the neighbouring block::
+
+    forward   gather_1 + sum max(F_i, gather_{i+1})
+    backward  sum max(R_i + B_i, gather_{i-1} + scatter_{i+1}) + scatter_1
+
+(Zhao et al. 2023, arXiv 2304.11277.) Stages 1 and 2 scatter gradients and gather parameters once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autopar.core.schedule import Action, Kind, actions
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.collectives import CollectiveKind
+from autopar.cost_model.compute import OpCost, compute_seconds
+from autopar.cost_model.pipeline import PipelineSimulation, simulate_pipeline
+from autopar.cost_model.segments import SegmentCost
+
+# multiprocessors that a collective of NCCL takes beside FSDP's compute: 24 in the trace of
+# https://forums.developer.nvidia.com/t/337991
+_SENDING = 24
+
+__all__ = ["Layers", "Recipe", "StepCost", "step_cost"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How a step is organised.
+
+    Attributes:
+        data: ranks that share a batch; pipeline: pipeline ranks.
+        chunks: stages of a pipeline rank.
+        microbatches: of each data rank.
+        schedule: of `core.schedule`; for one pipeline rank "1f1b".
+        zero: ZeRO stage over the data ranks.
+        parameter_bytes: of one parameter where it is gathered; gradient_bytes: where it is reduced.
+        state_bytes: of one parameter with its gradient, masters and optimizer states.
+        overlap: data-parallel communication runs beside compute.
+        blocking: a rank waits for what it sends to the next stage.
+    """
+
+    data: int = 1
+    pipeline: int = 1
+    chunks: int = 1
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    zero: int = 0
+    parameter_bytes: int = 2
+    gradient_bytes: int = 4
+    state_bytes: int = 16
+    overlap: bool = True
+    blocking: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """A model on one tensor-parallel group.
+
+    Attributes:
+        count: blocks.
+        block: the costs of a block; several that take turns in equal shares.
+        front, back: what stands around them.
+        block_parameters, front_parameters, back_parameters: on one device, before ZeRO.
+        boundary_bytes: of what a block hands to the next on one device.
+        tied: front and back share a weight of `front_parameters`.
+    """
+
+    count: int
+    block: tuple[SegmentCost, ...]
+    front: SegmentCost
+    back: SegmentCost
+    block_parameters: int
+    front_parameters: int
+    back_parameters: int
+    boundary_bytes: float
+    tied: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """A step.
+
+    Attributes:
+        step_s: all of it.
+        pipeline: the simulated schedule.
+        data_s: exposed data-parallel communication.
+        optimizer_s: the update.
+        peak_bytes: of the fullest device.
+        state_bytes, activation_bytes: its parts; the rest is working memory.
+    """
+
+    step_s: float
+    pipeline: PipelineSimulation
+    data_s: float
+    optimizer_s: float
+    peak_bytes: float
+    state_bytes: float
+    activation_bytes: float
+
+
+def step_cost(layers: Layers, recipe: Recipe, cluster: Cluster) -> StepCost:
+    """Price a step.
+
+    Args:
+        layers: costs of the parts.
+        recipe: how they are put together.
+        cluster: with a mesh (pipeline, data, inner): `inner` ranks share a stage's tensors.
+    """
+    stages = _Stages(layers, recipe, cluster)
+    orders = actions(recipe.schedule, recipe.pipeline, recipe.microbatches, recipe.chunks)
+    simulated = simulate_pipeline(
+        orders, stages.seconds(), stages.transfer_s(), blocking=recipe.blocking
+    )
+    data = [stages.data_s(rank) for rank in range(recipe.pipeline)]
+    update = [stages.update_s(rank) for rank in range(recipe.pipeline)]
+    tied = stages.tied_s() if layers.tied and recipe.pipeline > 1 else 0.0
+    ends = [simulated.finish_s(r) + data[r] for r in range(recipe.pipeline)]
+    last = max(range(recipe.pipeline), key=lambda r: ends[r] + update[r])
+    memory = [stages.memory(rank, orders[rank]) for rank in range(recipe.pipeline)]
+    fullest = max(memory, key=sum)
+    return StepCost(
+        step_s=ends[last] + update[last] + tied,
+        pipeline=simulated,
+        data_s=data[last],
+        optimizer_s=update[last],
+        peak_bytes=sum(fullest),
+        state_bytes=fullest[0],
+        activation_bytes=fullest[1],
+    )
+
+
+class _Stages:
+    def __init__(self, layers: Layers, recipe: Recipe, cluster: Cluster) -> None:
+        self.layers, self.recipe, self.cluster = layers, recipe, cluster
+        self.num_stages = recipe.pipeline * recipe.chunks
+        share, rest = divmod(layers.count, self.num_stages)
+        self.counts = [share + (s < rest) for s in range(self.num_stages)]
+        self.gathers = recipe.zero == 3 and recipe.data > 1
+
+    def _data(self, kind: CollectiveKind, num_bytes: float) -> float:
+        return self.cluster.collective_seconds(kind, num_bytes, 1)
+
+    def seconds(self) -> list[dict[Kind, float]]:
+        """Of each stage, by kind of action, for one microbatch."""
+        found: list[dict[Kind, float]] = []
+        for stage in range(self.num_stages):
+            backward_s = self._pass(stage, True)
+            weight_s = sum(cost.weight_s * times for cost, _, times in self._segments(stage))
+            found.append(
+                {
+                    "F": self._pass(stage, False),
+                    "B": backward_s,
+                    "I": backward_s - weight_s,
+                    "W": weight_s,
+                }
+            )
+        return found
+
+    def _segments(self, stage: int) -> list[tuple[SegmentCost, int, float]]:
+        """(cost, parameters, how often) of what a stage runs."""
+        layers = self.layers
+        found = []
+        if stage == 0:
+            found.append((layers.front, layers.front_parameters, 1.0))
+        each = self.counts[stage] / len(layers.block)
+        found += [(block, layers.block_parameters, each) for block in layers.block]
+        if stage == self.num_stages - 1:
+            found.append((layers.back, layers.back_parameters, 1.0))
+        return found
+
+    def _pass(self, stage: int, backward: bool) -> float:
+        total = 0.0
+        first_s = 0.0
+        for cost, parameters, times in self._segments(stage):
+            each = (cost.recompute + cost.backward if backward else cost.forward).seconds
+            if self.gathers and self.recipe.pipeline == 1:
+                hidden = self._data(
+                    CollectiveKind.ALL_GATHER, parameters * self.recipe.parameter_bytes
+                )
+                if backward:
+                    hidden += self._scatter(parameters)
+                first_s = first_s or hidden
+                each += self._copies(parameters, backward)
+                each = self._beside(each, hidden) if self.recipe.overlap else each + hidden
+            total += each * times
+        return total + (first_s if self.recipe.overlap else 0.0)
+
+    def _copies(self, parameters: float, backward: bool) -> float:
+        """Gathered shards are copied into parameters, and gradients into what is scattered."""
+        recipe = self.recipe
+        moved = 2.0 * recipe.parameter_bytes
+        if backward:
+            moved += recipe.parameter_bytes + recipe.gradient_bytes
+        return self._memory_s(moved * parameters)
+
+    def _memory_s(self, num_bytes: float) -> float:
+        cost = OpCost(op_class="memory", flops=0, bytes=round(num_bytes), dtype="float32")
+        return compute_seconds(self.cluster, cost)
+
+    def _beside(self, compute_s: float, comm_s: float) -> float:
+        """Compute and communication at once: the latter takes multiprocessors from the former."""
+        all_of_them = self.cluster.device.multiprocessors
+        taken = min(0.5, _SENDING / all_of_them) if all_of_them else 0.0
+        # at the lower rate until the communication ends, at the full rate after it
+        return max(comm_s, compute_s + taken * min(comm_s, compute_s / (1 - taken)))
+
+    def _scatter(self, parameters: float) -> float:
+        return self._data(CollectiveKind.REDUCE_SCATTER, parameters * self.recipe.gradient_bytes)
+
+    def transfer_s(self) -> float:
+        """Between neighbouring pipeline ranks."""
+        if self.recipe.pipeline == 1:
+            return 0.0
+        return self.cluster.collective_seconds(
+            CollectiveKind.SEND_RECV, self.layers.boundary_bytes, 0
+        )
+
+    def _stages_of(self, rank: int) -> range:
+        return range(rank, self.num_stages, self.recipe.pipeline)
+
+    def parameters(self, rank: int) -> float:
+        """On one device of a pipeline rank, before ZeRO."""
+        layers = self.layers
+        total = float(sum(self.counts[s] for s in self._stages_of(rank)) * layers.block_parameters)
+        if rank == 0:
+            total += layers.front_parameters
+        if rank == self.recipe.pipeline - 1 and not (layers.tied and rank == 0):
+            total += layers.back_parameters
+        return total
+
+    def data_s(self, rank: int) -> float:
+        """Data-parallel communication that no compute hides, behind the schedule."""
+        recipe = self.recipe
+        if recipe.data == 1 or (self.gathers and recipe.pipeline == 1):
+            return 0.0
+        count = self.parameters(rank)
+        if recipe.zero == 0:
+            seconds = self._data(CollectiveKind.ALL_REDUCE, count * recipe.gradient_bytes)
+        else:
+            seconds = self._scatter(count)
+            seconds += self._data(CollectiveKind.ALL_GATHER, count * recipe.parameter_bytes)
+        if not recipe.overlap:
+            return seconds
+        # the gradients of all but one block are on their way while the last microbatch runs back
+        stage = self._stages_of(rank)[0]
+        blocks = max(1, self.counts[stage])
+        beside = self._pass(stage, True) * (1 - 1 / blocks)
+        return max(seconds / blocks, seconds - beside)
+
+    def tied_s(self) -> float:
+        """The sum of a shared weight's two gradients, between first and last pipeline rank."""
+        num_bytes = self.layers.front_parameters * self.recipe.gradient_bytes
+        ends = replace(self.cluster, mesh_shape=(2, *self.cluster.mesh_shape[1:]))
+        return ends.collective_seconds(CollectiveKind.ALL_REDUCE, num_bytes, 0)
+
+    def update_s(self, rank: int) -> float:
+        """The optimizer: every byte of state is read and most are written."""
+        count = self.parameters(rank) / (self.recipe.data if self.recipe.zero else 1)
+        return self._memory_s(1.8 * count * self.recipe.state_bytes)
+
+    def memory(self, rank: int, order: Sequence[Action]) -> tuple[float, float, float]:
+        """Bytes of states, of kept activations, and of what the fullest moment works on."""
+        recipe, layers = self.recipe, self.layers
+        count = self.parameters(rank)
+        states = count * recipe.state_bytes
+        working = 0.0
+        if recipe.zero and recipe.data > 1:
+            whole = {1: recipe.parameter_bytes + recipe.gradient_bytes, 2: recipe.parameter_bytes}
+            kept = whole.get(recipe.zero, 0)
+            states = count * (kept + (recipe.state_bytes - kept) / recipe.data)
+            if recipe.zero == 3:  # two blocks gathered, one whole gradient
+                largest = max(layers.block_parameters, layers.back_parameters)
+                working += largest * (2 * recipe.parameter_bytes + recipe.gradient_bytes)
+        activations = live = 0.0
+        for action in order:
+            if action.kind != "I":
+                saved = sum(c.saved_bytes * times for c, _, times in self._segments(action.stage))
+                live += saved if action.kind == "F" else -saved
+                activations = max(activations, live)
+        most = max(block.working_bytes + block.again_bytes for block in layers.block)
+        if rank == recipe.pipeline - 1:
+            most = max(most, layers.back.working_bytes)
+        return states, activations, working + most
