@@ -1,0 +1,220 @@
+"""Published training runs beside what the cost model predicts for them.
+
+    python -m benchmarks.published --runs FILE [--json] [--plot FILE]
+
+Each row's model is built from its sizes, three of its blocks are traced on meta and planned under
+the row's parallel configuration as constraints on a profile of its hardware, and the priced blocks
+are put together with the simulated pipeline schedule. Nothing is fitted to rows. A row that cannot
+be predicted is listed with the reason and counted as skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autopar.cost_model.training import step_cost
+from autopar.errors import AutoparError
+from benchmarks.published_predict import Predictor
+from benchmarks.published_rows import RowError, job, measured_seconds
+
+__all__ = ["Outcome", "outcomes", "scores"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A row with its prediction.
+
+    Attributes:
+        row: as published.
+        predicted_s, measured_s: step times; None where there is none.
+        predicted_bytes: peak of the fullest device.
+        fits: the prediction is below the device's memory.
+        skipped: why there is no prediction, or "".
+        bound: "host" where issuing a block's ops takes longer than they do, else "device".
+    """
+
+    row: Mapping[str, Any]
+    predicted_s: float | None = None
+    measured_s: float | None = None
+    predicted_bytes: float = 0.0
+    fits: bool = True
+    skipped: str = ""
+    bound: str = ""
+
+
+def outcomes(rows: Sequence[Mapping[str, Any]]) -> list[Outcome]:
+    """Predict every row."""
+    predictor = Predictor()
+    found = []
+    for row in rows:
+        try:
+            wanted = job(row)
+            layers = predictor.layers(wanted)
+            cost = step_cost(layers, wanted.recipe, wanted.cluster)
+        except (RowError, AutoparError) as error:
+            found.append(Outcome(row, skipped=f"{type(error).__name__}: {error}"))
+            continue
+        forward = layers.block[0].forward
+        found.append(
+            Outcome(
+                row,
+                cost.step_s,
+                measured_seconds(row),
+                cost.peak_bytes,
+                cost.peak_bytes <= wanted.cluster.memory_bytes,
+                bound="host" if forward.host_s > forward.device_s + forward.comm_s else "device",
+            )
+        )
+    return found
+
+
+def scores(found: Sequence[Outcome]) -> dict[str, Any]:
+    """Mean absolute percentage error, ranking and regret, as fractions; None without such rows.
+
+    Rows of a group have equal model, GPUs, global batch and sequence; groups of fewer than four do
+    not count. Kendall's tau is weighted by the size of the group, regret is the mean over groups.
+    """
+    timed = [o for o in found if o.predicted_s and o.measured_s]
+    groups: dict[tuple[Any, ...], list[Outcome]] = defaultdict(list)
+    for o in timed:
+        key = ("model", "gpus", "global_batch", "seq_len")
+        groups[tuple(o.row.get(k) for k in key)].append(o)
+    large = [g for g in groups.values() if len(g) >= 4]
+    weight = sum(len(g) for g in large)
+    errors = [abs(_ratio(o) - 1) for o in timed]
+    oom = [o for o in found if (o.row.get("measured") or {}).get("oom") and not o.skipped]
+    return {
+        "mape": sum(errors) / len(errors) if errors else None,
+        "kendall_tau": sum(_tau(g) * len(g) for g in large) / weight if large else None,
+        "top1_regret": sum(map(_regret, large)) / len(large) if large else None,
+        "n": len(timed),
+        "skipped": sum(bool(o.skipped) for o in found),
+        "groups": len(large),
+        "oom": len(oom),
+        "oom_right": sum(not o.fits for o in oom),
+    }
+
+
+def _ratio(o: Outcome) -> float:
+    assert o.predicted_s is not None and o.measured_s is not None
+    return o.predicted_s / o.measured_s
+
+
+def _tau(group: Sequence[Outcome]) -> float:
+    """Kendall's tau-b: concordant less discordant pairs, ties left out of the norm."""
+    concordant = discordant = tied_x = tied_y = 0
+    for i, a in enumerate(group):
+        for b in group[:i]:
+            x = (a.predicted_s or 0) - (b.predicted_s or 0)
+            y = (a.measured_s or 0) - (b.measured_s or 0)
+            concordant += x * y > 0
+            discordant += x * y < 0
+            tied_x += x == 0
+            tied_y += y == 0
+    pairs = len(group) * (len(group) - 1) / 2
+    norm = ((pairs - tied_x) * (pairs - tied_y)) ** 0.5
+    return (concordant - discordant) / norm if norm else 0.0
+
+
+def _regret(group: Sequence[Outcome]) -> float:
+    """How much slower the row that is predicted fastest is than the fastest."""
+    chosen = min(group, key=lambda o: o.predicted_s or 0)
+    return (chosen.measured_s or 0) / min(o.measured_s or 0 for o in group) - 1
+
+
+def summary(found: Sequence[Outcome]) -> dict[str, Any]:
+    """Scores over all rows, per source, and for one node and several."""
+    sets: dict[str, list[Outcome]] = defaultdict(list)
+    for o in found:
+        sets[str(o.row.get("source", ""))].append(o)
+        per_node = int((o.row.get("hardware") or {}).get("gpus_per_node") or 8)
+        sets["multi-node" if o.row["gpus"] > per_node else "single-node"].append(o)
+    return {**scores(found), "sets": {name: scores(rows) for name, rows in sets.items()}}
+
+
+def by_group(found: Sequence[Outcome]) -> dict[str, dict[str, tuple[int, float, float]]]:
+    """Number of rows, mean signed error and mean absolute error, by what may explain them."""
+    groups: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for o in found:
+        if o.predicted_s and o.measured_s:
+            parallel = o.row["parallel"]
+            keys = {
+                "hardware": o.row["hardware"]["gpu"],
+                "framework": o.row.get("framework"),
+                "tp": parallel.get("tp") or 1,
+                "pp": parallel.get("pp") or 1,
+                "recomputation": o.row.get("activation_ckpt"),
+                "precision": o.row.get("precision"),
+                "bound by": o.bound,
+            }
+            for kind, value in keys.items():
+                groups[kind][str(value)].append(_ratio(o) - 1)
+    return {
+        kind: {
+            value: (len(e), sum(e) / len(e), sum(map(abs, e)) / len(e))
+            for value, e in sorted(values.items())
+        }
+        for kind, values in groups.items()
+    }
+
+
+def _line(o: Outcome) -> str:
+    row, parallel = o.row, o.row["parallel"]
+    sizes = " ".join(
+        f"{k}{parallel[k]}" for k in ("fsdp", "dp", "tp", "pp", "cp") if (parallel.get(k) or 1) != 1
+    )
+    text = f"{row['id']:26.26} {row['gpus']:>5} {sizes:20.20} "
+    if o.skipped:
+        return text + "skipped: " + o.skipped
+    measured = row.get("measured") or {}
+    if measured.get("oom"):
+        text += f"published: out of memory; predicted: {'fits' if o.fits else 'does not fit'}"
+    elif o.measured_s:
+        text += f"{o.predicted_s:10.4f} {o.measured_s:10.4f} {_ratio(o) - 1:+8.1%}"
+    gib = measured.get("peak_mem_gib")
+    text += f" {o.predicted_bytes / 2**30:8.1f} GiB"
+    if gib:
+        text += f" (published {gib}, {o.predicted_bytes / 2**30 / gib - 1:+.1%})"
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--runs", type=Path, required=True, help="file of published runs")
+    parser.add_argument("--json", action="store_true", help="last line: the scores as JSON")
+    parser.add_argument("--plot", type=Path, help="write a plot of predicted against published")
+    arguments = parser.parse_args()
+    started = time.perf_counter()
+    found = outcomes(json.loads(arguments.runs.read_text())["runs"])
+    seconds = time.perf_counter() - started
+    print(f"{'row':26} {'GPUs':>5} {'ranks':20} {'predicted':>10} {'published':>10} {'error':>8}")
+    for o in found:
+        print(_line(o))
+    for kind, values in by_group(found).items():
+        for value, (count, mean, absolute) in values.items():
+            print(f"{kind:14} {value:52.52} {count:4} rows {mean:+8.1%} mean {absolute:8.1%} MAPE")
+    result = summary(found)
+    for name, values in {"all": result, **result["sets"]}.items():
+        shown = ", ".join(
+            f"{key} {values[key]:.3g}" if values[key] is not None else f"{key} -"
+            for key in ("mape", "kendall_tau", "top1_regret", "n", "skipped", "oom", "oom_right")
+        )
+        print(f"{name[:60]}: {shown}")
+    print(f"{len(found)} rows in {seconds:.1f} s")
+    if arguments.plot is not None:
+        from benchmarks.published_plot import plot
+
+        plot(found, arguments.plot)
+    if arguments.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,320 @@
+"""Rows of published runs: what was trained, on what, and how, in the terms of the cost model.
+
+A row names sizes and a framework. What the framework does with a model (its attention kernel, what
+it fuses, whether it overlaps) is in `FRAMEWORKS`, by its documentation and not by its results.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.cost_model import Cluster, load_profile
+from autopar.cost_model.segments import Execution
+from autopar.cost_model.training import Recipe
+from benchmarks.published_models import Shape
+
+__all__ = ["Job", "RowError", "job", "measured_seconds"]
+
+
+class RowError(ValueError):
+    """A row lacks what a prediction needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """What a framework does, unless a row says otherwise.
+
+    Attributes:
+        fused_attention: no scores in memory.
+        fuse, function_factor, again_calls: see `Execution`.
+        sequence_parallel: tensor ranks share the sequence between linears.
+        overlap: data-parallel communication runs beside compute.
+        blocking: pipeline ranks wait for their messages.
+        scatter_boundary: tensor ranks send parts of a boundary.
+        gradient_bytes, state_bytes: of a parameter.
+        dropout: in GPT models.
+        selective: what "selective" recomputes.
+        early_stop: recomputation ends with the last tensor that the backward reads.
+    """
+
+    fused_attention: bool = True
+    fuse: str = "none"
+    function_factor: float = 1.0
+    again_calls: int = 0
+    sequence_parallel: bool = True
+    overlap: bool = True
+    blocking: bool = False
+    scatter_boundary: bool = True
+    gradient_bytes: int = 4
+    state_bytes: int = 16
+    dropout: float = 0.0
+    selective: str = "op"
+    early_stop: bool = True
+
+
+# TransformerEngine's issue 2053 times a linear behind a Python autograd function at 2.7 times
+# torch's own on the host (GB200 and GH200); Megatron's layers are made of such functions.
+_PYTHON_FUNCTIONS = 2.7
+# Megatron's checkpoint function reads three generator states forward, and backward reads three,
+# sets three and restores three; attention's dropout forks a state in both passes, in five calls.
+_RANDOM_STATES = 22
+_MEGATRON = Framework(
+    fuse="pointwise",
+    function_factor=_PYTHON_FUNCTIONS,
+    again_calls=_RANDOM_STATES,
+    state_bytes=18,
+    selective="core",
+    early_stop=False,
+)
+_OLD_MEGATRON = replace(
+    _MEGATRON,
+    fused_attention=False,
+    sequence_parallel=False,
+    overlap=False,
+    blocking=True,
+    dropout=0.1,
+)
+_DEEPSPEED = replace(_OLD_MEGATRON, scatter_boundary=False, gradient_bytes=2, state_bytes=16)
+FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
+    (r"deepspeed", _DEEPSPEED),
+    (r"megatron.*20(1\d|2[0-2])", _OLD_MEGATRON),
+    (r"megatron|nemo", _MEGATRON),
+    (r"", Framework()),
+)
+PROFILES = (
+    (r"h200", "h200"),
+    (r"h[18]00.*hbm2e", "h100-hbm2e"),
+    (r"h[18]00", "h100-sxm"),
+    (r"a[18]00.*40\s*gb", "a100-40g"),
+    (r"a[18]00", "a100-80g"),
+    (r"v100", "v100"),
+    (r"p100", "p100"),
+    (r"4090", "rtx4090-pcie"),
+)
+_LLAMA = r"llama|mistral|mixtral|qwen|gemma|deepseek"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A row in the terms of the cost model.
+
+    Attributes:
+        shape, length, micro_batch, dtype: the model and one microbatch.
+        tensor, context: ranks that share a stage's tensors.
+        sequence_parallel: tensor ranks share the sequence.
+        policy: of recomputation: "none", "core", "op", "layer" or "full".
+        cluster: mesh (pipeline, data, tensor x context).
+    """
+
+    shape: Shape
+    length: int
+    micro_batch: int
+    dtype: str
+    tensor: int
+    context: int
+    sequence_parallel: bool
+    policy: str
+    execution: Execution
+    recipe: Recipe
+    cluster: Cluster
+    scatter_boundary: bool
+
+
+def job(row: Mapping[str, Any]) -> Job:
+    """Read a row.
+
+    Raises:
+        RowError: sizes are missing or contradict each other.
+    """
+    try:
+        return _job(row)
+    except (KeyError, TypeError) as error:
+        raise RowError(f"a key is missing or has no value: {error!r}") from error
+
+
+def _job(row: Mapping[str, Any]) -> Job:
+    if row["shape"].get("experts") or row["shape"].get("num_experts"):
+        raise RowError("a mixture of experts, which the predicted models are not")
+    framework = next(f for p, f in FRAMEWORKS if re.search(p, str(row.get("framework", "")), re.I))
+    parallel = row["parallel"]
+    tensor, pipeline, context = (int(parallel.get(k) or 1) for k in ("tp", "pp", "cp"))
+    inner = tensor * context
+    data, rest = divmod(int(row["gpus"]), inner * pipeline)
+    if rest:
+        raise RowError(f"{row['gpus']} GPUs are no multiple of tp {tensor} x pp {pipeline} x cp")
+    micro = int(row.get("micro_batch") or row.get("local_batch") or 0)
+    if not micro:
+        raise RowError("neither micro_batch nor local_batch")
+    sharing = parallel.get("sequence_parallel")
+    shape = _shape(row, framework, tensor)
+    policy = _policy(str(row.get("activation_ckpt") or "none").lower(), framework)
+    return Job(
+        shape=shape,
+        length=int(row["seq_len"]),
+        micro_batch=micro,
+        dtype="float16" if "fp16" in str(row.get("precision")).lower() else "bfloat16",
+        tensor=tensor,
+        context=context,
+        sequence_parallel=framework.sequence_parallel if sharing is None else bool(sharing),
+        policy=policy,
+        execution=_execution(row, framework, policy),
+        recipe=_recipe(row, framework, data, micro, shape.layers),
+        cluster=_cluster(row["hardware"], pipeline, data, inner),
+        scatter_boundary=framework.scatter_boundary,
+    )
+
+
+def _execution(row: Mapping[str, Any], framework: Framework, policy: str) -> Execution:
+    text = f"{row.get('precision', '')} {row.get('label', '')}".lower()
+    float8 = "float8" in text or "fp8" in text
+    compiled = bool(row.get("torch_compile")) or "compile" in text
+    if float8 and "titan" in str(row.get("framework", "")):
+        compiled = True  # its float8 is made for the compiler
+    return Execution(
+        fuse="compiled" if compiled else framework.fuse,
+        host=not compiled,
+        function_factor=framework.function_factor,
+        again_calls=framework.again_calls,
+        float8_linears=float8,
+        whole_again=policy == "full" and not framework.early_stop,
+        split_collectives=bool(row.get("async_tp")) or "asynctp" in text,
+    )
+
+
+def _recipe(
+    row: Mapping[str, Any], framework: Framework, data: int, micro: int, layers: int
+) -> Recipe:
+    parallel = row["parallel"]
+    pipeline, context = int(parallel.get("pp") or 1), int(parallel.get("cp") or 1)
+    total = int(row.get("global_batch") or micro * data)
+    microbatches = total // (micro * data)
+    if microbatches * micro * data != total:
+        raise RowError(f"global batch {total} is no multiple of {data} x {micro}")
+    zero = parallel.get("zero", parallel.get("zero_stage"))
+    if zero is None:
+        zero = 3 if int(parallel.get("fsdp") or 1) > 1 else 0
+    chunks = _chunks(row, layers, pipeline)
+    return Recipe(
+        data=data * (context if zero == 3 else 1),
+        pipeline=pipeline,
+        chunks=chunks,
+        microbatches=microbatches,
+        schedule=_schedule(parallel, chunks),
+        zero=int(zero),
+        gradient_bytes=framework.gradient_bytes,
+        state_bytes=framework.state_bytes,
+        overlap=framework.overlap,
+        blocking=framework.blocking,
+    )
+
+
+def _schedule(parallel: Mapping[str, Any], chunks: int) -> str:
+    name = str(parallel.get("pp_schedule") or "").lower()
+    if chunks > 1:
+        return "interleaved"
+    if "gpipe" in name:
+        return "gpipe"
+    return "zero-bubble" if "zero" in name or "zb" in name else "1f1b"
+
+
+def _chunks(row: Mapping[str, Any], layers: int, pipeline: int) -> int:
+    parallel = row["parallel"]
+    if pipeline == 1:
+        return 1
+    if parallel.get("interleave"):
+        return int(parallel["interleave"])
+    if parallel.get("layers_per_virtual_stage"):
+        return max(1, layers // (pipeline * int(parallel["layers_per_virtual_stage"])))
+    return 1
+
+
+def _policy(text: str, framework: Framework) -> str:
+    if "select" in text:
+        if "layer" in text:
+            return "layer"
+        return "op" if "op" in text.split() else framework.selective
+    return "full" if "full" in text else "none"
+
+
+def _shape(row: Mapping[str, Any], framework: Framework, tensor: int) -> Shape:
+    given, name = row["shape"], str(row.get("model", ""))
+    hidden, heads, layers = int(given["hidden"]), int(given["heads"]), int(given["layers"])
+    llama = bool(given.get("kv_heads")) or re.search(_LLAMA, name, re.I) is not None
+    narrow = int(given.get("kv_heads") or heads)
+    vocab = int(given.get("vocab") or (32000 if llama else 51200))
+    usual = _llama_ffn(name, hidden, heads, narrow, layers, vocab) if llama else 4 * hidden
+    return Shape(
+        kind="llama" if llama else "gpt",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=narrow,
+        ffn=int(given.get("ffn") or usual),
+        vocab=-(-vocab // (128 * tensor)) * 128 * tensor,
+        fused_attention=framework.fused_attention,
+        dropout=0.0 if llama else framework.dropout,
+        joint_gate=tensor > 1,
+    )
+
+
+def _llama_ffn(name: str, hidden: int, heads: int, narrow: int, layers: int, vocab: int) -> int:
+    """Two thirds of 4 H, or what the size in the model's name leaves for it."""
+    usual = -(-8 * hidden // 3 // 256) * 256
+    attention = hidden * hidden * (2 + 2 * narrow / heads)
+    size = re.search(r"(\d+(?:\.\d+)?)b", name, re.I)
+    if size is None:
+        return usual
+    left = (float(size[1]) * 1e9 - 2 * vocab * hidden) / layers - attention
+    found = left / (3 * hidden)
+    return usual if abs(found / usual - 1) < 0.1 else round(found / 1024) * 1024
+
+
+def _cluster(hardware: Mapping[str, Any], pipeline: int, data: int, inner: int) -> Cluster:
+    """The hardware's profile, with the figures that the row states, as a mesh."""
+    name = str(hardware["gpu"])
+    found = next((profile for p, profile in PROFILES if re.search(p, name, re.I)), None)
+    if found is None:
+        raise RowError(f"no profile for {name!r}")
+    devices = pipeline * data * inner
+    per_node = min(int(hardware.get("gpus_per_node") or 8), devices)
+    profile = load_profile(found)
+    cluster = Cluster.from_profile(
+        found, nodes=math.ceil(devices / per_node), devices_per_node=per_node
+    )
+    device, inter = profile.device, profile.inter
+    if (memory := re.search(r"(\d+)(?:/\d+)?\s*GB(?!/)", name)) is not None:
+        # what a process can have of the gigabytes on the label
+        device = replace(device, memory_bytes=int(float(memory[1]) * 0.99 * 2**30))
+    if (speed := re.search(r"([\d.]+)\s*TB/s", name)) is not None:
+        device = replace(device, memory_bandwidth=float(speed[1]) * 1e12)
+    if (power := re.search(r"(\d+)\s*W\b", name)) is not None:
+        device = device.limited(float(power[1]))
+    rate = re.search(r"(\d+)\s*Gb/s", str(hardware.get("inter") or ""))
+    node_rate = hardware.get("inter_node_Gbps")
+    if rate is not None:
+        inter = replace(inter, bandwidth=min(profile.intra.bandwidth, float(rate[1]) / 8 * 0.9e9))
+    elif node_rate:
+        share = float(node_rate) / int(hardware.get("gpus_per_node") or 8)
+        inter = replace(inter, bandwidth=min(profile.intra.bandwidth, share / 8 * 0.9e9))
+    return replace(
+        cluster,
+        device=device,
+        inter=inter,
+        mesh_shape=(pipeline, data, inner),
+        axis_names=("pipeline", "data", "inner"),
+    )
+
+
+def measured_seconds(row: Mapping[str, Any]) -> float | None:
+    """The published step time; from tokens a second where that is what was published."""
+    for values in (row.get("measured") or {}, row.get("derived") or {}):
+        if values.get("step_time_s"):
+            return float(values["step_time_s"])
+    rate = (row.get("measured") or {}).get("tokens_per_s_per_gpu")
+    if rate and row.get("global_batch"):
+        return float(row["global_batch"] * row["seq_len"] / (rate * row["gpus"]))
+    return None

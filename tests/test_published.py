@@ -1,0 +1,246 @@
+"""Published runs: rows are read, predicted and scored."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.published import Outcome, outcomes, scores, summary
+from benchmarks.published_predict import Predictor, constraints_of
+from benchmarks.published_rows import RowError, job, measured_seconds
+
+ROOT = Path(__file__).parent.parent
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    """A row in the schema of published files."""
+    made = {
+        "id": "a",
+        "source": "here",
+        "framework": "Megatron-LM (2021)",
+        "model": "gpt",
+        "shape": {"layers": 24, "hidden": 512, "heads": 8, "vocab": 1024, "ffn": 2048},
+        "hardware": {"gpu": "A100-80GB", "gpus_per_node": 8},
+        "gpus": 8,
+        "parallel": {"dp": 2, "tp": 2, "pp": 2, "pp_schedule": "1F1B"},
+        "seq_len": 128,
+        "micro_batch": 2,
+        "global_batch": 16,
+        "precision": "fp16",
+        "activation_ckpt": "full",
+        "measured": {"step_time_s": 0.1},
+        "derived": {},
+    }
+    return {**made, **changes}
+
+
+LLAMA = {
+    "framework": "torchtitan",
+    "model": "llama3-8b",
+    "shape": {"layers": 4, "hidden": 512, "heads": 8, "kv_heads": 2, "ffn": 1024, "vocab": 1024},
+    "parallel": {"fsdp": 8, "tp": 1, "pp": 1, "cp": 1},
+    "local_batch": 1,
+    "micro_batch": None,
+    "global_batch": 8,
+    "precision": "bf16",
+}
+
+
+def test_a_row_becomes_a_job():
+    found = job(row())
+    assert found.recipe.data == 2
+    assert found.recipe.microbatches == 4
+    assert found.recipe.blocking
+    assert found.cluster.mesh_shape == (2, 2, 2)
+    assert found.policy == "full"
+    assert not found.sequence_parallel
+    assert found.dtype == "float16"
+    assert found.shape.kind == "gpt"
+    assert not found.shape.fused_attention
+
+
+def test_what_a_row_says_goes_before_what_its_framework_usually_does():
+    parallel = {"dp": 1, "tp": 4, "pp": 2, "interleave": 3, "sequence_parallel": True}
+    found = job(row(parallel=parallel, activation_ckpt="selective recompute + SP"))
+    assert found.sequence_parallel
+    assert found.recipe.schedule == "interleaved"
+    assert found.recipe.chunks == 3
+    assert found.policy == "core"
+    titan = job(row(**LLAMA, activation_ckpt="selective layer"))
+    assert titan.policy == "layer"
+    assert titan.recipe.zero == 3
+    assert titan.shape.kind == "llama"
+    compiled = job(row(**LLAMA, torch_compile=True, label="FSDP+Float8"))
+    assert compiled.execution.float8_linears
+    assert not compiled.execution.host
+    virtual = {"dp": 1, "tp": 4, "pp": 2, "layers_per_virtual_stage": 4}
+    assert job(row(parallel=virtual)).recipe.chunks == 3
+
+
+def test_figures_of_the_hardware_are_taken_from_the_row():
+    plain = job(row(hardware={"gpu": "H100", "gpus_per_node": 8}))
+    named = job(
+        row(
+            hardware={
+                "gpu": "H100 94GB 2.4TB/s, 500W limit",
+                "gpus_per_node": 4,
+                "inter": "4x IB 200Gb/s",
+            }
+        )
+    )
+    assert named.cluster.device.memory_bandwidth == 2.4e12
+    assert 93 < named.cluster.memory_bytes / 2**30 < 94
+    assert named.cluster.device.peak("bfloat16") < plain.cluster.device.peak("bfloat16")
+    assert named.cluster.inter.bandwidth == pytest.approx(22.5e9)
+    assert named.cluster.devices_per_node == 4
+    for name, profile in (("V100-32GB", "v100"), ("A100", "a100-80g"), ("H200", "h200")):
+        assert job(row(hardware={"gpu": name})).cluster.profile == profile
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"gpus": 9}, "no multiple of tp 2 x pp 2"),
+        ({"global_batch": 15}, "global batch 15"),
+        ({"micro_batch": None}, "neither micro_batch nor local_batch"),
+        ({"hardware": {"gpu": "B900"}}, "no profile for 'B900'"),
+        ({"shape": {"layers": 2}}, "'hidden'"),
+        ({"shape": {"layers": 2, "hidden": 4, "heads": 1, "experts": 8}}, "experts"),
+    ],
+)
+def test_rows_that_cannot_be_read_are_skipped_with_the_reason(changes, said):
+    with pytest.raises(RowError, match=said):
+        job(row(**changes))
+    (found,) = outcomes([row(**changes)])
+    assert said in found.skipped
+    assert scores([found])["skipped"] == 1
+    assert scores([found])["mape"] is None
+
+
+def test_a_feed_forward_width_that_is_not_given():
+    shape = {"layers": 40, "hidden": 5120, "heads": 40, "vocab": 32000}
+    assert job(row(**{**LLAMA, "shape": shape, "model": "llama2-13b"})).shape.ffn == 13824
+    shape = {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "vocab": 32000}
+    found = job(row(**{**LLAMA, "shape": shape, "model": "llama2-70b"})).shape.ffn
+    assert found == pytest.approx(28672, rel=0.04)
+
+
+def test_step_time_from_tokens_a_second():
+    assert measured_seconds(row()) == 0.1
+    tokens = row(measured={"tokens_per_s_per_gpu": 64})
+    assert measured_seconds(tokens) == 16 * 128 / (64 * 8)
+    assert measured_seconds(row(measured={"oom": True})) is None
+
+
+def test_parallel_configurations_are_constraints():
+    assert constraints_of(1, 1, True) == {"checkpoint": "none"}
+    plain, shared = constraints_of(4, 1, False), constraints_of(4, 1, True)
+    assert plain["tensor"] == {"mode": "1d", "size": 4}
+    assert (plain["sequence"], shared["sequence"]) == ("none", "megatron")
+    assert constraints_of(2, 2, True)["sequence"] == {"mode": "ring", "size": 2}
+
+
+@pytest.fixture(scope="module")
+def predicted() -> dict[str, Outcome]:
+    rows = {
+        "base": row(),
+        "none": row(activation_ckpt="none"),
+        "core": row(activation_ckpt="selective"),
+        "deep": row(shape={**row()["shape"], "layers": 48}),
+        "fsdp": row(**LLAMA),
+        "context": row(**{**LLAMA, "parallel": {"fsdp": 4, "cp": 2}, "local_batch": 2}),
+        "oom": row(
+            **{**LLAMA, "shape": {**LLAMA["shape"], "layers": 200_000}},
+            measured={"oom": True},
+        ),
+    }
+    return dict(zip(rows, outcomes(list(rows.values())), strict=True))
+
+
+def test_predictions_order_configurations_as_they_must(predicted):
+    assert not [o.skipped for o in predicted.values() if o.skipped]
+    seconds = {name: o.predicted_s for name, o in predicted.items()}
+    assert seconds["none"] < seconds["core"] < seconds["base"] < seconds["deep"]
+    memory = {name: o.predicted_bytes for name, o in predicted.items()}
+    assert memory["base"] < memory["core"] < memory["none"]
+    assert seconds["context"] > 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "shared", "bytes_of"),
+    [
+        ("none", False, lambda a, s, h, t: 10 + 24 / t + 5 * a * s / (h * t)),
+        ("none", True, lambda a, s, h, t: (34 + 5 * a * s / h) / t),
+        ("selective", True, lambda a, s, h, t: 34 / t),
+        ("selective", False, lambda a, s, h, t: 10 + 24 / t),
+        ("full", True, lambda a, s, h, t: 2 / t),
+        ("full", False, lambda a, s, h, t: 2),
+    ],
+)
+def test_kept_activations_are_those_of_korthikanti(policy, shared, bytes_of):
+    """Table 2 of arXiv 2205.05198, in bytes over s b h."""
+    parallel = {"dp": 2, "tp": 4, "pp": 1, "sequence_parallel": shared}
+    shape = {"layers": 4, "hidden": 4096, "heads": 32, "vocab": 51200}
+    given = row(parallel=parallel, shape=shape, activation_ckpt=policy, seq_len=2048)
+    (block,) = Predictor().layers(job(given)).block
+    unit = 2048 * 2 * 4096
+    # statistics of norms are not in the table
+    assert block.saved_bytes / unit == pytest.approx(bytes_of(32, 2048, 4096, 4), abs=0.05)
+
+
+def test_a_fused_norm_keeps_its_input_alone():
+    fused = job(row(**LLAMA, activation_ckpt="none"))
+    apart = replace(fused, execution=replace(fused.execution, fused_norms=False))
+    predictor = Predictor()
+    (small,), (large,) = (predictor.layers(j).block for j in (fused, apart))
+    assert small.saved_bytes < large.saved_bytes
+    assert small.forward.device_s < large.forward.device_s
+
+
+def test_out_of_memory_is_predicted(predicted):
+    assert not predicted["oom"].fits
+    assert predicted["base"].fits
+    result = summary(list(predicted.values()))
+    assert (result["oom"], result["oom_right"]) == (1, 1)
+    assert result["n"] == len(predicted) - 1
+
+
+def _outcomes(pairs: list[tuple[float, float]], **changes: Any) -> list[Outcome]:
+    return [Outcome(row(**changes), predicted_s=p, measured_s=m) for p, m in pairs]
+
+
+def test_scores_are_their_definitions():
+    group = _outcomes([(2.0, 1.0), (1.0, 2.0), (3.0, 3.0), (4.0, 4.0)])
+    small = _outcomes([(1.0, 2.0), (2.0, 1.0)], gpus=4, parallel={"tp": 4})
+    found = scores([*group, *small])
+    assert found["n"] == 6
+    assert found["groups"] == 1
+    assert found["mape"] == pytest.approx((1 + 0.5 + 0 + 0 + 0.5 + 1) / 6)
+    assert found["kendall_tau"] == pytest.approx((5 - 1) / 6)
+    assert found["top1_regret"] == pytest.approx(1.0)  # the row of 2 s was chosen, 1 s is possible
+    other = _outcomes([(float(i), float(i)) for i in range(1, 9)], seq_len=256)
+    both = scores([*group, *other])
+    assert both["kendall_tau"] == pytest.approx((4 * 4 / 6 + 8 * 1) / 12)
+    assert both["top1_regret"] == pytest.approx(0.5)
+
+
+def test_the_command_prints_scores_as_its_last_line(tmp_path):
+    file = tmp_path / "runs.json"
+    file.write_text(json.dumps({"note": "", "runs": [row(), row(gpus=9, id="b")]}))
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.published", "--runs", str(file), "--json",
+         "--plot", str(tmp_path / "plot.svg")],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert {"mape", "kendall_tau", "top1_regret", "n", "skipped"} <= set(last)
+    assert (last["n"], last["skipped"]) == (1, 1)
+    assert set(last["sets"]) == {"here", "single-node", "multi-node"}
+    assert "skipped: RowError" in done.stdout
+    assert (tmp_path / "plot.svg").stat().st_size > 1000
