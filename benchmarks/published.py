@@ -4,8 +4,8 @@
 
 Each row's model is built from its sizes, three of its blocks are traced on meta and planned under
 the row's parallel configuration as constraints on a profile of its hardware, and the priced blocks
-are put together with the simulated pipeline schedule. Nothing is fitted to rows. A row that cannot
-be predicted is listed with the reason and counted as skipped.
+are put together with the simulated pipeline schedule. A row that cannot be predicted is listed with
+the reason and counted as skipped.
 """
 
 from __future__ import annotations

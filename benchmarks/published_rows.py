@@ -60,7 +60,8 @@ class Framework:
 # torch's own on the host (GB200 and GH200); Megatron's layers are made of such functions.
 _PYTHON_FUNCTIONS = 2.7
 # Megatron's checkpoint function reads three generator states forward, and backward reads three,
-# sets three and restores three; attention's dropout forks a state in both passes, in five calls.
+# sets three and restores three; attention's dropout forks a state in both passes, in five calls
+# (counted from memory of its source).
 _RANDOM_STATES = 22
 _MEGATRON = Framework(
     fuse="pointwise",
