@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.codegen.fusion import Fusion
 from autopar.codegen.passes import check_passes
 from autopar.core import extensions
 from autopar.core.constraints import Constraints
@@ -114,6 +115,7 @@ def parallelize(
     reduce_dtype: str | None = None,
     backend: str = "eager",
     passes: Collection[str] | None = None,
+    fusion: bool | Mapping[str, Any] | None = None,
 ) -> ParallelModule:
     """Turn a module into one that trains on all devices of a mesh. Call it on every rank.
 
@@ -133,10 +135,12 @@ def parallelize(
             Inductor, and runs those as they are that it fails on, with a warning.
         passes: names of the passes over the program, out of `autopar.PASSES`; default: all. The
             same on every rank.
+        fusion: True or False for fused kernels, or `{"off": [...]}` by name, `{"dump": folder}` for
+            the sources of generated ones; default: on CUDA only.
 
     Raises:
-        AutoparError: the mesh does not cover the world, a parameter is on the wrong device, or
-            ranks hold different models.
+        AutoparError: the mesh does not cover the world, a parameter is on the wrong device, ranks
+            hold different models, or there is no such fused kernel.
         PlanMismatchError: `plan` is for another model, mesh, input or precision.
     """
     _check_arguments(model, mesh, memory_limit)
@@ -161,6 +165,7 @@ def parallelize(
         reduce_dtype,
         backend,
         passes,
+        Fusion.parse(fusion, torch.device(mesh.device_type)),
     )
 
     def create(chosen: Plan) -> Any:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.cache import PlanCache
 from autopar.codegen.emit import emit
+from autopar.codegen.fusion import Fusion
 from autopar.codegen.passes import check_passes
 from autopar.codegen.turns import emit_turns
 from autopar.core.constraints import Constraints, PipelinePin
@@ -123,8 +124,10 @@ class Planner:
         reduce_dtype: str | None = None,
         backend: str = "eager",
         passes: Collection[str] | None = None,
+        fusion: Fusion | None = None,
     ) -> None:
         self.passes = check_passes(passes)
+        self.fusion = fusion or Fusion.parse(None, torch.device(mesh.device_type))
         self.model = model
         self.mesh = mesh
         self.first = given
@@ -190,9 +193,12 @@ class Planner:
             group_names=groups,
             device=self.mesh.device_type,
             passes=self.passes,
+            fusion=self.fusion,
         )
         compiled = compile_program(program) if self.backend == "inductor" else None
-        return CompiledStep(traced=traced, plan=chosen, program=program, compiled=compiled)
+        return CompiledStep(
+            traced=traced, plan=chosen, program=program, fusion=self.fusion, compiled=compiled
+        )
 
     def _planned(self, args: Any, kwargs: Any, training: bool) -> tuple[TracedModel, Plan]:
         """The whole graph and its plan, chosen on the folded graph where there is one."""

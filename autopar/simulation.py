@@ -33,6 +33,7 @@ def simulate(
     ops: bool = False,
     traced: TracedModel | None = None,
     passes: Collection[str] | None = None,
+    fusion: Any = False,
 ) -> Simulation:
     """Simulate a step of `plan`'s first rank on two streams; the optimizer's update included.
 
@@ -44,6 +45,7 @@ def simulate(
         ops: measure each op on the device at hand, once; kept in the cache folder (`ops.sqlite`).
         traced: the whole trace, if at hand, to save the time.
         passes: of the program, as for `autopar.parallelize`.
+        fusion: as for `autopar.parallelize`; None fuses as it would on a CPU, not at all.
 
     Raises:
         PlanMismatchError: the plan is for another model or input.
@@ -59,7 +61,8 @@ def simulate(
     whole = traced or trace(model, example_inputs, **options)
     if plan.repeats:
         plan = unfolded(plan, trace(model, example_inputs, fold=True, **options), whole)
-    program = emit(whole, plan, [0] * len(plan.mesh_shape), passes=passes)
+    first = [0] * len(plan.mesh_shape)
+    program = emit(whole, plan, first, passes=passes, fusion=fusion)
     trainable = {spec.target for spec in whole.parameters() if spec.trainable}
     local = [
         (_local_bytes(plan, name), plan.dtypes[name]) for name in plan.parameters

@@ -62,6 +62,7 @@ def verify(
     loss_fn: Any = None,
     traced: TracedModel | None = None,
     passes: Collection[str] | None = None,
+    fusion: Any = None,
 ) -> Verification:
     """Run `plan` on virtual ranks and compare loss, outputs, gradients and buffers.
 
@@ -76,6 +77,7 @@ def verify(
         loss_fn: as for `autopar.plan`.
         traced: a trace at hand, to save the time.
         passes: of the programs, as for `autopar.parallelize`.
+        fusion: as for `autopar.parallelize`.
 
     Raises:
         PlanMismatchError: the plan is for another model or input.
@@ -101,7 +103,7 @@ def verify(
     whole = whole_inputs(traced, model, flat, seed)
     expected = reference(traced, model, args, kwargs, whole, loss_fn)
     if plan.pipeline is None:
-        found = _run_in_one(traced, plan, whole, passes)
+        found = _run_in_one(traced, plan, whole, passes, fusion)
     else:
         found = run_stages(traced, plan.pipeline, whole)
         # beside the loss, a step in microbatches returns nothing
@@ -126,10 +128,11 @@ def _run_in_one(
     plan: Plan,
     whole: Mapping[str, Tensor],
     passes: Collection[str] | None,
+    fusion: Any,
 ) -> dict[tuple[str, str], Tensor]:
     """Outputs of the programs of all ranks, run in lockstep."""
     coords = mesh_coords(plan.mesh_shape)
-    programs = [emit(traced, plan, c, passes=passes) for c in coords]
+    programs = [emit(traced, plan, c, passes=passes, fusion=fusion) for c in coords]
     feeds = [_feed(p, whole, plan, c) for p, c in zip(programs, coords, strict=True)]
     results = run_lockstep([p.joint.graph for p in programs], feeds, plan.mesh_shape)
     return _assembled(programs[0], results, plan.mesh_shape)

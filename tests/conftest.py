@@ -1,4 +1,4 @@
-"""Plans that tests make are cached in a folder of their own."""
+"""Plans that tests make are cached in a folder of their own; Triton runs in its interpreter."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import os
 from collections.abc import Iterator
 
 import pytest
+
+from tests.triton_interpreter import needs_interpreter
+
+needs_interpreter()
 
 
 @pytest.fixture(scope="session", autouse=True)

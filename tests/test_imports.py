@@ -78,3 +78,8 @@ def test_running_needs_no_planning_room() -> None:
 
 def test_the_check_sees_the_solver() -> None:
     assert "autopar.solver.solve" in imported("import autopar.solver.solve", *SOLVER)
+
+
+def test_kernels_are_known_without_triton() -> None:
+    assert imported(f"{ROOMS}\nimport autopar.kernels", "triton", "autopar.kernels.jit") == []
+    assert "triton" in imported("import autopar.kernels.jit.norm", "triton")

@@ -21,6 +21,7 @@ from torch.fx.node import map_aggregate
 from autopar.codegen import lowerings as _lowerings  # noqa: F401  (registers the lowerings)
 from autopar.codegen import program_pass
 from autopar.codegen.builder import Builder
+from autopar.codegen.fusion import Fusion, fuse
 from autopar.codegen.lowering import LocalCall, lower
 from autopar.codegen.partition import split_phases
 from autopar.codegen.passes import check_passes, run_passes
@@ -89,6 +90,7 @@ def emit(
     group_names: Sequence[str] | None = None,
     device: torch.device | str = "cpu",
     passes: Collection[str] | None = None,
+    fusion: Any = None,
 ) -> Program:
     """Write the program of the rank at `coords`.
 
@@ -100,6 +102,7 @@ def emit(
             by a process of its own.
         device: of factory results.
         passes: names out of `autopar.codegen.passes.PASSES`; None for all.
+        fusion: what to fuse; see `Fusion.parse`.
 
     Raises:
         PlanMismatchError: the plan is of another graph.
@@ -111,7 +114,9 @@ def emit(
             f"{traced.fingerprint()}: another model, input shape, dtype or version of the code"
         )
     traced = recomputed(traced, plan.checkpoint)
-    emitter = _Emitter(traced, plan, coords, group_names, torch.device(device))
+    device = torch.device(device)
+    chosen = Fusion.parse(fusion, device)
+    emitter = _Emitter(traced, plan, coords, group_names, device, chosen)
     return _passed(emitter.run(passes), plan, coords, group_names)
 
 
@@ -160,7 +165,9 @@ class _Emitter:
         coords: Sequence[int],
         group_names: Sequence[str] | None,
         device: torch.device,
+        fusion: Fusion | None = None,
     ) -> None:
+        self.fusion = fusion or Fusion(kernels=frozenset())
         self.traced = traced
         self.plan = plan
         self.mesh = plan.mesh_shape
@@ -202,6 +209,8 @@ class _Emitter:
         self.graph.output(tuple(node for node, _, _ in outputs))
         check_traffic(count_collectives(self.graph), self.plan)
         graph = run_passes(self.graph, passes, sizes=self.plan.bucket_sizes(), block_of=self._block)
+        if self.fusion.kernels:
+            fuse(graph, self.fusion, self.builder.fake_mode)
         joint = fx.GraphModule(torch.nn.Module(), graph)
         tangents = {spec.node for spec, _ in inputs if spec.kind == "tangent"}
         forward, backward = split_phases(graph, len(self.results), tangents)

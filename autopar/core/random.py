@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["keep_mask", "uniform_numbers"]
+__all__ = ["keep_mask", "salt_term", "uniform_numbers"]
 
 _KEY = -0x3A1F5C9B7D2E4683  # an odd 64-bit key with varied digits, as the paper asks
 _SALT_STEP = 0x1E3779B97F4A7C15
@@ -24,6 +24,11 @@ _LOW32 = 0xFFFFFFFF
 def _wrap(value: int) -> int:
     """Two's-complement 64-bit value of a Python int."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def salt_term(salt: int) -> int:
+    """What a salt adds to the key, as a signed 64-bit integer."""
+    return _wrap((salt + 1) * _SALT_STEP)
 
 
 def _element_index(
@@ -50,7 +55,7 @@ def _bits(
     offset: Sequence[int],
 ) -> Tensor:
     """32 random bits per element, as int64 in [0, 2^32)."""
-    key = (seed.to(torch.int64) * 2 + _wrap((salt + 1) * _SALT_STEP)) ^ _KEY | 1
+    key = (seed.to(torch.int64) * 2 + salt_term(salt)) ^ _KEY | 1
     index = _element_index(shape, global_shape, offset, seed.device)
     y = index * key
     z = y + key

@@ -131,6 +131,25 @@ def _registered(target: Any) -> tuple[str, Work] | None:
     return _WORK.get(target) or _WORK.get(str(target)) if _WORK else None
 
 
+# fused ops and generated kernels read operands once and write results once
+_FUSED = ("autopar_kernels::", "fused_")
+_CLASSES.update(
+    {
+        f"autopar_kernels::{name}": kind
+        for kind, names in (
+            ("norm", "layer_norm rms_norm add_layer_norm add_rms_norm layer_norm_backward "
+             "rms_norm_backward"),
+            ("softmax", "masked_softmax softmax_backward"),
+            ("loss", "token_nll nll_stats nll_backward"),
+        )
+        for name in names.split()
+    }
+)  # fmt: skip
+# matmuls of the logits in each
+_LINEAR_LOSS = {"autopar_kernels::linear_nll": 1, "autopar_kernels::linear_nll_backward": 3}
+_CLASSES.update(dict.fromkeys(_LINEAR_LOSS, "matmul"))
+
+
 def is_view(target: Any) -> bool:
     """True for ops whose result shares the input's storage."""
     return target in _VIEWS
@@ -156,6 +175,8 @@ def op_class(call: OpCall) -> str:
     name = str(schema.name) if schema is not None else str(target)
     if name in _CLASSES:
         return _CLASSES[name]
+    if name.startswith(_FUSED):
+        return "pointwise"
     short = name.rpartition("::")[2]
     if short.startswith(_NORMS) or "batch_norm" in short:
         return "norm"
@@ -198,6 +219,11 @@ def global_flops(call: OpCall) -> float:
         if len(shapes[1]) == 2:
             return 2.0 * math.prod(shapes[0]) * shapes[1][1]
         return 2.0 * shapes[0][0] * math.prod(shapes[1][1:]) * len(call.outputs)
+    schema = getattr(call.target, "_schema", None)
+    times = _LINEAR_LOSS.get(schema.name, 0) if schema is not None else 0
+    if times:
+        x, weight = shapes[times // 3 : times // 3 + 2]  # behind the gradient in the backward
+        return 2.0 * times * math.prod(x) * weight[0]
     if op_class(call) == "matmul":
         a, b = shapes[-2:]
         return 2.0 * math.prod(a) * b[-1]

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from autopar._compat import dtensor_like, dtensor_placements
 from autopar.codegen.emit import Program, emit
+from autopar.codegen.fusion import Fusion
 from autopar.codegen.listing import program_text
 from autopar.core.graph import InputSpec, TracedModel
 from autopar.core.placement import Layout, Replicate
@@ -55,6 +56,7 @@ class CompiledStep:
     traced: TracedModel
     plan: Plan
     program: Program
+    fusion: Fusion
     compiled: CompiledProgram | None = None
 
     @property
@@ -501,7 +503,9 @@ class ParallelModule(nn.Module):
             if not 0 <= rank < math.prod(shape):
                 raise AutoparError(f"rank {rank}: the mesh {shape} has {math.prod(shape)} ranks")
             coords = [int(c) for c in np.unravel_index(rank, shape)]
-            program = emit(step.traced, step.plan, coords, passes=program.passes)
+            program = emit(
+                step.traced, step.plan, coords, passes=program.passes, fusion=step.fusion
+            )
         print(program_text(program, step.traced, step.plan), end="")
 
     def _print_stages(self, step: PipelinedStep) -> None:

@@ -1,0 +1,63 @@
+"""Fusion: a pass over an emitted graph, of patterns for written kernels and of generated ones.
+
+`fuse(graph, fusion, fake_mode)` first puts hand-written kernels in place of the chains that they
+compute (`patterns/`), then makes one kernel each of what pointwise and row-reduction chains are
+left (`groups.py`, `source.py`). No collective is moved in or out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.codegen.fusion.generated import generate
+from autopar.codegen.fusion.options import GENERATED, Fusion
+from autopar.codegen.fusion.registry import PATTERNS, Pattern, pattern
+from autopar.codegen.fusion.rewriter import Rewriter, sort_graph
+from autopar.core.work import is_view
+
+__all__ = ["PATTERNS", "Fusion", "fuse", "pattern"]
+
+
+def fuse(graph: fx.Graph, fusion: Fusion, fake_mode: FakeTensorMode) -> dict[str, int]:
+    """Rewrite an emitted graph in place.
+
+    Args:
+        graph: forward and backward of a rank, with fake values and phases.
+        fusion: what to fuse.
+        fake_mode: that of the graph's values.
+
+    Returns:
+        The number of fused calls by kernel.
+    """
+    rewriter = Rewriter(graph, fake_mode)
+    by_anchor: dict[int, dict[Any, list[Pattern]]] = defaultdict(lambda: defaultdict(list))
+    for p in PATTERNS:
+        if p.kernel in fusion.kernels:
+            for anchor in p.anchors:
+                by_anchor[p.rank][anchor].append(p)
+    for rank in sorted(by_anchor):
+        for node in reversed(list(graph.nodes)):
+            if node.op != "call_function" or node._erased:
+                continue
+            for p in by_anchor[rank].get(node.target, ()):
+                if p.rewrite(rewriter, node):
+                    break
+    sort_graph(graph)
+    if GENERATED in fusion.kernels:
+        generate(rewriter, fusion.dump)
+    graph.lint()
+    _refresh_views(graph, fake_mode)
+    return rewriter.counts
+
+
+def _refresh_views(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
+    """Let fake values of views share the storage of what they now read."""
+    for node in graph.nodes:
+        if node.op == "call_function" and is_view(node.target):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            with fake_mode:
+                node.meta["val"] = node.target(*args, **kwargs)

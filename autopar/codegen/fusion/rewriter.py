@@ -1,0 +1,179 @@
+"""`Rewriter`: puts fused calls into an emitted graph, and takes out what they replace."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from autopar.codegen.fusion.matching import is_cast, look_through, value_of
+
+__all__ = ["Rewriter", "sort_graph"]
+
+aten = torch.ops.aten
+
+
+class Rewriter:
+    """Replaces nodes of one graph by calls of fused ops.
+
+    Attributes:
+        counts: number of fused calls, by kernel.
+    """
+
+    def __init__(self, graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
+        self.graph = graph
+        self.fake_mode = fake_mode
+        self.counts: dict[str, int] = {}
+
+    def users(self, node: fx.Node) -> set[fx.Node]:
+        """Users, seen through views that change nothing and through casts."""
+        found: set[fx.Node] = set()
+        for user in node.users:
+            if user.op == "call_function" and look_through(user) is not user:
+                found |= self.users(user) or {user}
+            else:
+                found.add(user)
+        return found
+
+    def is_private(self, inner: Collection[fx.Node], kept: Collection[fx.Node]) -> bool:
+        """True if nobody outside reads a node of `inner` that is not replaced."""
+        return all(self.users(n) <= set(inner) for n in inner if n not in kept)
+
+    def call(self, root: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """A call in the phase and on behalf of `root`, in front of it."""
+        return self._annotated(root, root, target, args, kwargs)
+
+    def _annotated(
+        self, root: fx.Node, place: fx.Node, target: Any, args: Any, kwargs: Any
+    ) -> fx.Node:
+        with self.graph.inserting_before(place):
+            node = self.graph.call_function(target, args, kwargs)
+        fakes = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], (args, kwargs))
+        with self.fake_mode:
+            node.meta["val"] = target(*fakes[0], **fakes[1])
+        for key in ("origin", "phase"):
+            if key in root.meta:
+                node.meta[key] = root.meta[key]
+        return node
+
+    def fused(
+        self, kernel: str, root: fx.Node, args: Sequence[Any], outputs: Mapping[int, fx.Node]
+    ) -> bool:
+        """Replace `outputs`, by index of the op's results, by one call of a fused op.
+
+        Returns:
+            False, with nothing done, where an operand depends on a replaced node.
+        """
+        operands = [a for a in pytree.tree_leaves(list(args)) if isinstance(a, fx.Node)]
+        if self._depends(operands, set(outputs.values())):
+            return False
+        place = min([root, *(user for old in outputs.values() for user in old.users)])
+        early = any(place <= operand for operand in operands)
+        place = root if early else place
+        node = self._annotated(
+            root, place, getattr(torch.ops.autopar_kernels, kernel).default, tuple(args), {}
+        )
+        several = not isinstance(node.meta["val"], Tensor)
+        results = node.meta["val"] if several else (node.meta["val"],)
+        replaced = {i: self._as_wide(old, results[i].dtype) for i, old in outputs.items()}
+        if not all(replaced.values()):
+            self.graph.erase_node(node)
+            return False
+        fresh = [
+            (
+                old,
+                self._annotated(root, place, operator.getitem, (node, i), {}) if several else node,
+            )
+            for i, olds in replaced.items()
+            for old in olds
+        ]
+        for old, new in fresh:
+            self.replace(old, new)
+        if early:
+            sort_graph(self.graph)
+        self.counts[kernel] = self.counts.get(kernel, 0) + 1
+        return True
+
+    def _as_wide(self, old: fx.Node, dtype: torch.dtype) -> list[fx.Node]:
+        """What a result of `dtype` may replace: `old`, or the casts that alone read it.
+
+        Empty where the result would round what was not rounded.
+        """
+        if torch.promote_types(dtype, value_of(old).dtype) == dtype:
+            return [old]
+        users = list(old.users)
+        narrow = all(is_cast(u) and value_of(u).dtype == dtype for u in users)
+        return users if narrow else []
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Let users of `old` read `new`, cast and shaped alike; drop what is no longer read."""
+        want, have = value_of(old), value_of(new)
+        if have.shape != want.shape:
+            new = self._annotated(new, new.next, aten.reshape.default, (new, list(want.shape)), {})
+        if have.dtype != want.dtype:
+            new = self._annotated(
+                new, new.next, aten._to_copy.default, (new,), {"dtype": want.dtype}
+            )
+        old.replace_all_uses_with(new)
+        self.drop(old)
+
+    def drop(self, node: fx.Node) -> None:
+        """Erase a node that nobody reads, and what only it read."""
+        stack = [node]
+        while stack:
+            node = stack.pop()
+            if node.users or node.op != "call_function" or "collective" in node.meta:
+                continue
+            if getattr(node, "_erased", False) or "c10d" in str(node.target):
+                continue
+            sources = node.all_input_nodes
+            self.graph.erase_node(node)
+            stack.extend(sources)
+
+    def _depends(self, operands: Sequence[fx.Node], on: set[fx.Node]) -> bool:
+        """True if an operand is computed from one of `on`, casts of which count as themselves."""
+        first = min(on)
+        seen: set[fx.Node] = set()
+        stack = [n for n in operands if n >= first]
+        while stack:
+            node = stack.pop()
+            if node in on:
+                return True
+            for source in node.all_input_nodes:
+                if source >= first and source not in seen:
+                    seen.add(source)
+                    stack.append(source)
+        return False
+
+
+def sort_graph(graph: fx.Graph) -> None:
+    """Put every node behind its operands, otherwise in the order as it is.
+
+    Raises:
+        AssertionError: the graph has a cycle.
+    """
+    nodes = list(graph.nodes)
+    order = {node: index for index, node in enumerate(nodes)}
+    if all(order[s] < order[n] for n in nodes for s in n.all_input_nodes):
+        return
+    waiting = {node: len(node.all_input_nodes) for node in nodes}
+    ready = [order[n] for n in nodes if not waiting[n]]
+    heapq.heapify(ready)
+    done: list[fx.Node] = []
+    while ready:
+        node = nodes[heapq.heappop(ready)]
+        done.append(node)
+        for user in node.users:
+            waiting[user] -= 1
+            if not waiting[user]:
+                heapq.heappush(ready, order[user])
+    assert len(done) == len(nodes), "a fused call reads what depends on it"
+    for before, after in itertools.pairwise(done):
+        before.append(after)
