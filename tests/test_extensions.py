@@ -140,6 +140,41 @@ def test_its_profile_is_known_by_name(ran: dict[str, Any]) -> None:
     assert ran["device"] == "Example board"
 
 
+FUSED = """
+class Squares(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu() ** 2
+        return x.mean()
+
+model, x = Squares().double(), (torch.randn(4, 8, dtype=torch.float64),)
+two = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+plan = autopar.plan(model, two, x)
+from autopar.codegen.emit import emit
+from autopar.tracer.trace import trace
+for name, fusion in (("fused", {"only": ["example-squared-relu"]}), ("plain", False)):
+    graph = emit(trace(model, x), plan, [0], fusion=fusion).joint.graph
+    out[name] = sum("squared_relu" in str(n.target) for n in graph.nodes)
+out["fusion_error"] = autopar.verify(
+    plan, model, x, fusion={"only": ["example-squared-relu"]}).worst[1]
+pin = {"size": 2, "microbatches": 4, "schedule": "example-reversed"}
+plan = autopar.plan(model, two, x, constraints={"pipeline": pin})
+out["schedule"] = plan.pipeline.schedule
+out["schedule_error"] = autopar.verify(plan, model, x).worst[1]
+"""
+
+
+def test_its_fused_kernel_and_its_schedule(installed: Path, tmp_path: Path) -> None:
+    found = run_with(installed, FUSED, tmp_path / "cache")
+    assert (found["fused"], found["plain"]) == (2, 0)
+    assert found["schedule"] == "example-reversed"
+    assert found["fusion_error"] < 1e-12
+    assert found["schedule_error"] < 1e-12
+
+
 def test_plans_are_kept_apart_by_what_the_package_says(installed: Path, tmp_path: Path) -> None:
     """The same question is in the cache until a source of the package changes."""
     ask = "autopar.plan(model, four, x)\n"

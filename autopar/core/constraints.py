@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.core.schedule import SCHEDULES
+from autopar.core.schedule import schedules
 from autopar.errors import ConstraintError
 
 __all__ = ["AxisRole", "Constraints", "PipelinePin", "assign_mesh"]
@@ -35,7 +35,7 @@ class PipelinePin:
     Attributes:
         size: ranks that a microbatch passes; 1 for microbatches without a pipeline.
         microbatches: turns of a step; they divide the batch.
-        schedule: one of `core.schedule.SCHEDULES`.
+        schedule: one of `core.schedule.schedules()`.
         chunks: stages of each rank; more than 1 for "interleaved" only.
         cuts: FQN of the block that each stage but the first begins with.
     """
@@ -168,9 +168,9 @@ def _pipeline(value: Any) -> PipelinePin:
         if spec.get(key) is not None:
             _positive(spec[key], f"pipeline {key}")
     schedule = spec.get("schedule")
-    if schedule is not None and schedule not in SCHEDULES:
+    if schedule is not None and schedule not in schedules():
         raise ConstraintError(
-            f"unknown pipeline schedule {schedule!r}; known are {', '.join(SCHEDULES)}"
+            f"unknown pipeline schedule {schedule!r}; known are {', '.join(schedules())}"
         )
     if spec.get("cuts") is not None:
         spec["cuts"] = tuple(spec["cuts"])

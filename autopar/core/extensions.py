@@ -22,7 +22,13 @@ __all__ = ["GROUPS", "digest", "found", "is_same", "load", "loaded", "note", "ta
 
 _T = TypeVar("_T")
 
-GROUPS = ("autopar.rules", "autopar.lowerings", "autopar.passes")
+GROUPS = (
+    "autopar.rules",
+    "autopar.lowerings",
+    "autopar.passes",
+    "autopar.patterns",
+    "autopar.schedules",
+)
 """Groups whose entry points are imported, for what they register."""
 
 _outcomes: dict[str, AutoparError | None] = {}
@@ -72,8 +78,8 @@ def note(kind: str, names: Iterable[str], function: Callable[..., Any]) -> None:
     """Remember what was registered; autopar's own needs no note.
 
     Args:
-        kind: "rule", "work", "lowering" or "pass".
-        names: ops, or the pass.
+        kind: "rule", "work", "lowering", "pass", "pattern" or "schedule".
+        names: ops, or the name of it.
         function: whose module's sources count.
     """
     if function.__module__.partition(".")[0] != "autopar":

@@ -131,7 +131,7 @@ class PipelinePlan:
         size: pipeline ranks; the devices of rank r are the r-th of so many equal runs of ranks.
         chunks: stages of each; stage s is on rank s modulo `size`.
         microbatches: turns of a step.
-        schedule: one of `core.schedule.SCHEDULES`.
+        schedule: one of `core.schedule.schedules()`.
         cuts: FQN of the block that each stage but the first begins with.
         time: placement of each op of the whole step over the microbatches (layouts of one axis).
         stages: the plan of each stage, on the mesh of a pipeline rank.

@@ -21,13 +21,24 @@ zero-bubble   (p-1) / (3m+p-1)        ZB-H1 of Qi et al. 2023, arXiv 2401.10241;
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from autopar.core import extensions
 from autopar.errors import ConstraintError
 
-__all__ = ["SCHEDULES", "Action", "InFlight", "Kind", "Orders", "actions", "in_flight"]
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "InFlight",
+    "Kind",
+    "Orders",
+    "actions",
+    "in_flight",
+    "pipeline_schedule",
+    "schedules",
+]
 
 Kind: TypeAlias = Literal["F", "B", "I", "W"]
 
@@ -68,13 +79,45 @@ class InFlight:
     stages: tuple[int, ...]
 
 
+Schedule: TypeAlias = Callable[[int, int, int], Orders]
+_ADDED: dict[str, Schedule] = {}
+
+
+def pipeline_schedule(name: str) -> Callable[[Schedule], Schedule]:
+    """Register a schedule: `(ranks, microbatches, chunks) -> orders`, one order for each rank.
+
+    Stage s lives on rank ``s % ranks``. Each stage has every microbatch's F once, and either its B
+    or its I and W. What the numbers do not allow is a `ConstraintError`; an order that deadlocks
+    is found when a plan is made.
+
+    Raises:
+        ValueError: there is a schedule of that name.
+    """
+
+    def register(function: Schedule) -> Schedule:
+        known = _ADDED.get(name)
+        if name in SCHEDULES or (known and not extensions.is_same(known, function)):
+            raise ValueError(f"there is a pipeline schedule {name!r} already")
+        _ADDED[name] = function
+        extensions.note("schedule", [name], function)
+        return function
+
+    return register
+
+
+def schedules() -> tuple[str, ...]:
+    """Names of all schedules, those of other packages included."""
+    extensions.load("autopar.schedules")
+    return (*SCHEDULES, *sorted(_ADDED))
+
+
 def actions(
     schedule: str, ranks: int, microbatches: int, chunks: int = 1
 ) -> tuple[tuple[Action, ...], ...]:
     """The order of each rank's work.
 
     Args:
-        schedule: one of `SCHEDULES`.
+        schedule: one of `schedules()`.
         ranks: pipeline ranks.
         microbatches: of one step.
         chunks: stages of a rank, so there are ``ranks * chunks``; more than 1 for "interleaved"
@@ -87,6 +130,8 @@ def actions(
         ConstraintError: unknown schedule, or numbers that it does not take.
     """
     _check(schedule, ranks, microbatches, chunks)
+    if schedule in _ADDED:
+        return tuple(tuple(order) for order in _ADDED[schedule](ranks, microbatches, chunks))
     if schedule == "interleaved":
         return tuple(_interleaved(r, ranks, microbatches, chunks) for r in range(ranks))
     if schedule == "zero-bubble":
@@ -131,13 +176,15 @@ def in_flight(orders: Orders) -> InFlight:
 
 
 def _check(schedule: str, ranks: int, microbatches: int, chunks: int) -> None:
-    if schedule not in SCHEDULES:
+    if schedule not in SCHEDULES and schedule not in schedules():
         raise ConstraintError(
-            f"unknown pipeline schedule {schedule!r}: use one of {', '.join(SCHEDULES)}"
+            f"unknown pipeline schedule {schedule!r}: use one of {', '.join(schedules())}"
         )
     for name, number in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
         if number < 1:
             raise ConstraintError(f"pipeline schedule {schedule!r}: {name} is {number}, need >= 1")
+    if schedule in _ADDED:
+        return
     if schedule != "interleaved":
         if chunks != 1:
             raise ConstraintError(

@@ -14,6 +14,7 @@ from autopar.codegen.turns import TURN, TurnProgram, emit_turns
 from autopar.core.graph import TracedModel
 from autopar.core.placement import Layout
 from autopar.core.plan import PipelinePlan
+from autopar.core.schedule import actions
 from autopar.runtime.lockstep import mesh_coords, run_lockstep
 from autopar.runtime.shards import assemble, take_shard
 
@@ -174,6 +175,9 @@ class _AllStages:
         ]
         self.values = [StageValues(p[0], self._runner(p), _added) for p in self.programs]
         self.results: dict[tuple[str, str], Tensor] = {}
+        p = pipeline
+        orders = actions(p.schedule, p.size, p.microbatches, p.chunks)
+        self.splits = any(action.kind == "I" for order in orders for action in order)
 
     def _runner(self, programs: Sequence[TurnProgram]) -> Run:
         def run(part: str, operands: list[Any]) -> Sequence[Any]:
@@ -214,7 +218,7 @@ class _AllStages:
 
     def _backward(self, stage: int, turn: int) -> None:
         given = self._arriving(stage, "backward")
-        parts = ("input", "weight") if self.pipeline.schedule == "zero-bubble" else ("backward",)
+        parts = ("input", "weight") if self.splits else ("backward",)
         for part in parts:
             arriving = given if part == parts[0] else {}
             self._leave(stage, self.values[stage].backward(turn, arriving, part))

@@ -11,6 +11,7 @@ import torch
 from autopar import kernels as _kernels  # noqa: F401  (registers the ops)
 from autopar.codegen.fusion import patterns as _patterns  # noqa: F401  (registers the patterns)
 from autopar.codegen.fusion.registry import PATTERNS
+from autopar.core import extensions
 from autopar.errors import AutoparError
 from autopar.kernels.registry import has_triton
 
@@ -41,6 +42,7 @@ class Fusion:
         Raises:
             AutoparError: an unknown key or kernel.
         """
+        extensions.load("autopar.patterns")
         names = {p.kernel for p in PATTERNS} | {GENERATED}
         usual = {p.kernel for p in PATTERNS if p.default} | {GENERATED}
         if given is None:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from autopar.codegen.fusion.rewriter import Rewriter
+from autopar.core import extensions
 
 __all__ = ["PATTERNS", "Pattern", "pattern"]
 
@@ -53,6 +54,10 @@ def pattern(
     """
 
     def register(rewrite: Rewrite) -> Rewrite:
+        again = [p for p in PATTERNS if extensions.is_same(p.rewrite, rewrite)]
+        for old in again:
+            PATTERNS.remove(old)
+        extensions.note("pattern", [kernel], rewrite)
         PATTERNS.append(
             Pattern(kernel=kernel, anchors=anchors, rewrite=rewrite, rank=rank, default=default)
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
@@ -64,9 +65,19 @@ class Rewriter:
         return node
 
     def fused(
-        self, kernel: str, root: fx.Node, args: Sequence[Any], outputs: Mapping[int, fx.Node]
+        self,
+        kernel: str | OpOverload,
+        root: fx.Node,
+        args: Sequence[Any],
+        outputs: Mapping[int, fx.Node],
     ) -> bool:
         """Replace `outputs`, by index of the op's results, by one call of a fused op.
+
+        Args:
+            kernel: the name of one of autopar's, or an op of another package.
+            root: the last node of the chain, on whose behalf the op runs.
+            args: of the op.
+            outputs: what is replaced.
 
         Returns:
             False, with nothing done, where an operand depends on a replaced node.
@@ -77,9 +88,11 @@ class Rewriter:
         place = min([root, *(user for old in outputs.values() for user in old.users)])
         early = any(place <= operand for operand in operands)
         place = root if early else place
-        node = self._annotated(
-            root, place, getattr(torch.ops.autopar_kernels, kernel).default, tuple(args), {}
-        )
+        target: Any = kernel
+        if isinstance(kernel, str):
+            target = getattr(torch.ops.autopar_kernels, kernel).default
+        kernel = str(kernel)
+        node = self._annotated(root, place, target, tuple(args), {})
         several = not isinstance(node.meta["val"], Tensor)
         results = node.meta["val"] if several else (node.meta["val"],)
         replaced = {i: self._as_wide(old, results[i].dtype) for i, old in outputs.items()}
