@@ -20,6 +20,8 @@ from autopar.solver.relaxed import Allowed, Column, Relaxation
 
 __all__ = ["Part", "Split", "branch", "split_states"]
 
+_CHECKED = 6  # parts
+
 Split = tuple[Hashable, NDArray[np.bool_]]
 
 
@@ -45,6 +47,7 @@ def branch(
     bounded: Callable[[Part, Allowed], Part | None],
     split: Callable[[Part], Split | None],
     done: Callable[[float], bool],
+    worth: Callable[[float, float], bool],
     budget: int,
 ) -> float:
     """A bound for all of `root`.
@@ -54,12 +57,18 @@ def branch(
         bounded: the part of some states of a part; None if nothing is in it.
         split: the node and its states to split a part by; None if there is none.
         done: true of a bound that is good enough.
+        worth: true if it pays to go on where `_CHECKED` parts took one bound to another.
         budget: parts to bound at most.
     """
     heap = [(root.bound, 0, root)]
     closed = np.inf  # the least bound of the parts that cannot be split
-    count = 0
+    count, checked, before = 0, 0, root.bound
     while heap and not done(min(heap[0][0], closed)) and count < budget:
+        if count - checked >= _CHECKED:
+            now = min(heap[0][0], closed)
+            if not worth(before, now):
+                break
+            checked, before = count, now
         bound, _, part = heapq.heappop(heap)
         found = split(part)
         if found is None:
@@ -67,8 +76,8 @@ def branch(
             continue
         node, light = found
         for mask in (light, ~light):
-            before = part.allowed.get(node)
-            left = mask if before is None else mask & before
+            known = part.allowed.get(node)
+            left = mask if known is None else mask & known
             if not left.any():
                 continue
             allowed = {**part.allowed, node: left}

@@ -41,9 +41,10 @@ _RECOMBINED = 16  # plans
 _RECOMBINATIONS = 4
 _SPREAD = (0.3, 3.0, 10.0, 100.0)  # times the best prices, for plans that differ
 _ALIKE = 5e-3  # plans whose seconds and bytes differ by less are alike
-_PARTS = 16  # that branching bounds
+_PARTS = 24  # that branching bounds
 _PART_ROUNDS = 3
-_ABSURD = 1e3  # times as long as the unlimited plan
+_WORTH = 0.1  # of the gap: where a few parts close less, branching ends
+_ABSURD = 1e6  # times as long as the unlimited plan: nothing fits
 _CLOSE = 5e-3  # relative gap at which prices and local search stop
 _PROVED = 1e-2  # and branching
 _NEAR = 1.01  # rows may exceed the bytes that a plan is priced at
@@ -239,6 +240,7 @@ class MemorySearch:
                 lambda part, allowed: self._bounded(part, allowed, _PART_ROUNDS),
                 self._split,
                 self._proved,
+                lambda before, now: now - before >= _WORTH * (self.target - before),
                 _PARTS,
             )
             self.bound = max(self.bound, bound)
