@@ -29,6 +29,9 @@ __all__ = ["PASSES", "check_passes", "run_passes"]
 PASSES = ("bucket", "prefetch", "early", "late")
 """All passes, in order."""
 
+# scratch inside ops is not counted as live, so a moment may hold more than it seems to
+_SCRATCH = 0.1
+
 
 def check_passes(names: Collection[str] | None) -> tuple[str, ...]:
     """The passes of these names in their order; all for None.
@@ -74,7 +77,7 @@ def run_passes(
     if "bucket" in chosen:
         graph = bucket(graph, sizes, block, budget)
     if "prefetch" in chosen:
-        prefetch(graph, block, budget)
+        prefetch(graph, block, int((1 - _SCRATCH) * budget))
     if "early" in chosen:
         issue_early(graph, budget)
     if "late" in chosen:
