@@ -44,7 +44,7 @@ SPECIAL = [
     case("where_wide", lambda m, x, y: aten.where.self(m, x, y), bools(4, 1), rand(8), rand(4, 8)),
     case("cast", lambda x: aten._to_copy.default(x, dtype=torch.float64), ints(9, 4, 6)),
     # to its own dtype: to a smaller one, the parts of a sum are rounded apart
-    case("narrow", lambda x: NARROW(x, torch.float64), rand(4, 6)),
+    case("narrow_dtype", lambda x: NARROW(x, torch.float64), rand(4, 6)),
     case("cast_bool", lambda x: aten._to_copy.default(x, dtype=torch.bool), ints(2, 4, 6)),
     case(
         "dropout",

@@ -50,7 +50,13 @@ NAMES = sorted({p.kernel for p in PATTERNS} | {GENERATED})
 ALL = {"on": NAMES}
 
 
-@pytest.mark.parametrize("model", MODELS)
+# the whole matrix in the slow run; what is here holds every kernel in some model
+QUICK = ("gpt2", "llama")
+
+
+@pytest.mark.parametrize(
+    "model", [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in MODELS]
+)
 @pytest.mark.parametrize("kernel", NAMES)
 @pytest.mark.parametrize("side", ["only", "off"])
 def test_matrix(model: str, kernel: str, side: str) -> None:
