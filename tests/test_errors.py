@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar.core.plan import Plan
 from tests import handwritten as hw
 from tests.dist import RankError, try_ranks
 
@@ -170,12 +172,14 @@ def test_plan_file_is_truncated(saved: Path, tmp_path: Path) -> None:
 def test_plan_file_is_damaged(saved: Path, tmp_path: Path) -> None:
     data = json.loads(saved.read_text())
     path = tmp_path / "plan.json"
+    optional = {f.name for f in fields(Plan) if f.default is not MISSING}
+    optional |= {f.name for f in fields(Plan) if f.default_factory is not MISSING}
+    optional.remove("version")
     for key in data:
         broken = {k: v for k, v in data.items() if k != key}
         path.write_text(json.dumps(broken))
-        defaults = ("constraints", "memory_limit_bytes", "optimizer", "checkpoint", "repeats")
-        if key in (*defaults, "precision", "pipeline"):
-            continue  # fields with defaults
+        if key in optional:
+            continue
         with pytest.raises(autopar.PlanMismatchError):
             autopar.load_plan(path)
     for value in ([], 3, "plan"):

@@ -271,8 +271,14 @@ def scaled_losses(rank: int, world: int) -> list[tuple[float, float]]:
     torch.manual_seed(0)
     model, inputs = zoo.gpt2(layers=1)
     mesh = init_device_mesh("cpu", (world,))
+    # sums of gradients in fp16 overflow where those of one device do; in fp32 they need not
     parallel = autopar.parallelize(
-        model.train(), mesh, inputs, constraints=MIXED if world > 1 else None, precision="fp16"
+        model.train(),
+        mesh,
+        inputs,
+        constraints=MIXED if world > 1 else None,
+        precision="fp16",
+        reduce_dtype="fp16",
     )
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=5e-3)
     scaler = autopar.LossScaler(parallel, initial_scale=2.0**22, growth_interval=3, hysteresis=1)

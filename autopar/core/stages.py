@@ -82,12 +82,13 @@ def port_of(value: str) -> str:
 def block_order(traced: TracedModel) -> list[Block]:
     """Blocks in the order in which their forward begins."""
     order: dict[Block, int] = {}
+    blocks = _place(traced)
     for position, node in enumerate(traced.graph.nodes):
         if node.op != "call_function" or node_info(traced, node).phase != "forward":
             continue
         if node.name in traced.hoisted:
             continue
-        place = _place(traced).get(node.name)
+        place = blocks.get(node.name)
         if place is not None:
             order.setdefault(place[0], position)
     return sorted(order, key=order.__getitem__)
@@ -113,6 +114,7 @@ def cut(traced: TracedModel, starts: Sequence[str]) -> Stages:
 class _Cutter:
     def __init__(self, traced: TracedModel, starts: Sequence[str]) -> None:
         self.traced = traced
+        self.named = traced.nodes()
         self.nodes = [n for n in traced.graph.nodes if n.op == "call_function"]
         self.nodes = [n for n in self.nodes if n.target is not operator.getitem]
         self.specs = {s.node: s for s in traced.inputs}
@@ -292,7 +294,7 @@ class _Cutter:
                 self._need(nodes[spec.node], self._output_stage(spec))
 
     def _output_stage(self, spec: OutputSpec) -> int:
-        node = next(n for n in self.traced.graph.nodes if n.name == spec.node)
+        node = self.named[str(spec.node)]
         if spec.kind == "gradient":
             owner = next(s for s in self.traced.parameters() if s.target == spec.target)
             return self.stage.get(owner.node, 0)
