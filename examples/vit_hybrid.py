@@ -16,10 +16,10 @@ The tutorial's arguments, and what they are here:
 | `initial_scale`, `min_scale`, … | the same names, of `autopar.LossScaler` |
 | DDP over the ranks that are left | `"data"`: world // (tp_size · pp_size) |
 
-What the tutorial rules out goes here: `zero2-pipeline` has ZeRO-2 with a pipeline, and ZeRO needs no
-half precision. Bucket sizes, overlap and kernels (`zero_bucket_size_in_m`, `overlap_communication`,
-`enable_flash_attention`, …) are no constraints of autopar: the planner and the runtime see to them.
-The learning rate is not multiplied by the number of ranks: the global batch does not grow with them.
+What the tutorial rules out goes here: `zero2-pipeline` has ZeRO-2 with a pipeline, and ZeRO needs
+no half precision. Bucket sizes, overlap and kernels (`zero_bucket_size_in_m`,
+`overlap_communication`, `enable_flash_attention`, …) are no constraints of autopar. The learning
+rate is not multiplied by the number of ranks: the global batch does not grow with them.
 
 google/vit-base-patch16-224 on beans has become a small ViT with random weights on scikit-learn's
 digits. HybridAdam is AdamW; learning rates warm up and then follow a cosine, as in the tutorial.
