@@ -42,8 +42,6 @@ class Mode:
         about: one line for the help.
         constraints: what is pinned; sizes must be written out.
         precision: "fp32", "bf16" or "fp16".
-        whole_world: the rest of the ranks is data parallel, as in the tutorials. Off where
-            `constraints` already name what takes them.
     """
 
     about: str
@@ -57,7 +55,7 @@ class Mode:
         return math.prod(part.get("size", 1) for part in parts)
 
     def on(self, world: int) -> dict[str, Any]:
-        """The constraints with the ranks that are left as data parallel.
+        """The constraints, and data parallel (ZeRO only if asked) over the ranks that are left.
 
         Raises:
             ValueError: the world is no multiple of `ranks`.
@@ -68,7 +66,8 @@ class Mode:
                 f"start it with torchrun --nproc_per_node {self.ranks}"
             )
         data = world // self.ranks
-        return {"data": data, **self.constraints} if data > 1 else dict(self.constraints)
+        rest = {"data": data, "zero": 0} if data > 1 else {}
+        return {**rest, **self.constraints}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +205,7 @@ def train(example: Example, options: argparse.Namespace) -> tuple[list[float], a
 def _loop(example: Example, model: autopar.ParallelModule, batches: list[Batch]) -> list[float]:
     optimizer = example.optimizer(model.parameters())
     scheduler = example.scheduler(optimizer, len(batches)) if example.scheduler else None
-    scaler = autopar.LossScaler(model, **example.scaling)
+    scaler = autopar.LossScaler(model, **example.scaling, enabled=model.plan.precision == "fp16")
     losses: list[float] = []
     with _progress() as progress:
         for batch in progress.track(batches, description="training"):

@@ -56,16 +56,14 @@ EXAMPLE = common.Example(
             constraints={"pipeline": PIPELINE, "tensor": TENSOR, "zero": 1},
             precision="fp16",
         ),
-        "ddp": common.Mode(about="data parallel only", constraints={"zero": 0}),
-        "amp": common.Mode(
-            about="data parallel in fp16", constraints={"zero": 0}, precision="fp16"
-        ),
+        "ddp": common.Mode(about="data parallel only"),
+        "amp": common.Mode(about="data parallel in fp16", precision="fp16"),
         "tensor": common.Mode(
             about="tensor 4", constraints={"tensor": {"mode": "1d", "size": 4}}, precision="fp16"
         ),
         "tensor-data": common.Mode(
             about="tensor 2, data parallel over what is left",
-            constraints={"tensor": TENSOR, "zero": 0},
+            constraints={"tensor": TENSOR},
             precision="fp16",
         ),
         "pipeline": common.Mode(
