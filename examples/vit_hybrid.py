@@ -21,6 +21,9 @@ no half precision. Bucket sizes, overlap and kernels (`zero_bucket_size_in_m`,
 `overlap_communication`, `enable_flash_attention`, …) are no constraints of autopar. The learning
 rate is not multiplied by the number of ranks: the global batch does not grow with them.
 
+With the tutorial's initial scale of 2^16 the first two steps overflow and are skipped; torch warns
+that the scheduler stepped before the optimizer.
+
 google/vit-base-patch16-224 on beans has become a small ViT with random weights on scikit-learn's
 digits. HybridAdam is AdamW; learning rates warm up and then follow a cosine, as in the tutorial.
 """

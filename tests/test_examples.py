@@ -73,7 +73,8 @@ def test_every_mode_takes_all_ranks(name: str, mode: str) -> None:
 def test_vit_with_a_pipeline_on_two_ranks() -> None:
     expected = one_device("vit_pipeline", 2)
     assert expected[0] != pytest.approx(expected[1], rel=1e-3)
-    for losses in run_ranks(trained, 2, "vit_pipeline", "--mode", "uniform", "--steps", "2"):
+    arguments = ("--mode", "uniform", "--steps", "2")
+    for losses in run_ranks(trained, 2, "vit_pipeline", *arguments, timeout=300):
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
