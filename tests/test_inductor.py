@@ -228,6 +228,21 @@ def test_what_fails_at_the_first_call_runs_eagerly(boxed: bool) -> None:
     assert not (boxed and values)
 
 
+@pytest.mark.parametrize("wrong", [1.001, float("nan")])
+def test_what_differs_at_the_first_call_runs_eagerly(wrong: float) -> None:
+    part, x = _part(lambda values: (-values.pop() * wrong,), False), torch.randn(2, 3)
+    part.eps = torch.finfo(torch.float32).eps
+    with pytest.warns(UserWarning, match="result 0 is off by"):
+        assert torch.equal(part(x)[0], -x)
+    assert torch.equal(part(x)[0], -x)
+    rounded = _part(lambda values: (-values.pop() * (1 + 1e-7),), False)
+    rounded.eps = part.eps
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rounded(x)
+    assert rounded.compiled.__name__ == "<lambda>"  # still the compiled form
+
+
 def test_arguments_get_the_strides_that_were_compiled_for() -> None:
     seen = []
 

@@ -2,7 +2,8 @@
 
 Collectives and the ops of autopar stay calls inside of the compiled code; Inductor keeps the order
 of collectives that the graph has, which is the same on every rank. Where it fails on any rank, all
-ranks run the graph as it is, with a warning.
+ranks run the graph as it is, with a warning. The first call of each part runs both forms: where
+they differ by more than rounding, it stays as it was emitted.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class CompiledPart:
         self.strides = [example.stride() for example in examples]
         self.boxed = boxed
         self.proved = False
+        self.eps = _coarsest(module)
 
     def __call__(self, *args: Any) -> Any:
         values = args[0] if self.boxed else list(args)
@@ -66,18 +68,20 @@ class CompiledPart:
         return self.compiled(fitted)
 
     def _first(self, values: list[Any]) -> Any:
-        """The first call shows what compiling did not: it keeps the arguments to begin again."""
+        """Run the graph too: what fails in compiled form, or differs, stays as it was emitted."""
         fitted = [_fitted(v, s) for v, s in zip(values, self.strides, strict=True)]
+        expected = self._eager(list(values))
         try:
-            results = self.compiled(fitted)
+            fault = _difference(self.compiled(fitted), expected, self.eps)
         except Exception as error:  # whatever Inductor's code raises
-            _warn(f"the compiled program failed: {_reason(error)}")
+            fault = _reason(error)
+        if fault is not None:
+            _warn(f"the compiled program failed: {fault}")
             self.compiled = self._eager
-            results = self._eager(list(values))
         self.proved = True
         if self.boxed:
             values.clear()
-        return results
+        return expected
 
     def _eager(self, values: list[Any]) -> Any:
         return self.module(values) if self.boxed else self.module(*values)
@@ -136,6 +140,43 @@ def _inductor(
     graph.output(graph.graph_copy(module.graph, {}))
     with torch.no_grad():
         return inductor_compile(fx.GraphModule(torch.nn.Module(), graph), inputs)
+
+
+def _difference(found: Sequence[Any], expected: Sequence[Any], eps: float) -> str | None:
+    """What is beyond rounding between results of a compiled program and of its graph.
+
+    Sums in another order are off by some eps of what they add up, which may cancel: a tensor is
+    held against its own largest number, or a tenth of the largest of all.
+    """
+    floats = [x for x in expected if isinstance(x, Tensor) and x.is_floating_point()]
+    largest = max((_largest(x) for x in floats), default=0.0)
+    for index, (mine, right) in enumerate(zip(found, expected, strict=True)):
+        if not isinstance(right, Tensor):
+            continue
+        if mine.shape != right.shape or mine.dtype != right.dtype:
+            return f"result {index} is {mine.dtype}{list(mine.shape)}, not {right.dtype}"
+        if not right.is_floating_point():
+            if not torch.equal(mine, right):
+                return f"result {index} has other values"
+            continue
+        apart = torch.where(torch.isfinite(right), mine - right, 0.0).abs()
+        away = float(apart.max()) if apart.numel() else 0.0
+        if not away <= eps**0.75 * max(_largest(right), 0.1 * largest):
+            return f"result {index} is off by {away:.3g}, its largest is {_largest(right):.3g}"
+    return None
+
+
+def _largest(x: Tensor) -> float:
+    """The largest magnitude of finite numbers."""
+    found = torch.where(torch.isfinite(x), x, 0.0).abs()
+    return float(found.max()) if found.numel() else 0.0
+
+
+def _coarsest(module: fx.GraphModule) -> float:
+    """Machine epsilon of the coarsest floating dtype in a graph."""
+    values = (node.meta.get("val") for node in module.graph.nodes)
+    dtypes = {v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point()}
+    return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
 
 def _fitted(value: Any, strides: Sequence[int]) -> Any:
