@@ -58,6 +58,9 @@ ALL = [
     if model != "mlp" or mode not in ("megatron-sp", "ulysses", "ring")  # it has no attention
 ] + [(model, mode) for model in ("vit", "bert", "resnet", "t5") for mode in ("zero3", "1d")]
 
+# compiled, the loss of this float64 step is off by 1e-7; why is not known
+STAYS_EAGER = [("bert", "zero3")]
+
 
 def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(0)
@@ -122,7 +125,9 @@ def test_gradients_equal_the_plain_module(name: str, mode: str) -> None:
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "mode"), [pair for pair in ALL if pair not in QUICK])
+@pytest.mark.parametrize(
+    ("name", "mode"), [pair for pair in ALL if pair not in (*QUICK, *STAYS_EAGER)]
+)
 def test_gradients_equal_the_plain_module_everywhere(name: str, mode: str) -> None:
     check(name, mode)
 
@@ -256,3 +261,27 @@ def test_arguments_get_the_strides_that_were_compiled_for() -> None:
         (found,) = part(values)
         assert torch.equal(found, -x) and not values
     assert seen == [(3, 1), (3, 1)]
+
+
+def kept_eager(rank: int, name: str, constraints: Any) -> tuple[list[str], float]:
+    torch.set_num_threads(1)
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    model, inputs = build(name)
+    mesh = init_device_mesh("cpu", (2,))
+    options: dict[str, Any] = {"constraints": constraints, "backend": "inductor"}
+    parallel = autopar.parallelize(model, mesh, inputs, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = parallel.train_step(**inputs)
+    expected = loss_of(model(**inputs))
+    texts = [str(w.message) for w in caught if "compiled program" in str(w.message)]
+    return texts, float((found - expected).abs() / expected)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mode"), STAYS_EAGER)
+def test_a_program_that_inductor_changes_is_run_as_it_was_emitted(name: str, mode: str) -> None:
+    for texts, error in run_ranks(kept_eager, 2, name, MODES[mode][1], timeout=580):
+        assert any("result 0 is off by" in text for text in texts)
+        assert error <= 1e-9
