@@ -460,7 +460,7 @@ class _Builder:
         targets = self.candidates[self.classes[op.name]]
         wanted = [c.inputs[index] for c in targets]
         matrix = self.moves.matrix(
-            produced, wanted, self.step.specs[value].num_bytes, self.step.sharing_gather(value)
+            produced, wanted, self.step.specs[value].num_bytes, self.step.sharing(value, op.name)
         )
         matrix = self.gradient_sums.restrict(matrix, value, op.name, produced, wanted)
         arrives, leaves = self.pins.arrives(op, index), self.pins.leaves(value)

@@ -122,7 +122,7 @@ class Pricing:
             candidate = self.decision.candidates[op.name]
             for value, layout in zip(op.operands, candidate.inputs, strict=True):
                 times = self.blocks.edge_weight(value[0], op.name)
-                shared = self.step.sharing_gather(value)
+                shared = self.step.sharing(value, op.name)
                 self.add_moves(value, layout, times, op.name, self.step.label(value[0]), shared)
             for comm in candidate.comm:
                 times = self.blocks.weight(op.name)

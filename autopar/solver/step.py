@@ -15,7 +15,7 @@ from torch import fx
 
 from autopar.core.blocks import Blocks
 from autopar.core.graph import InputSpec, TracedModel, node_info, tensor_meta
-from autopar.core.ops import REARRANGING
+from autopar.core.ops import NARROW, REARRANGING
 from autopar.core.strategy import OpCall, TensorSpec, op_call
 from autopar.core.work import is_view
 
@@ -88,6 +88,7 @@ class Step:
         blocks: where ops and parameters stand, and how often each counts.
         ports: what other stages send (placeholders) and names for layouts of what they are sent.
         sends: what goes to other stages.
+        closing: ops that only cast or rearrange a gradient that is computed.
     """
 
     ops: dict[str, Op]
@@ -103,6 +104,7 @@ class Step:
     blocks: Blocks
     ports: dict[str, TensorSpec] = field(default_factory=dict)
     sends: tuple[Send, ...] = ()
+    closing: frozenset[str] = frozenset()
 
     @property
     def in_turns(self) -> bool:
@@ -120,14 +122,17 @@ class Step:
             return 1
         return max(1, sum(self.blocks.copies(name) for name in self.gradients))
 
-    def sharing_gather(self, value: Value) -> int:
-        """Parameters whose gathers may share a bucket with that of a value: those of its block.
+    def sharing(self, value: Value, consumer: str) -> int:
+        """Values whose collectives may share a bucket with that of a value on its way to an op.
 
-        1 for what is no parameter, outside of blocks, and in microbatches.
+        Gradients that are only cast or rearranged behind their reduction; parameters of one block.
+        1 for all else, outside of blocks, and in microbatches.
         """
         name = value[0]
         if self.in_turns:
             return 1
+        if consumer in self.closing:
+            return self.sharing_reduction
         owner = self.prepared.get(name) or self.copies.get(name) or name
         if owner not in self.parameters or owner not in self.blocks.place:
             return 1
@@ -280,7 +285,19 @@ def build_step(traced: TracedModel) -> Step:
         blocks=Blocks(traced),
         ports=ports,
         sends=tuple(sends),
+        closing=_closing(ops, gradients),
     )
+
+
+def _closing(ops: dict[str, Op], gradients: dict[str, Value]) -> frozenset[str]:
+    found: set[str] = set()
+    for name, _ in gradients.values():
+        while name in ops and (
+            ops[name].call.target in REARRANGING or ops[name].call.target is NARROW
+        ):
+            found.add(name)
+            name, _ = ops[name].operands[0]
+    return frozenset(found)
 
 
 _RESHAPES = (
