@@ -85,8 +85,16 @@ _QUICK = {
     "gpt2": ("pp2", "zero-bubble", "pp2-zero3"),
     "gpt2-dropout": ("pp2-tp2",),
     "llama": ("pp2-zero2",),
-    "vit": tuple(MODES),
-    "t5": ("pp2", "pp2-tp2"),
+    "vit": (
+        "pp2",
+        "interleaved",
+        "zero-bubble",
+        "pp2-tp2",
+        "pp2-zero2",
+        "recompute",
+        "accumulate-zero1",
+    ),
+    "t5": ("pp2",),
     "mixtral": ("pp2",),
 }
 

@@ -43,6 +43,7 @@ _SPREAD = (0.3, 3.0, 10.0, 100.0)  # times the best prices, for plans that diffe
 _ALIKE = 5e-3  # plans whose seconds and bytes differ by less are alike
 _PARTS = 24  # that branching bounds
 _PART_ROUNDS = 3
+_FAR = 0.05  # gap beyond which branching on single nodes is not begun
 _WORTH = 0.1  # of the gap: where a few parts close less, branching ends
 _ABSURD = 1e6  # times as long as the unlimited plan: nothing fits
 _CLOSE = 5e-3  # relative gap at which prices and local search stop
@@ -234,7 +235,8 @@ class MemorySearch:
             return None  # there is nothing to be near to
         if not self.done and not self._is_hopeless():
             self._round(self.rough(), _ROUNDS)
-        if self._root is not None and not self._proved(self.bound):
+        far = self.bound < self.target * (1 - _FAR)
+        if self._root is not None and not far and not self._proved(self.bound):
             bound = branch(
                 self._root,
                 lambda part, allowed: self._bounded(part, allowed, _PART_ROUNDS),
