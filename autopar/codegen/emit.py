@@ -151,12 +151,6 @@ def axis_group_names(mesh_shape: Sequence[int]) -> list[str]:
     return [f"axis{i}" for i in range(len(mesh_shape))]
 
 
-def _spare(plan: Plan) -> int:
-    """Bytes by which passes may raise the peak: a hundredth of the predicted one, if that fits."""
-    peak = plan.predicted.peak_memory_bytes
-    return max(0, min(peak // 100, plan.memory_limit_bytes - peak))
-
-
 class _Emitter:
     def __init__(
         self,
