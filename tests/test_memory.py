@@ -22,7 +22,10 @@ from tests import zoo
 CLUSTER = Cluster.from_profile("cpu-gloo", devices_per_node=4)
 
 
-@pytest.mark.parametrize(("name", "checkpoint"), [("gpt2", None), ("resnet", "none")])
+@pytest.mark.parametrize(
+    ("name", "checkpoint"),
+    [pytest.param("gpt2", None, marks=pytest.mark.slow), ("resnet", "none")],
+)
 def test_impossible_limit_names_one_that_does(name: str, checkpoint: str | None) -> None:
     model, inputs = zoo.MODELS[name]()
     traced = trace(model, inputs)
