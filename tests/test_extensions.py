@@ -85,7 +85,7 @@ PRINT = "\nimport json; print(json.dumps(out))\n"
 
 RUN = """
 split = {"params": {"up": ["S1"], "down.weight": ["S1"]}}
-for name, pins, limit in (("data", {"data": 4, "zero": 3}, None), ("split", split, 1_450_000)):
+for name, pins, limit in (("data", {"data": 4, "zero": 3}, None), ("split", split, 1_400_000)):
     plan = autopar.plan(model, four, x, constraints=pins, memory_limit=limit)
     found = autopar.verify(plan, model, x)
     out[name] = {

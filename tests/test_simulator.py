@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from autopar.core.work import is_view
 from autopar.cost_model import Cluster, CollectiveKind, compute_seconds_array
 from autopar.cost_model.opdb import OpDatabase
 from autopar.cost_model.simulator import node_seconds, optimizer_seconds, simulate
+from autopar.solver.step import build_step
 from autopar.tracer.trace import trace
 from tests import zoo
 
@@ -170,7 +172,8 @@ def test_emitted_program_costs_what_the_solver_adds_up_to(constraints: Any) -> N
     assert found.step_s == pytest.approx(found.compute_s + sum(found.comm_s), rel=1e-9)
     assert found.exposed_s == pytest.approx(found.comm_s)
     # of what may go in buckets, the solver prices a part of the latency
-    shared = [span for span in found.spans if span.kind and not alone(span.members, plan)]
+    closing = build_step(traced).closing
+    shared = [s for s in found.spans if s.kind and not alone(s.members, plan, closing)]
     moves = [move for op in plan.predicted.timeline.ops for move in op.moves]
     whole = sum(cluster.collective_seconds(m.kind, m.num_bytes, m.axis) * m.times for m in moves)
     assert sum(found.comm_s) == pytest.approx(whole, rel=1e-9)
@@ -188,9 +191,14 @@ def test_emitted_program_costs_what_the_solver_adds_up_to(constraints: Any) -> N
     assert sum(late.by_phase().values()) == pytest.approx(late.total_s)
 
 
-def alone(members: Any, plan: autopar.Plan) -> bool:
-    """False for a gradient, and for what an op gathers of a parameter."""
+def alone(members: Any, plan: autopar.Plan, closing: Collection[str]) -> bool:
+    """False for a gradient, and for what an op gathers of a parameter.
+
+    `closing` are ops that only cast or rearrange a gradient, behind its reduction.
+    """
     ((origin, _),) = members
+    if origin in closing:
+        return False
     ops = {op.name: op for op in plan.predicted.timeline.ops}
     if origin not in ops:
         return not origin.startswith("gradient of ")

@@ -36,7 +36,7 @@ _LATENCIES = 4
 """A bucket is closed when its bytes take this many latencies."""
 
 
-def bucketed_latency(latency: Any, spent: Any, shared: int) -> Any:
+def bucketed_latency(latency: Any, spent: Any, shared: Any) -> Any:
     """A collective's share of the latency of its bucket.
 
     A full bucket has bytes for κ latencies, so a tensor whose bytes take t seconds pays t / κ; at
@@ -47,7 +47,7 @@ def bucketed_latency(latency: Any, spent: Any, shared: int) -> Any:
     Args:
         latency: a, a number or an array.
         spent: t, of the same shape.
-        shared: how many tensors may go in one bucket.
+        shared: how many tensors may go in one bucket, likewise.
     """
     return np.minimum(latency, np.maximum(latency / shared, spent / _LATENCIES))
 

@@ -30,7 +30,7 @@ from autopar.solver.candidates import Candidate, Pricer, expand
 from autopar.solver.pins import Pins
 from autopar.solver.problem import Array, ChoiceProblem, Indices
 from autopar.solver.reductions import GradientSums
-from autopar.solver.step import Op, Step, Value, storage_of, sums_of_turns
+from autopar.solver.step import ALONE, Bucket, Op, Step, Value, storage_of, sums_of_turns
 
 __all__ = ["MoveCosts", "StepProblem", "build_problem"]
 
@@ -48,34 +48,34 @@ class MoveCosts:
         self._number: dict[Layout, int] = {}
         self._layouts: list[Layout] = []
         self._table = np.full((2, 64, 64), np.nan)  # latency and per byte
-        self._canonical: dict[tuple[Layout, Layout], tuple[tuple[float, float], ...]] = {}
+        self._canonical: dict[tuple[Layout, Layout], tuple[tuple[str, float, float], ...]] = {}
         self._links: dict[tuple[str, int], tuple[float, float]] = {}
-        self._tables: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], tuple[Array, Array]] = {}
+        self._tables: dict[tuple[tuple[Layout, ...], tuple[Layout, ...], Bucket], Array] = {}
 
     def _price(self, src: Layout, dst: Layout) -> tuple[float, float]:
         """`(a, b)` of a + b · bytes; infinite where there is no way."""
         moves = self.coefficients(src, dst)
-        return sum(a for a, _ in moves), sum(b for _, b in moves)
+        return sum(a for _, a, _ in moves), sum(b for _, _, b in moves)
 
-    def coefficients(self, src: Layout, dst: Layout) -> tuple[tuple[float, float], ...]:
-        """`(a, b)` of each move's a + b · bytes; infinite where there is no way."""
+    def coefficients(self, src: Layout, dst: Layout) -> tuple[tuple[str, float, float], ...]:
+        """Kind, and `(a, b)` of a + b · bytes, of each move; infinite where there is no way."""
         if any(d.is_partial and not s.is_partial for s, d in zip(src, dst, strict=True)):
-            return ((np.inf, 0.0),)
+            return (("", np.inf, 0.0),)
         plain = canonical(src, dst)[:2]
         if plain not in self._canonical:
             self._canonical[plain] = self._price_canonical(*plain)
         return self._canonical[plain]
 
-    def _price_canonical(self, src: Layout, dst: Layout) -> tuple[tuple[float, float], ...]:
+    def _price_canonical(self, src: Layout, dst: Layout) -> tuple[tuple[str, float, float], ...]:
         moves = canonical_path(src, dst, self.cluster.mesh_shape)
         if moves is None:
-            return ((np.inf, 0.0),)
-        found: list[tuple[float, float]] = []
+            return (("", np.inf, 0.0),)
+        found: list[tuple[str, float, float]] = []
         for move in moves:
             if move.kind == "slice" or self.cluster.mesh_shape[move.axis] == 1:
                 continue
             alpha, beta = self._link(move.kind, move.axis)
-            found.append((alpha, beta * move.fraction))
+            found.append((move.kind, alpha, beta * move.fraction))
         return tuple(found)
 
     def _link(self, kind: str, axis: int) -> tuple[float, float]:
@@ -100,17 +100,17 @@ class MoveCosts:
         sources: Sequence[Layout],
         targets: Sequence[Layout],
         num_bytes: float,
-        shared: int = 1,
+        bucket: Bucket = ALONE,
     ) -> Array:
         """Seconds from each source layout to each target layout.
 
         Args:
             sources, targets: layouts.
             num_bytes: of the whole tensor.
-            shared: how many tensors may go in one bucket; see `Cluster.bucketed_seconds`.
+            bucket: what the tensor's moves may be joined with; see `Cluster.bucketed_seconds`.
         """
-        if shared > 1:
-            return self._bucketed(sources, targets, num_bytes, shared)
+        if bucket.count > 1:
+            return self._bucketed(sources, targets, num_bytes, bucket)
         at = np.ix_(self._numbers(sources), self._numbers(targets))
         unknown = np.argwhere(np.isnan(self._table[0][at]))
         rows, columns = at[0].ravel(), at[1].ravel()
@@ -121,12 +121,12 @@ class MoveCosts:
         return found
 
     def _bucketed(
-        self, sources: Sequence[Layout], targets: Sequence[Layout], num_bytes: float, shared: int
+        self, sources: Sequence[Layout], targets: Sequence[Layout], num_bytes: float, bucket: Bucket
     ) -> Array:
         rows, columns = tuple(dict.fromkeys(sources)), tuple(dict.fromkeys(targets))
-        if (rows, columns) not in self._tables:
-            self._tables[rows, columns] = self._move_table(rows, columns)
-        latency, per_byte = self._tables[rows, columns]
+        if (rows, columns, bucket) not in self._tables:
+            self._tables[rows, columns, bucket] = self._move_table(rows, columns, bucket)
+        latency, per_byte, shared = self._tables[rows, columns, bucket]
         spent = per_byte * num_bytes
         small = (spent + bucketed_latency(latency, spent, shared)).sum(axis=2)
         row_of = {layout: i for i, layout in enumerate(rows)}
@@ -135,16 +135,19 @@ class MoveCosts:
             small[np.ix_([row_of[s] for s in sources], [column_of[t] for t in targets])]
         )
 
-    def _move_table(self, rows: Sequence[Layout], columns: Sequence[Layout]) -> tuple[Array, Array]:
-        """Latency, and seconds per byte, of each move of each pair; 0 behind the last move."""
+    def _move_table(
+        self, rows: Sequence[Layout], columns: Sequence[Layout], bucket: Bucket
+    ) -> Array:
+        """Latency, seconds per byte and sharers of each move of each pair; 0 s behind the last."""
         pairs = [[self.coefficients(src, dst) for dst in columns] for src in rows]
         most = max((len(moves) for row in pairs for moves in row), default=0)
-        table = np.zeros((2, len(rows), len(columns), most))
+        table = np.zeros((3, len(rows), len(columns), most))
+        table[2] = 1
         for i, row in enumerate(pairs):
             for j, moves in enumerate(row):
-                for m, (alpha, beta) in enumerate(moves):
-                    table[:, i, j, m] = alpha, beta
-        return table[0], table[1]
+                for m, (kind, alpha, beta) in enumerate(moves):
+                    table[:, i, j, m] = alpha, beta, bucket.shared(kind, m)
+        return table
 
 
 @dataclass(slots=True)
@@ -460,7 +463,7 @@ class _Builder:
         targets = self.candidates[self.classes[op.name]]
         wanted = [c.inputs[index] for c in targets]
         matrix = self.moves.matrix(
-            produced, wanted, self.step.specs[value].num_bytes, self.step.sharing(value, op.name)
+            produced, wanted, self.step.specs[value].num_bytes, self.step.bucket(value, op.name)
         )
         matrix = self.gradient_sums.restrict(matrix, value, op.name, produced, wanted)
         arrives, leaves = self.pins.arrives(op, index), self.pins.leaves(value)
@@ -490,7 +493,7 @@ class _Builder:
             assert produced is not None
             stored = self.storages[key[2]]
             matrix = self.moves.matrix(
-                produced, stored, self.step.specs[value].num_bytes, self.step.sharing_reduction
+                produced, stored, self.step.specs[value].num_bytes, self.step.reductions
             )
             summed = self.pins.summed()
             if summed is not None:

@@ -25,6 +25,8 @@ from autopar.cost_model import (
 )
 from autopar.solver.candidates import Candidate, Pricer
 from autopar.solver.step import (
+    ALONE,
+    Bucket,
     FoldedSpan,
     Op,
     Step,
@@ -100,12 +102,13 @@ class Pricing:
         return self.step.specs[value].num_bytes // shard_factor(layout, self.mesh)
 
     def add_moves(
-        self, value: Value, target: Layout, times: int, op: str, of: str, shared: int = 1
+        self, value: Value, target: Layout, times: int, op: str, of: str, bucket: Bucket = ALONE
     ) -> None:
-        for move in self.moves(value, target):
-            if move.kind != "slice" and self.mesh[move.axis] > 1:
-                num_bytes = self.step.specs[value].num_bytes * move.fraction
-                self.add(move.kind, move.axis, num_bytes, times, op, of, shared)
+        sent = [m for m in self.moves(value, target) if m.kind != "slice" and self.mesh[m.axis] > 1]
+        for position, move in enumerate(sent):
+            num_bytes = self.step.specs[value].num_bytes * move.fraction
+            shared = bucket.shared(move.kind, position)
+            self.add(move.kind, move.axis, num_bytes, times, op, of, shared)
 
     def add(
         self, kind: str, axis: int, num_bytes: float, times: int, op: str, of: str, shared: int = 1
@@ -122,17 +125,17 @@ class Pricing:
             candidate = self.decision.candidates[op.name]
             for value, layout in zip(op.operands, candidate.inputs, strict=True):
                 times = self.blocks.edge_weight(value[0], op.name)
-                shared = self.step.sharing(value, op.name)
-                self.add_moves(value, layout, times, op.name, self.step.label(value[0]), shared)
+                bucket = self.step.bucket(value, op.name)
+                self.add_moves(value, layout, times, op.name, self.step.label(value[0]), bucket)
             for comm in candidate.comm:
                 times = self.blocks.weight(op.name)
                 self.add(comm.kind, comm.axis, comm.num_bytes, times, op.name, "")
         last = next(reversed(self.step.ops), "")
         for value, target, times, of in self.ends():
             gradient = of.startswith("gradient of ")
-            shared = self.step.sharing_reduction if gradient else 1
+            bucket = self.step.reductions if gradient else ALONE
             self.add_moves(
-                value, target, times, value[0] if value[0] in self.step.ops else last, of, shared
+                value, target, times, value[0] if value[0] in self.step.ops else last, of, bucket
             )
 
     def ends(self) -> Iterator[tuple[Value, Layout, int, str]]:

@@ -20,6 +20,8 @@ from autopar.core.strategy import OpCall, TensorSpec, op_call
 from autopar.core.work import is_view
 
 __all__ = [
+    "ALONE",
+    "Bucket",
     "FoldedSpan",
     "Op",
     "Send",
@@ -60,6 +62,28 @@ class Op:
     def forward(self) -> bool:
         """A forward op, or a copy of one."""
         return self.recomputed or not self.backward
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """What the bucket pass may join with the moves of a tensor (`codegen/passes/bucket.py`).
+
+    Attributes:
+        count: tensors that may share a bucket.
+        kinds: of collectives that are joined; others are calls of their own.
+        chained: one that follows another on the same tensor is joined, too.
+    """
+
+    count: int = 1
+    kinds: tuple[str, ...] = ()
+    chained: bool = False
+
+    def shared(self, kind: str, position: int) -> int:
+        """How many tensors share the latency of a tensor's move at a position among its moves."""
+        return self.count if kind in self.kinds and (self.chained or position == 0) else 1
+
+
+ALONE = Bucket()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,28 +140,30 @@ class Step:
         return name in self.blocks.traced.hoisted
 
     @property
-    def sharing_reduction(self) -> int:
-        """Gradients whose reductions may share a bucket; programs in microbatches have none."""
+    def reductions(self) -> Bucket:
+        """Of gradients on their way to storage; programs in microbatches have none."""
         if self.in_turns:
-            return 1
-        return max(1, sum(self.blocks.copies(name) for name in self.gradients))
+            return ALONE
+        count = sum(self.blocks.copies(name) for name in self.gradients)
+        return Bucket(max(1, count), ("all_reduce", "reduce_scatter"), chained=True)
 
-    def sharing(self, value: Value, consumer: str) -> int:
-        """Values whose collectives may share a bucket with that of a value on its way to an op.
+    def bucket(self, value: Value, consumer: str) -> Bucket:
+        """What a value on its way to an op may share a bucket with.
 
         Gradients that are only cast or rearranged behind their reduction; parameters of one block.
-        1 for all else, outside of blocks, and in microbatches.
+        Nothing for all else, outside of blocks, and in microbatches.
         """
         name = value[0]
         if self.in_turns:
-            return 1
+            return ALONE
         if consumer in self.closing:
-            return self.sharing_reduction
+            return self.reductions
         owner = self.prepared.get(name) or self.copies.get(name) or name
         if owner not in self.parameters or owner not in self.blocks.place:
-            return 1
+            return ALONE
         block, _ = self.blocks.place[owner]
-        return sum(node.name in self.parameters for node in self.blocks.members[block])
+        members = sum(node.name in self.parameters for node in self.blocks.members[block])
+        return Bucket(members, ("all_gather",))
 
     def label(self, name: str) -> str:
         """What people call the producer of a value: a parameter by its FQN, an op by its node."""
