@@ -213,8 +213,10 @@ class _Pipeliner:
     # --- cuts ----------------------------------------------------------------------------------
     def _balanced(self) -> tuple[str, ...]:
         """Cuts that make the costliest stage as cheap as can be, by the blocks' own seconds."""
-        order = block_order(self.traced)
         count = self.shape.num_stages
+        if count == 1:
+            return ()
+        order = block_order(self.traced)
         if len(order) < count:
             raise ConstraintError(
                 f"a pipeline of {self.shape.size} ranks × {self.shape.chunks} chunks needs "

@@ -8,6 +8,7 @@ sharding rule and one plan serve them all:
 - ``autopar::dropout``: inverted dropout whose mask is a function of the global element index, so
   a shard draws the very mask that the whole tensor would (Widynski 2020, arXiv 2004.06278).
 - ``autopar::uniform``: uniform numbers from the same counter.
+- ``autopar::inverse_permutation``: where each row stands after a sort.
 - ``autopar::token_nll``: negative log-likelihood per token over the last dim.
 
 All have backward formulas made of these same ops, and fake implementations for tracing.
@@ -46,6 +47,7 @@ _lib.define(
     "uniform(Tensor seed, int salt, SymInt[] shape, SymInt[] global_shape, SymInt[] offset,"
     " ScalarType dtype) -> Tensor"
 )
+_lib.define("inverse_permutation(Tensor permutation) -> Tensor")
 _lib.define("token_nll(Tensor logits, Tensor target, int ignore_index) -> (Tensor, Tensor)")
 _lib.define(
     "token_nll_backward(Tensor grad, Tensor logits, Tensor target, Tensor lse, int ignore_index)"
@@ -333,6 +335,15 @@ _lib.impl("uniform", _uniform, _IMPL)
 @torch.library.register_fake("autopar::uniform", lib=_lib)
 def _uniform_fake(seed, salt, shape, global_shape, offset, dtype):  # type: ignore[no-untyped-def]
     return seed.new_empty(shape, dtype=dtype)
+
+
+def _inverse_permutation(permutation: Tensor) -> Tensor:
+    rows = torch.arange(len(permutation), dtype=permutation.dtype, device=permutation.device)
+    return torch.empty_like(permutation).scatter_(0, permutation, rows)
+
+
+_lib.impl("inverse_permutation", _inverse_permutation, _IMPL)
+torch.library.register_fake("autopar::inverse_permutation", torch.empty_like, lib=_lib)
 
 
 # --- cross-entropy ----------------------------------------------------------------------------

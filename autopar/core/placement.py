@@ -35,11 +35,16 @@ __all__ = [
 
 
 class Placement(NamedTuple):
-    """How one mesh axis holds a tensor. Build with `Shard`, `Replicate` or `Partial`."""
+    """How one mesh axis holds a tensor. Build with `Shard`, `Replicate` or `Partial`.
+
+    `own` marks a shard whose rows stand in an order of the rank's own, or which tells positions in
+    one (`solver/rules/own_order.py`): nothing can move it.
+    """
 
     kind: str
     dim: int = -1
     split: int = 1
+    own: bool = False
 
     @property
     def is_shard(self) -> bool:
@@ -58,13 +63,17 @@ class Placement(NamedTuple):
             return "Replicate()"
         if self.kind == "P":
             return "Partial()"
+        if self.own:
+            return f"Shard({self.dim}, own order)"
         return f"Shard({self.dim})" if self.split == 1 else f"Shard({self.dim}, split={self.split})"
 
     @property
     def short(self) -> str:
-        """`R`, `P`, `S0`, `S1/3`: the form used in tables."""
+        """`R`, `P`, `S0`, `S1/3`, `S0~` (own order): the form used in tables."""
         if self.kind != "S":
             return self.kind
+        if self.own:
+            return f"S{self.dim}~"
         return f"S{self.dim}" if self.split == 1 else f"S{self.dim}/{self.split}"
 
 
@@ -91,7 +100,7 @@ def Partial() -> Placement:  # noqa: N802 (DTensor's name)
 
 
 _SHARD_RE = re.compile(
-    r"(?:Shard\(\s*(?:dim=)?(-?\d+)\s*(?:,\s*split=(\d+)\s*)?\)|S(\d+)(?:/(\d+))?)$"
+    r"(?:Shard\(\s*(?:dim=)?(-?\d+)\s*(?:,\s*split=(\d+)\s*)?\)|S(\d+)(?:/(\d+)|(~))?)$"
 )
 
 
@@ -113,7 +122,7 @@ def parse_placement(text: str) -> Placement:
         )
     dim = match.group(1) or match.group(3)
     split = match.group(2) or match.group(4) or "1"
-    return Shard(int(dim), int(split))
+    return Placement("S", int(dim), int(split), own=match.group(5) is not None)
 
 
 def format_layout(layout: Layout) -> str:

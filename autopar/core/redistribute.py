@@ -114,7 +114,7 @@ def canonical(src: Layout, dst: Layout) -> tuple[Layout, Layout, tuple[int, ...]
 
     def renumber(layout: Layout) -> Layout:
         return tuple(
-            p if p.kind != "S" else Placement("S", numbers.setdefault(p.dim, len(numbers)), p.split)
+            p if p.kind != "S" else p._replace(dim=numbers.setdefault(p.dim, len(numbers)))
             for p in layout
         )
 
@@ -130,7 +130,7 @@ def path(src: Layout, dst: Layout, mesh_shape: tuple[int, ...]) -> tuple[Move, .
         return None
 
     def restore(p: Placement) -> Placement:
-        return p if p.kind != "S" else Placement("S", old[p.dim], p.split)
+        return p if p.kind != "S" else p._replace(dim=old[p.dim])
 
     return tuple(Move(m.axis, restore(m.src), restore(m.dst), m.fraction) for m in moves)
 
@@ -163,7 +163,7 @@ def canonical_path(
         local = _local(layout, mesh_shape)
         for axis, held in enumerate(layout):
             for wanted in {dst[axis], Replicate()}:
-                if wanted == held or wanted.is_partial:
+                if wanted == held or wanted.is_partial or held.own or wanted.own:
                     continue
                 if held.kind == wanted.kind == "S" and held.dim == wanted.dim:
                     continue  # other runs of the same dim: no all-to-all of blocks says that

@@ -17,6 +17,7 @@ from autopar.core.work import LOOKUPS, global_flops, op_class
 from autopar.cost_model import Cluster, CollectiveKind, compute_seconds_array
 from autopar.errors import UnsupportedOpWarning
 from autopar.solver.problem import Array
+from autopar.solver.rules.own_order import own_order_rows
 from autopar.solver.rules.registry import find_rule, replicated, stub_for
 
 __all__ = ["Candidate", "InnerCollective", "Pricer", "expand"]
@@ -52,7 +53,7 @@ def axis_rows(call: OpCall) -> list[AxisStrategy]:
             _warned.add(str(call.target))
             warnings.warn(stub_for(call), UnsupportedOpWarning, stacklevel=2)
         return [replicated(call)]
-    return list(dict.fromkeys(function(call)))
+    return list(dict.fromkeys((*function(call), *own_order_rows(call))))
 
 
 def expand(call: OpCall, mesh_shape: Sequence[int]) -> list[Candidate]:

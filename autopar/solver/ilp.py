@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ import pulp
 
 from autopar.errors import AutoparError
 from autopar.solver.messages import Bounds, bound_with_memory, improve_bounds
-from autopar.solver.problem import ChoiceProblem, Indices, Row, evaluate
+from autopar.solver.problem import Assignment, ChoiceProblem, Indices, Row, evaluate
 from autopar.solver.reduce import Reduced, reduce_problem
 
 __all__ = ["Infeasible", "Solution", "solve_among", "solve_problem"]
@@ -167,6 +167,7 @@ def solve_problem(
     time_limit_s: float = 60.0,
     exact: bool = True,
     reduced: Reduced | None = None,
+    known: Sequence[Assignment] = (),
 ) -> Solution:
     """Minimise a problem: exact reductions, then bounds, then the ILP on what they leave open.
 
@@ -180,6 +181,8 @@ def solve_problem(
         time_limit_s: of the ILP.
         exact: run the ILP, and message passing to its end.
         reduced: the problem, without memory where there is no limit, if it is reduced already.
+        known: possible assignments; where message passing finds none, its labels are joined with
+            theirs, which is a far smaller ILP than that of all states.
 
     Raises:
         Infeasible: no assignment is possible, or none within the memory limit.
@@ -201,7 +204,7 @@ def solve_problem(
     variables = constraints = 0
     if not _closed(bounds.lower, bounds.upper):
         model = None
-        if exact or not bounds.chosen:
+        if exact or not (bounds.chosen or known):
             model = _model_of_open(left, bounds, memory_limit)
         if model is None:
             status = "bounded"
@@ -210,7 +213,10 @@ def solve_problem(
             lower = max(lower, proved)
             variables, constraints = model.prob.numVariables(), model.prob.numConstraints()
             local = {n: int(bounds.keep[n][state]) for n, state in model.states().items()}
-    chosen = reduced.expand(local)
+    if local:
+        chosen = reduced.expand(local)
+    else:
+        chosen = _joined(source, [*known, reduced.expand(bounds.latest)], time_limit_s)
     objective, memory = evaluate(problem, chosen)
     if not math.isfinite(objective):
         raise Infeasible("every assignment is impossible")
@@ -225,6 +231,17 @@ def solve_problem(
         variables=variables,
         constraints=constraints,
     )
+
+
+def _joined(
+    problem: ChoiceProblem, tried: Sequence[Assignment], time_limit_s: float
+) -> dict[Hashable, int]:
+    """The best assignment of the states of some assignments, of which one at least is possible."""
+    keep = {node: np.unique([states[node] for states in tried]) for node in problem.costs}
+    found = solve_among(problem, keep, (), math.inf, time_limit_s)
+    if found is None:
+        raise Infeasible("no known assignment is possible")
+    return found
 
 
 def solve_among(

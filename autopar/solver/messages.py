@@ -13,9 +13,10 @@ possible total exceeds the upper bound is in no better assignment and is dropped
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.solver.problem import Array, ChoiceProblem, Indices, evaluate
 
@@ -33,12 +34,14 @@ class Bounds:
         upper: cost of `chosen`, infinite if none was found.
         chosen: the best assignment seen.
         keep: per node, the states that could still be in a better one.
+        latest: the last labels, which may be impossible together.
     """
 
     lower: float
     upper: float
     chosen: dict[Hashable, int]
     keep: dict[Hashable, Indices]
+    latest: dict[Hashable, int] = field(default_factory=dict)
 
 
 class _Messages:
@@ -103,6 +106,38 @@ class _Messages:
             for other in self.after[node]:
                 cost += self.pair[node, other].min(axis=1)
             chosen[node] = int(cost.argmin())
+        return chosen
+
+    def label_possible(self) -> dict[Hashable, int]:
+        """As `label`, but each choice rules out what is impossible with it, however far away.
+
+        States that have no partner left in some neighbour go (arc consistency, Mackworth 1977).
+        """
+        alive = {n: np.isfinite(cost) for n, cost in self.problem.costs.items()}
+        strict: dict[Hashable, list[tuple[Hashable, NDArray[np.bool_]]]]
+        strict = {n: [] for n in self.nodes}
+        for (i, j), matrix in self.problem.edges.items():
+            finite = np.isfinite(matrix)
+            if not finite.all():
+                strict[i].append((j, finite))
+                strict[j].append((i, finite.T))
+        chosen: dict[Hashable, int] = {}
+        for node in self.nodes:
+            cost = np.where(alive[node], self.theta[node], np.inf)
+            for other in self.before[node]:
+                cost += self.pair[other, node][chosen[other]]
+            for other in self.after[node]:
+                cost += self.pair[node, other][:, alive[other]].min(axis=1)
+            chosen[node] = int(cost.argmin())
+            alive[node] = np.arange(len(cost)) == chosen[node]
+            reached = [node]
+            while reached:
+                source = reached.pop()
+                for other, finite in strict[source]:
+                    left = alive[other] & finite[alive[source]].any(axis=0)
+                    if other not in chosen and left.any() and left.sum() < alive[other].sum():
+                        alive[other] = left
+                        reached.append(other)
         return chosen
 
     def descend(self, chosen: dict[Hashable, int]) -> float:
@@ -185,6 +220,7 @@ def improve_bounds(problem: ChoiceProblem, *, sweeps: int = 200, tolerance: floa
     messages = _Messages(problem)
     lower, upper = messages.bound(), np.inf
     chosen: dict[Hashable, int] = {}
+    candidate: dict[Hashable, int] = {}
     stalled = 0
     for index in range(sweeps):
         messages.sweep(forward=True)
@@ -194,6 +230,9 @@ def improve_bounds(problem: ChoiceProblem, *, sweeps: int = 200, tolerance: floa
         previous, lower = lower, max(lower, messages.bound())
         candidate = messages.label()
         cost = messages.descend(candidate)
+        if np.isinf(min(cost, upper)):
+            candidate = messages.label_possible()
+            cost = messages.descend(candidate)
         if cost < upper:
             upper, chosen = cost, candidate
         if upper - lower <= tolerance * abs(upper):
@@ -203,7 +242,7 @@ def improve_bounds(problem: ChoiceProblem, *, sweeps: int = 200, tolerance: floa
             break
     final = messages.bound()
     keep = messages.open_states(final, upper)
-    return Bounds(float(max(lower, final)), float(upper), chosen, keep)
+    return Bounds(float(max(lower, final)), float(upper), chosen, keep, candidate)
 
 
 _MULTIPLIER_STEPS = 24

@@ -25,6 +25,7 @@ from autopar.errors import ConstraintError
 from autopar.solver.candidates import Candidate, Pricer, expand
 from autopar.solver.ilp import Infeasible, solve_problem
 from autopar.solver.problem import Array, ChoiceProblem
+from autopar.solver.rules.own_order import note_orders
 from autopar.solver.rules.registry import replicated
 from autopar.solver.step import Op, Step, Value, build_step, resolve
 
@@ -51,6 +52,7 @@ def split_in_time(traced: TracedModel, cluster: Cluster, microbatches: int) -> d
 
 class _Splitter:
     def __init__(self, traced: TracedModel, cluster: Cluster, microbatches: int) -> None:
+        note_orders(traced.graph)
         self.traced = traced
         self.step = build_step(traced)
         self.size = microbatches
@@ -116,7 +118,8 @@ class _Splitter:
 
     def _free(self, src: Placement, dst: Placement, value: Value) -> bool:
         """True if a value can be used so in each microbatch without hearing of the others."""
-        sliced = src.is_replicate and dst.is_shard and value[0] not in self.weighted
+        sliced = src.is_replicate and dst.is_shard and not dst.own
+        sliced = sliced and value[0] not in self.weighted
         return src == dst or sliced
 
     def _edges(self, problem: ChoiceProblem) -> None:

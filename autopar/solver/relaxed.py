@@ -26,6 +26,7 @@ from autopar.solver.reduce import Reduced, reduce_problem
 __all__ = ["Allowed", "Column", "Relaxation"]
 
 _ILP_SECONDS = 10.0
+_JOINED = 3  # plans
 _REPAIRS = (1.0, 3.0, 10.0, 30.0, 100.0)
 
 # of each state of a node whether it may be taken; a node that is missing may take all
@@ -128,9 +129,22 @@ class Relaxation:
             kept = mask[core.reduced.kept[node]]
             problem.costs[node] = np.where(kept, problem.costs[node], np.inf)
         reduced = reduce_problem(problem, changed=core.touched)
-        found = solve_problem(problem, exact=False, reduced=reduced)
+        known = self._nearest(prices, scale, allowed or {})
+        found = solve_problem(problem, exact=False, reduced=reduced, known=known)
         column = self.column(core.reduced.expand(found.chosen))
         return column, found.bound + scale * core.reduced.offset
+
+    def _nearest(
+        self, prices: Mapping[int, float], scale: float, allowed: Allowed
+    ) -> list[dict[Hashable, int]]:
+        """Of the plans known, those of least priced cost, as states of the core."""
+
+        def cost(column: Column) -> float:
+            return scale * column.seconds + sum(prices[p] * column.num_bytes[p] for p in prices)
+
+        within = sorted((c for c in self.columns if c.within(allowed)), key=cost)
+        inward = (self.core.inward(column.chosen) for column in within)
+        return [states for states in inward if states is not None][:_JOINED]
 
     def repair(self, column: Column, prices: Mapping[int, float], limit: float) -> Column | None:
         """A plan near another one whose rows keep to the limit; None if local search finds none.

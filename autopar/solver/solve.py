@@ -33,6 +33,7 @@ from autopar.solver.liveness import Liveness
 from autopar.solver.modes import mode_names
 from autopar.solver.pins import Pins
 from autopar.solver.price import Decision, input_layouts, price
+from autopar.solver.rules.own_order import note_orders
 from autopar.solver.step import Step, build_step
 
 __all__ = ["solve"]
@@ -70,6 +71,7 @@ def solve(
         ConstraintError: the constraints cannot hold, or nothing is left without `without`.
         InfeasiblePlanError: nothing fits; carries the smallest limit that would.
     """
+    note_orders(traced.graph)
     wanted = constraints or Constraints()
     roles = assign_mesh(wanted, cluster.mesh_shape)
     planned = _with_roles(cluster, roles)

@@ -8,6 +8,10 @@ Applied in this order before autograd:
 - `unflatten_loss`: the same for ``cross_entropy(flatten(logits), flatten(target))``.
 - `unfuse_splits`: a linear whose output is split into equal parts (QKV, gate and up) gets a dim
   for the parts, so that each part can be sharded on its own features.
+
+And in the joint graph:
+
+- `invert_permutations`: ``y[order] = arange(n)`` behind a sort is named for what it is.
 """
 
 from __future__ import annotations
@@ -18,7 +22,9 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["prepare_graph"]
+from autopar.core.ops import ops
+
+__all__ = ["invert_permutations", "prepare_graph"]
 
 aten = torch.ops.aten
 
@@ -35,6 +41,36 @@ def prepare_graph(gm: fx.GraphModule) -> None:
     gm.graph.eliminate_dead_code()
     gm.graph.lint()
     gm.recompile()
+
+
+def invert_permutations(graph: fx.Graph) -> None:
+    """Replace writes of 0, 1, …, n - 1 to the places that a sort of n keys gives."""
+    for node in list(graph.nodes):
+        if node.target is not aten.index_put.default or len(node.args[1]) != 1:
+            continue
+        (order,) = node.args[1]
+        if _is_order(order) and _counts_up(node.args[2], _shape(node)) and len(node.args) == 3:
+            with graph.inserting_before(node):
+                new = graph.call_function(ops.inverse_permutation.default, (order,))
+            _replace(node, _with_meta(new, node, node.meta["val"]))
+    graph.eliminate_dead_code()
+
+
+def _is_order(node: fx.Node) -> bool:
+    """True for the positions that a sort of one dim gives."""
+    if node.target is not operator.getitem or node.args[1] != 1:
+        return False
+    sort = node.args[0]
+    assert isinstance(sort, fx.Node)
+    return sort.target in (aten.sort.default, aten.sort.stable) and len(_shape(node)) == 1
+
+
+def _counts_up(node: Any, shape: tuple[int, ...]) -> bool:
+    if not isinstance(node, fx.Node) or _shape(node) != shape:
+        return False
+    if node.target is aten.arange.start_step:
+        return node.args in ((0, *shape), (0, *shape, 1))
+    return node.target is aten.arange.default and node.args == shape
 
 
 def _shape(node: Any) -> tuple[int, ...]:
@@ -239,8 +275,6 @@ def unfuse_splits(graph: fx.Graph) -> None:
 
 def split_linear_call(x: Any, weight: Any, bias: Any, out_first: bool, parts: int) -> Any:
     """`unbind` of a linear whose output features are `parts` × n; run while tracing."""
-    from autopar.core.ops import ops
-
     lead = "abcdefgh"[: x.dim() - 1]
     if out_first:
         viewed = weight.view(parts, -1, weight.shape[1])

@@ -45,7 +45,7 @@ from autopar.tracer.functional import remove_mutations
 from autopar.tracer.functions import FunctionCalls, custom_function
 from autopar.tracer.no_grad import runs_without_grad
 from autopar.tracer.precision import cast_gradients, cast_last, lift_casts, low_dtype, sum_dtype
-from autopar.tracer.rewrites import prepare_graph
+from autopar.tracer.rewrites import invert_permutations, prepare_graph
 
 __all__ = ["normalize_inputs", "trace"]
 
@@ -404,6 +404,7 @@ class _JointTrace:
     def _finish(self, gm: fx.GraphModule, specs: list[InputSpec]) -> TracedModel:
         graph = gm.graph
         remove_mutations(graph)
+        invert_permutations(graph)
         self._collect_info(graph)
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         output = next(iter(reversed(graph.nodes)))

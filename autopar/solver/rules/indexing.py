@@ -307,6 +307,12 @@ def index_write_rule(call: OpCall) -> list[AxisStrategy]:
     return by_labels(call, [names, *rest], [names])
 
 
+@rule(torch.ops.autopar.inverse_permutation.default)
+def inverse_permutation_rule(call: OpCall) -> list[AxisStrategy]:
+    """Every row may be anybody's; see `own_order` for what a rank alone has sorted."""
+    return [replicated_row(call)]
+
+
 # --- advanced indexing ------------------------------------------------------------------------
 def _index_names(call: OpCall) -> tuple[Names, list[Names], Names] | None:
     """Names of self, of each index tensor, and of `self[indices]`; None for boolean masks.
