@@ -99,8 +99,23 @@ def check(name: str, plan: Plan) -> None:
         assert plan.solver.gap <= 0.01
 
 
-@pytest.mark.parametrize("name", zoo.MODELS)
-@pytest.mark.parametrize("mode", MODES)
+# eight ranks take longest: beside these, they are in the slow run
+_EIGHT = ("gpt2", "llama", "vit")
+
+
+def _cases() -> list[Any]:
+    return [
+        pytest.param(
+            name,
+            mode,
+            marks=[pytest.mark.slow] if MODES[mode][0] > 4 and name not in _EIGHT else [],
+        )
+        for mode in MODES
+        for name in zoo.MODELS
+    ]
+
+
+@pytest.mark.parametrize(("name", "mode"), _cases())
 def test_mode(name: str, mode: str) -> None:
     ranks, constraints = MODES[mode]
     if (name, mode) in REFUSED:
@@ -113,7 +128,7 @@ def test_mode(name: str, mode: str) -> None:
 
 
 # a search under a limit takes long; what these leave out is in the slow run
-_LIMITED = ("gpt2", "vit", "resnet")
+_LIMITED = ("gpt2", "vit")
 
 
 @pytest.mark.parametrize(

@@ -17,17 +17,22 @@ from autopar.solver.price import Decision, price
 from autopar.solver.solve import solve
 from autopar.solver.step import build_step
 from autopar.tracer.trace import trace
-from tests import zoo
+from tests import handwritten, zoo
 
+MODELS = {**zoo.MODELS, "mlp": lambda: (handwritten.Mlp(), handwritten.vectors())}
 CLUSTER = Cluster.from_profile("cpu-gloo", devices_per_node=4)
 
 
 @pytest.mark.parametrize(
     ("name", "checkpoint"),
-    [pytest.param("gpt2", None, marks=pytest.mark.slow), ("resnet", "none")],
+    [
+        ("mlp", "none"),
+        pytest.param("gpt2", None, marks=pytest.mark.slow),
+        pytest.param("resnet", "none", marks=pytest.mark.slow),
+    ],
 )
 def test_impossible_limit_names_one_that_does(name: str, checkpoint: str | None) -> None:
-    model, inputs = zoo.MODELS[name]()
+    model, inputs = MODELS[name]()
     traced = trace(model, inputs)
     wanted = Constraints(checkpoint=checkpoint)
     with pytest.raises(InfeasiblePlanError, match="smallest limit") as caught:

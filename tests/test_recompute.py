@@ -30,7 +30,9 @@ def dropped_out() -> tuple[nn.Module, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", ["selective", "full"])
-@pytest.mark.parametrize("name", ["gpt2", "vit", "resnet", "t5"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "vit", "resnet", pytest.param("t5", marks=pytest.mark.slow)]
+)
 def test_gradients_are_those_of_the_module(name: str, kind: str) -> None:
     torch.manual_seed(0)
     model, inputs = zoo.MODELS[name]()

@@ -141,13 +141,13 @@ class _Model:
         }
 
 
-def _run(model: _Model, time_limit_s: float) -> tuple[str, float]:
+def _run(model: _Model, time_limit_s: float, gap: float = 1e-6) -> tuple[str, float]:
     """Solve; returns the status and the proved bound in seconds."""
     solver: pulp.LpSolver = pulp.HiGHS(
-        msg=False, gapRel=1e-6, timeLimit=time_limit_s, threads=1, random_seed=0
+        msg=False, gapRel=gap, timeLimit=time_limit_s, threads=1, random_seed=0
     )
     if not solver.available():
-        solver = pulp.PULP_CBC_CMD(msg=False, gapRel=1e-6, timeLimit=time_limit_s)
+        solver = pulp.PULP_CBC_CMD(msg=False, gapRel=gap, timeLimit=time_limit_s)
     model.prob.solve(solver)
     status = model.prob.sol_status
     if status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
@@ -251,20 +251,21 @@ def solve_among(
     limit: float,
     time_limit_s: float,
 ) -> dict[Hashable, int] | None:
-    """The best assignment of the given states under memory rows; None if none was found."""
+    """A good assignment of the given states under memory rows; None if none was found."""
     costs = {n: c[keep[n]] for n, c in problem.costs.items()}
     edges = {(i, j): m[np.ix_(keep[i], keep[j])] for (i, j), m in problem.edges.items()}
     model = _Model(ChoiceProblem(costs, {}, edges), None)
     for row in rows:
         model.limit_row(row.among(keep), limit)
     try:
-        _run(model, time_limit_s)
+        _run(model, time_limit_s, _AMONG_GAP)
     except Infeasible:
         return None
     return {n: int(keep[n][state]) for n, state in model.states().items()}
 
 
 _ILP_VARIABLES = 60_000
+_AMONG_GAP = 1e-3
 
 
 def _closed(lower: float, upper: float) -> bool:
