@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import Store, _get_default_store
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Partial as TorchPartial
@@ -15,6 +16,7 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autopar.core.placement import Layout, Partial, Replicate, Shard
 
@@ -25,6 +27,7 @@ __all__ = [
     "fake_mode_of",
     "inductor_compile",
     "layout_of",
+    "symbolic_mode",
 ]
 
 
@@ -38,8 +41,13 @@ def fake_mode_of(values: Sequence[Tensor]) -> Any:
     return detect_fake_mode(values)
 
 
+def symbolic_mode() -> FakeTensorMode:
+    """A mode for fake inputs of Inductor beside integers that are to stay symbols."""
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
 def inductor_compile(
-    module: fx.GraphModule, inputs: Sequence[Tensor]
+    module: fx.GraphModule, inputs: Sequence[Any]
 ) -> Callable[[list[Any]], Sequence[Any]]:
     """`module` through Inductor, for inputs like these; it takes a list and empties it."""
     from torch._dynamo.utils import GmWrapper

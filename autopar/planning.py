@@ -181,7 +181,14 @@ class Planner:
             self.model.train(mode)
         traced, chosen = self._planned(args, kwargs, training)
         if chosen.pipeline is not None:
-            return PipelinedStep(traced, chosen, self.pipeline_mesh(chosen))
+            return PipelinedStep(
+                traced,
+                chosen,
+                self.pipeline_mesh(chosen),
+                passes=self.passes,
+                fusion=self.fusion,
+                backend=self.backend,
+            )
         planned = self.device_mesh(chosen)
         coords = planned.get_coordinate()
         assert coords is not None

@@ -105,7 +105,7 @@ def verify(
     if plan.pipeline is None:
         found = _run_in_one(traced, plan, whole, passes, fusion)
     else:
-        found = run_stages(traced, plan.pipeline, whole)
+        found = run_stages(traced, plan.pipeline, whole, passes=passes, fusion=fusion)
         # beside the loss, a step in microbatches returns nothing
         expected = {k: v for k, v in expected.items() if k[0] != "output" or k in found}
     errors: dict[str, dict[str, float]] = {"output": {}, "gradient": {}, "buffer": {}}

@@ -27,7 +27,7 @@ from autopar.codegen.partition import split_phases
 from autopar.codegen.passes import check_passes, run_passes
 from autopar.codegen.redistribute import emit_redistribution
 from autopar.core.blocks import Block, Blocks
-from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info
+from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info, resolve
 from autopar.core.placement import Layout, Replicate, local_shape
 from autopar.core.plan import CommBytes, Plan
 from autopar.core.recompute import recomputed
@@ -245,13 +245,6 @@ class _Emitter:
     def _block(self, name: str) -> Block | None:
         return self.blocks.place[name][0] if name in self.blocks.place else None
 
-    def _value(self, node: fx.Node) -> tuple[str, int]:
-        if node.op == "call_function" and node.target is operator.getitem:
-            source, index = node.args
-            assert isinstance(source, fx.Node) and isinstance(index, int)
-            return source.name, index
-        return node.name, 0
-
     def _op(self, node: fx.Node) -> None:
         chosen = self.plan.nodes[node.name]
         call = op_call(node, 1)
@@ -259,7 +252,7 @@ class _Emitter:
         b.origin = node.name
         operands = []
         for source, layout in zip(call.nodes, chosen.inputs, strict=True):
-            value = self._value(source)
+            value = resolve(source)
             b.times = self.blocks.edge_weight(value[0], node.name)
             operands.append(emit_redistribution(b, self.values[value], self.layouts[value], layout))
         feed = iter(operands)
@@ -319,7 +312,7 @@ class _Emitter:
             self.results.append((node, spec, target))
 
     def _output_value(self, spec: OutputSpec) -> tuple[str, int]:
-        return self._value(self.nodes[str(spec.node)])
+        return resolve(self.nodes[str(spec.node)])
 
     def _gradients(self) -> list[tuple[fx.Node | None, OutputSpec, Layout]]:
         """Gradients in their storage layout, in the order of the outputs."""

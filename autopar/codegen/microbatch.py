@@ -29,7 +29,10 @@ from autopar.core.graph import (
     NodeInfo,
     OutputSpec,
     TracedModel,
+    Value,
+    dependents,
     node_info,
+    resolve,
     tensor_meta,
 )
 from autopar.core.placement import Placement, Replicate, local_shape
@@ -39,7 +42,6 @@ from autopar.errors import AutoparError
 
 __all__ = ["Feed", "Microbatch", "localise"]
 
-Value = tuple[str, int]
 _WHOLE = Replicate()
 _LASTING = ("parameter", "buffer", "constant")
 
@@ -102,7 +104,8 @@ class _Localiser:
         self.mesh = (microbatches,)
         self.nodes = {n.name: n for n in traced.graph.nodes}
         self.specs = {s.node: s for s in traced.inputs}
-        self.weighted, self.fed = self._reach()
+        self.weighted = dependents(traced, "parameter")
+        self.fed = dependents(traced, "input", "seed")
         self.graph = fx.Graph()
         self.builder = Builder(
             self.graph,
@@ -122,16 +125,6 @@ class _Localiser:
     def _device(self) -> torch.device:
         found = (tensor_meta(n) for n in self.traced.graph.nodes)
         return next((v.device for v in found if v is not None), torch.device("cpu"))
-
-    def _reach(self) -> tuple[set[str], set[str]]:
-        """Nodes that depend on a parameter, and on an input or the seed."""
-        weighted = {s.node for s in self.traced.inputs if s.kind == "parameter"}
-        fed = {s.node for s in self.traced.inputs if s.kind in ("input", "seed")}
-        for node in self.traced.graph.nodes:
-            for group in (weighted, fed):
-                if any(a.name in group for a in node.all_input_nodes):
-                    group.add(node.name)
-        return weighted, fed
 
     def run(self) -> Microbatch:
         calls = [n for n in self.traced.graph.nodes if n.op == "call_function"]
@@ -171,7 +164,7 @@ class _Localiser:
         """Values that an op of the body reads, each with its placement over the microbatches."""
         call = op_call(node, 1)
         for source, layout in zip(call.nodes, self.time[node.name].inputs, strict=True):
-            yield _resolve(source), layout[0]
+            yield resolve(source), layout[0]
 
     def _placeholders(self) -> None:
         for spec in self.traced.inputs:
@@ -187,7 +180,7 @@ class _Localiser:
         # what leaves the step as it comes in, or from the prologue
         for output in self.traced.outputs:
             if output.node is not None and output.kind in ("gradient", "buffer"):
-                value = _resolve(self.nodes[output.node])
+                value = resolve(self.nodes[output.node])
                 producer = self.nodes[value[0]]
                 outside = producer.op == "placeholder" or self._is_prologue(producer)
                 if outside and (*value, _WHOLE) not in self.values:
@@ -306,7 +299,7 @@ class _Localiser:
                 specs.append(replace(spec, node=None))
                 results.append(None)
                 continue
-            value = _resolve(self.nodes[spec.node])
+            value = resolve(self.nodes[spec.node])
             made = next(n for (name, i, _), n in self.values.items() if (name, i) == value)
             if spec.kind == "gradient":
                 made = self._accumulator(made, spec.node)
@@ -362,12 +355,3 @@ class _Localiser:
             results.append(node)
         graph.output(tuple(results))
         return fx.GraphModule(torch.nn.Module(), graph), tuple(n.name for n in read)
-
-
-def _resolve(node: fx.Node) -> Value:
-    """The value that a node yields, looking through `getitem`."""
-    if node.op == "call_function" and node.target is operator.getitem:
-        source, index = node.args
-        assert isinstance(source, fx.Node) and isinstance(index, int)
-        return source.name, index
-    return node.name, 0

@@ -1,6 +1,8 @@
 """Passes of other packages over emitted programs, run behind autopar's own.
 
-A pass edits the joint graph of one rank in place, before it is split into forward and backward.
+A pass edits the joint graph of one rank in place, before it is split into forward and backward. Of
+a pipeline, each stage has a graph of its own, with the phases "prepare" and "finish" before and
+behind the microbatches.
 `verify` runs the edited programs, so it checks passes too. Ranks run one program each: a pass makes
 the same edits on every rank, and may let only constants depend on the rank.
 """
@@ -39,6 +41,7 @@ class PassContext:
 
 ProgramPass = Callable[[fx.Graph, PassContext], None]
 _PASSES: dict[str, ProgramPass] = {}
+_PHASES = ("prepare", "forward", "backward", "finish")  # as they run; most programs have two
 
 
 def program_pass(name: str) -> Callable[[ProgramPass], ProgramPass]:
@@ -112,9 +115,11 @@ def _complete(graph: fx.Graph, tangents: Collection[str]) -> None:
             assert callable(node.target)
             with mode:
                 node.meta["val"] = node.target(*args, **kwargs)
-        operands = node.all_input_nodes
-        if any(n.name in tangents or n.meta.get("phase") == "backward" for n in operands):
-            node.meta["phase"] = "backward"
+        phases = [
+            "backward" if n.name in tangents else n.meta.get("phase") for n in node.all_input_nodes
+        ]
+        known = [_PHASES.index(p) for p in (node.meta.get("phase"), *phases) if p in _PHASES]
+        node.meta["phase"] = _PHASES[max(known, default=1)]
 
 
 def _last(nodes: Sequence[fx.Node]) -> dict[str, str]:

@@ -7,13 +7,15 @@ may be split into what the stage before waits for and the rest, the weight gradi
 2023, arXiv 2401.10241).
 
 What depends on the turn (counters of random numbers, row numbers) is an integer that grows by the
-same step from turn to turn: `emit_turns` writes the program for two turns and takes it from there.
+same step from turn to turn: `emit_turns` writes the program for the first turns and takes it from
+there. Passes and patterns of fused kernels see numbers; kernels are generated when the turn is in,
+and leave out what depends on it. Nothing is moved from a part to another.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,11 +23,13 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from autopar.codegen import program_pass
 from autopar.codegen.emit import _Emitter, check_traffic, count_collectives
+from autopar.codegen.fusion import GENERATED, Fusion, fuse
 from autopar.codegen.partition import EmptiesItsList, copy_part
-from autopar.codegen.passes import run_passes
+from autopar.codegen.passes import check_passes, run_passes
 from autopar.codegen.redistribute import emit_redistribution
-from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info
+from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info, resolve
 from autopar.core.placement import Layout
 from autopar.core.plan import CommBytes, Plan
 from autopar.core.recompute import recomputed
@@ -64,7 +68,7 @@ class TurnProgram:
         inputs: descriptor and local layout of every placeholder of `joint`.
         outputs: descriptor and layout of every output, and the name of its value.
         sums: names of values of the backward that are added up over the turns.
-        num_dependent: how many arguments depend on the turn.
+        passes: names of the passes that it went through.
     """
 
     joint: fx.GraphModule
@@ -72,10 +76,10 @@ class TurnProgram:
     inputs: tuple[tuple[InputSpec, Layout], ...]
     outputs: tuple[tuple[OutputSpec, Layout, str], ...]
     sums: tuple[str, ...]
-    num_dependent: int = 0
+    passes: tuple[str, ...] = ()
 
     def comm_bytes(self) -> tuple[CommBytes, ...]:
-        """Bytes of the collectives in one step, per axis and kind."""
+        """Bytes of the collectives in one step, per axis and kind; a bucket counts once."""
         return count_collectives(self.joint.graph)
 
 
@@ -86,6 +90,8 @@ def emit_turns(
     *,
     group_names: Sequence[str] | None = None,
     device: torch.device | str = "cpu",
+    passes: Collection[str] | None = None,
+    fusion: Any = None,
 ) -> TurnProgram:
     """Write the program of the rank at `coords` of one stage.
 
@@ -95,6 +101,8 @@ def emit_turns(
         coords: coordinate on each axis of the stage's mesh.
         group_names: process group of each axis; symbolic names where no process runs it.
         device: of factory results.
+        passes: names out of `autopar.codegen.passes.PASSES`; None for all.
+        fusion: what to fuse; see `Fusion.parse`.
 
     Raises:
         PlanMismatchError: the plan is of another graph.
@@ -106,17 +114,23 @@ def emit_turns(
             f"the plan of the stage is for graph {plan.fingerprint}, this model and input make "
             f"{first.fingerprint()}: another model, input shape, dtype or version of the code"
         )
-
-    def write(traced: TracedModel) -> TurnProgram:
-        graph = recomputed(traced, plan.checkpoint)
-        return _TurnEmitter(graph, plan, coords, group_names, torch.device(device)).write()
-
-    programs = [write(s) for s in stages[:1]]
-    if _may_depend(stages):
-        programs += [write(s) for s in stages[1:]]
-        _depend_on_turn([p.joint.graph for p in programs])
-    check_traffic(programs[0].comm_bytes(), plan)
-    return _parted(programs[0])
+    chosen = Fusion.parse(fusion, torch.device(device))
+    turns = stages if _may_depend(stages) else stages[:1]
+    emitters = [
+        _TurnEmitter(
+            recomputed(traced, plan.checkpoint),
+            plan,
+            coords,
+            group_names,
+            torch.device(device),
+            chosen,
+        )
+        for traced in turns
+    ]
+    graphs = [emitter.write(passes) for emitter in emitters]
+    if len(graphs) > 1:
+        _depend_on_turn(graphs)
+    return emitters[0].program(graphs[0], passes)
 
 
 def _may_depend(stages: Sequence[TracedModel]) -> bool:
@@ -130,9 +144,11 @@ def _may_depend(stages: Sequence[TracedModel]) -> bool:
 class _TurnEmitter(_Emitter):
     """Emits into one graph whose nodes know their part."""
 
-    def write(self) -> TurnProgram:
+    def write(self, passes: Collection[str] | None) -> fx.Graph:
+        """The graph of one turn, with its passes and with the written kernels of its fusion."""
         self.completed = {}
-        inputs = self._inputs()
+        self.leaving: list[tuple[fx.Node, OutputSpec, Layout]] = []
+        self.placed = self._inputs()
         nodes = [n for n in self.traced.graph.nodes if n.op == "call_function"]
         nodes = [n for n in nodes if n.target is not operator.getitem]
         for part in ("prepare", "forward", "backward"):
@@ -143,20 +159,54 @@ class _TurnEmitter(_Emitter):
             self._leave(part)
         self.builder.phase = "finish"
         self._finish()
-        outputs = [
-            (self.results_of[spec.kind, spec.target], spec, layout)
-            for spec, layout in self.leaving
-            if spec.node is not None
-        ]
-        self.graph.output(tuple(node for node, _, _ in outputs))
-        run_passes(self.graph, ["late"], sizes={}, block_of=self._block)
-        return TurnProgram(
-            joint=fx.GraphModule(torch.nn.Module(), self.graph),
-            parts={},
-            inputs=tuple(inputs),
-            outputs=tuple((spec, layout, node.name) for node, spec, layout in outputs),
-            sums=tuple(dict.fromkeys(node.name for node in self.summed.values())),
+        self.graph.output(tuple(node for node, _, _ in self.leaving))
+        check_traffic(count_collectives(self.graph), self.plan)
+        graph = run_passes(
+            self.graph,
+            passes,
+            sizes=self.plan.bucket_sizes(),
+            block_of=self._block,
+            resident=self._resident(),
         )
+        self._fuse(graph, self.fusion.kernels - {GENERATED})
+        return graph
+
+    def _resident(self) -> dict[str, int]:
+        """From the second microbatch on, the sums live beside what a microbatch makes."""
+        sums = {n for end in self.graph.nodes if end.meta.get("phase") == "finish"
+                for n in end.all_input_nodes if n.meta.get("phase") == "backward"}  # fmt: skip
+        values = [self.builder.value(n) for n in sums] if self.traced.microbatches > 1 else []
+        num_bytes = sum(v.numel() * v.element_size() for v in values)
+        return {"forward": num_bytes, "backward": num_bytes}
+
+    def program(self, graph: fx.Graph, passes: Collection[str] | None) -> TurnProgram:
+        """The program of all turns, from a graph whose arguments depend on the turn."""
+        self._fuse(graph, self.fusion.kernels & {GENERATED})
+        context = program_pass.PassContext(
+            plan=self.plan, coords=self.builder.coords, group_names=self.builder.group_names
+        )
+        program_pass.run_passes(graph, context, ())
+        results = next(iter(reversed(graph.nodes))).args[0]
+        assert isinstance(results, (list, tuple))
+        outputs = tuple(
+            (spec, layout, node.name)
+            for node, (_, spec, layout) in zip(results, self.leaving, strict=True)
+        )
+        ends = (n for n in graph.nodes if n.meta.get("phase") == "finish")
+        read = dict.fromkeys(a for n in ends for a in n.all_input_nodes)
+        sums = tuple(n.name for n in read if n.meta.get("phase") == "backward")
+        return TurnProgram(
+            joint=fx.GraphModule(torch.nn.Module(), graph),
+            parts=_parts(graph, outputs, sums),
+            inputs=tuple(self.placed),
+            outputs=outputs,
+            sums=sums,
+            passes=check_passes(passes),
+        )
+
+    def _fuse(self, graph: fx.Graph, kernels: frozenset[str]) -> None:
+        if kernels:
+            fuse(graph, replace(self.fusion, kernels=kernels), self.builder.fake_mode)
 
     def _part(self, node: fx.Node) -> str:
         if node.name in self.traced.hoisted:
@@ -180,41 +230,28 @@ class _TurnEmitter(_Emitter):
 
     def _leave(self, part: str) -> None:
         """Bring what a part sends or returns to its layout."""
-        if part == "prepare":
-            self.leaving: list[tuple[OutputSpec, Layout]] = []
-            self.results_of: dict[tuple[str, str], fx.Node] = {}
-            self.summed: dict[tuple[str, str], fx.Node] = {}
         for spec, where in self._ends():
-            node = self.nodes[str(spec.node)]
-            # a placeholder that is handed on as it came
-            where = where if node.op != "placeholder" else self._arrives_in(node)
             if where == part:
-                value = self._value(node)
+                value = resolve(self.nodes[str(spec.node)])
                 self.builder.origin = spec.target
                 self.builder.times = self.blocks.runs(value[0])
                 self._result(spec, self.values[value], self.layouts[value])
-
-    def _arrives_in(self, node: fx.Node) -> str:
-        if node.name in self.traced.hoisted:
-            return "prepare"
-        return node_info(self.traced, node).phase
 
     def _result(self, spec: OutputSpec, value: fx.Node, layout: Layout) -> None:
         target = self._target(spec)
         made = emit_redistribution(self.builder, value, layout, target)
         if made.op == "placeholder":  # a value that leaves has a name of its own
             made = self.builder.call(torch.ops.aten.alias.default, made)
-        self.results_of[spec.kind, spec.target] = made
-        self.leaving.append((spec, target))
+        if spec.kind == "sent" and not spec.accumulated:
+            made.meta["sent"] = True  # another stage waits for it
+        self.leaving.append((made, spec, target))
 
     def _finish(self) -> None:
         """Reduce each sum of contributions to a gradient."""
         for spec, where in self._ends():
             if where != "finish":
                 continue
-            value = self._value(self.nodes[str(spec.node)])
-            key = (spec.kind, spec.target)
-            self.summed[key] = self.values[value]
+            value = resolve(self.nodes[str(spec.node)])
             self.builder.origin = f"gradient of {spec.target}"
             self.builder.times = self.blocks.copies(value[0])
             # its own node, so that the sum and what it is reduced to have two names
@@ -240,6 +277,7 @@ def _depend_on_turn(graphs: Sequence[fx.Graph]) -> None:
         if turn is None:
             with first.inserting_before(next(iter(first.nodes))):
                 turn = first.placeholder(TURN)
+            turn.meta["val"] = 0
         _rewrite(first, node, turn, flat)
 
 
@@ -268,31 +306,33 @@ def _rewrite(graph: fx.Graph, node: fx.Node, turn: fx.Node, flat: Sequence[list[
         with graph.inserting_before(node):
             product = graph.call_function(operator.mul, (turn, step))
             total = graph.call_function(operator.add, (product, values[0]))
-        for made in (product, total):
-            made.meta = {"phase": node.meta["phase"], "origin": node.meta.get("origin", "")}
+        for made, at_first in ((product, 0), (total, values[0])):
+            kept = {key: node.meta.get(key, "") for key in ("phase", "origin")}
+            made.meta = {**kept, "val": at_first}
         return total
 
     node.args, node.kwargs = map_aggregate((node.args, node.kwargs), write)
 
 
-def _parted(program: TurnProgram) -> TurnProgram:
-    """The program with its parts."""
-    graph = program.joint.graph
+def _parts(
+    graph: fx.Graph, outputs: Sequence[tuple[OutputSpec, Layout, str]], sums: Iterable[str]
+) -> dict[str, Part]:
+    """The graph cut into its parts."""
     nodes = {n.name: n for n in graph.nodes}
     body = {part: [n for n in graph.nodes if n.meta.get("phase") == part
                    and n.op == "call_function"] for part in _ORDER}  # fmt: skip
     sent = {
         name
-        for spec, _, name in program.outputs
+        for spec, _, name in outputs
         if spec.kind == "sent" and nodes[name].meta["phase"] == "backward"
     }
     needed = _ancestors([nodes[name] for name in sorted(sent)], set(body["backward"]))
+    # both results of an op are taken out where it runs
+    needed |= {n for n in body["backward"] if n.target is operator.getitem and n.args[0] in needed}
     body["input"] = [n for n in body["backward"] if n in needed]
     body["weight"] = [n for n in body["backward"] if n not in needed]
-    leaving = {name for _, _, name in program.outputs} | set(program.sums)
-    parts = {part: _part(program.joint.graph, inside, leaving) for part, inside in body.items()}
-    dependent = sum(1 for n in graph.nodes if n.op == "placeholder" and n.name == TURN)
-    return replace(program, parts=parts, num_dependent=dependent)
+    leaving = {name for _, _, name in outputs} | set(sums)
+    return {part: _part(inside, leaving) for part, inside in body.items()}
 
 
 def _ancestors(ends: Iterable[fx.Node], among: set[fx.Node]) -> set[fx.Node]:
@@ -306,7 +346,7 @@ def _ancestors(ends: Iterable[fx.Node], among: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _part(joint: fx.Graph, inside: list[fx.Node], leaving: set[str]) -> Part:
+def _part(inside: list[fx.Node], leaving: set[str]) -> Part:
     members = set(inside)
     reads = dict.fromkeys(a for n in inside for a in n.all_input_nodes if a not in members)
     writes = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,7 +17,10 @@ __all__ = [
     "OutputSpec",
     "Repeat",
     "TracedModel",
+    "Value",
+    "dependents",
     "node_info",
+    "resolve",
     "tensor_meta",
     "tensor_operands",
 ]
@@ -24,6 +28,7 @@ __all__ = [
 InputKind = Literal["parameter", "buffer", "constant", "input", "seed", "tangent", "received"]
 OutputKind = Literal["output", "buffer", "gradient", "sent"]
 Phase = Literal["forward", "backward"]
+Value = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,4 +230,22 @@ def tensor_operands(node: fx.Node) -> list[fx.Node]:
 
     visit(node.args)
     visit(node.kwargs)
+    return found
+
+
+def resolve(node: fx.Node) -> Value:
+    """The value that a node yields: its producer and the index there, seen through `getitem`."""
+    if node.op == "call_function" and node.target is operator.getitem:
+        source, index = node.args
+        assert isinstance(source, fx.Node) and isinstance(index, int)
+        return source.name, index
+    return node.name, 0
+
+
+def dependents(traced: TracedModel, *kinds: InputKind) -> set[str]:
+    """Names of placeholders of some kinds, and of all nodes that depend on one of them."""
+    found = {spec.node for spec in traced.inputs if spec.kind in kinds}
+    for node in traced.graph.nodes:
+        if any(a.name in found for a in node.all_input_nodes):
+            found.add(node.name)
     return found

@@ -19,7 +19,16 @@ import torch
 from torch import fx
 
 from autopar.core.blocks import Block, Blocks
-from autopar.core.graph import InputSpec, NodeInfo, OutputSpec, TracedModel, node_info, tensor_meta
+from autopar.core.graph import (
+    InputSpec,
+    NodeInfo,
+    OutputSpec,
+    TracedModel,
+    dependents,
+    node_info,
+    tensor_meta,
+)
+from autopar.core.ops import REARRANGING
 from autopar.errors import ConstraintError
 
 __all__ = ["Stages", "Transfer", "block_order", "cut", "port_of"]
@@ -27,16 +36,7 @@ __all__ = ["Stages", "Transfer", "block_order", "cut", "port_of"]
 TransferPhase = Literal["hoist", "forward", "backward", "finish"]
 
 # what a sum of gradients may pass through: linear, element by element
-_LINEAR = (
-    torch.ops.aten.alias.default,
-    torch.ops.aten._to_copy.default,
-    torch.ops.aten.view.default,
-    torch.ops.aten._unsafe_view.default,
-    torch.ops.aten.reshape.default,
-    torch.ops.aten.transpose.int,
-    torch.ops.aten.permute.default,
-    torch.ops.aten.t.default,
-)
+_LINEAR = REARRANGING | {torch.ops.aten.alias.default}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +66,10 @@ class Stages:
     Attributes:
         models: by stage.
         transfers: in a fixed order; between two stages and in one phase, values go in it.
-        owners: stage of each parameter and buffer, by FQN.
     """
 
     models: tuple[TracedModel, ...]
     transfers: tuple[Transfer, ...]
-    owners: dict[str, int]
 
 
 def port_of(value: str) -> str:
@@ -121,7 +119,7 @@ class _Cutter:
         self.count = len(starts) + 1
         self.place = {name: block for name, (block, _) in _place(traced).items()}
         self.stage_of_block = self._blocks(starts)
-        self.weighted = self._weighted()
+        self.weighted = dependents(traced, "parameter")
         self.loose = self._loose()
         self.stage: dict[str, int] = {}
         self.needs: list[set[fx.Node]] = [set() for _ in range(self.count)]
@@ -146,13 +144,6 @@ class _Cutter:
             )
         return {block: sum(p <= i for p in positions) for i, block in enumerate(order)}
 
-    def _weighted(self) -> set[str]:
-        found = {s.node for s in self.traced.inputs if s.kind == "parameter"}
-        for node in self.traced.graph.nodes:
-            if any(a.name in found for a in node.all_input_nodes):
-                found.add(node.name)
-        return found
-
     def _loose(self) -> set[str]:
         """Aliases that serve readers in several blocks: each stage makes its own."""
         return {
@@ -171,11 +162,7 @@ class _Cutter:
         self._collect()
         transfers = self._transfers()
         models = tuple(self._model(s, transfers) for s in range(self.count))
-        owners = {s.target: self.stage.get(s.node, 0) for s in self.traced.parameters()}
-        for output in self.traced.outputs:
-            if output.kind == "buffer" and output.node is not None:
-                owners[output.target] = self._output_stage(output)
-        return Stages(models=models, transfers=tuple(transfers), owners=owners)
+        return Stages(models=models, transfers=tuple(transfers))
 
     # --- which stage runs what -----------------------------------------------------------------
     def _is_hoisted(self, node: fx.Node) -> bool:

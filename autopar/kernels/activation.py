@@ -115,7 +115,7 @@ def _bias_act_backward_fake(grad, x, bias, act, p, seed, salt, global_shape, off
 
 @define(
     "bias_act(Tensor x, Tensor? bias, str act, float p, Tensor? seed, int salt,"
-    " int[] global_shape, int[] offset) -> Tensor",
+    " SymInt[] global_shape, SymInt[] offset) -> Tensor",
     module="activation",
     fake=_bias_act_fake,
     takes=takes_block,
@@ -138,7 +138,7 @@ def bias_act(
 
 @define(
     "bias_act_backward(Tensor grad, Tensor x, Tensor? bias, str act, float p, Tensor? seed,"
-    " int salt, int[] global_shape, int[] offset) -> Tensor",
+    " int salt, SymInt[] global_shape, SymInt[] offset) -> Tensor",
     module="activation",
     fake=_bias_act_backward_fake,
     takes=takes_block,

@@ -27,7 +27,8 @@ def _dropout_add_fake(x, bias, residual, p, seed, salt, global_shape, offset):  
 
 
 @define(
-    "dropout(Tensor x, float p, Tensor seed, int salt, int[] global_shape, int[] offset) -> Tensor",
+    "dropout(Tensor x, float p, Tensor seed, int salt, SymInt[] global_shape, SymInt[] offset)"
+    " -> Tensor",
     module="dropout",
     fake=_dropout_fake,
     takes=takes_block,
@@ -47,7 +48,7 @@ def dropout(
 
 @define(
     "dropout_add(Tensor x, Tensor? bias, Tensor residual, float p, Tensor seed, int salt,"
-    " int[] global_shape, int[] offset) -> Tensor",
+    " SymInt[] global_shape, SymInt[] offset) -> Tensor",
     module="dropout",
     fake=_dropout_add_fake,
     takes=takes_block,

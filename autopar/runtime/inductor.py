@@ -3,27 +3,37 @@
 Collectives and the ops of autopar stay calls inside of the compiled code; Inductor keeps the order
 of collectives that the graph has, which is the same on every rank. Where it fails on any rank, all
 ranks run the graph as it is, with a warning. The first call of each part runs both forms: where
-they differ by more than rounding, it stays as it was emitted.
+they differ by more than rounding, it stays as it was emitted. Of a pipeline stage, each part is
+compiled by itself.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from autopar._compat import fake_mode_of, inductor_compile
+from autopar._compat import fake_mode_of, inductor_compile, symbolic_mode
 from autopar.codegen.emit import Program
+from autopar.codegen.turns import TURN, TurnProgram
 from autopar.errors import AutoparError
 
-__all__ = ["BACKENDS", "CompiledPart", "CompiledProgram", "check_backend", "compile_program"]
+__all__ = [
+    "BACKENDS",
+    "CompiledPart",
+    "CompiledProgram",
+    "check_backend",
+    "compile_parts",
+    "compile_program",
+]
 
 BACKENDS = ("eager", "inductor")
+_Found = TypeVar("_Found")
 
 
 def check_backend(backend: str) -> None:
@@ -48,12 +58,12 @@ class CompiledPart:
         self,
         module: fx.GraphModule,
         compiled: Callable[[list[Any]], Sequence[Any]],
-        examples: Sequence[Tensor],
+        examples: Sequence[Any],
         boxed: bool,
     ) -> None:
         self.module = module
         self.compiled = compiled
-        self.strides = [example.stride() for example in examples]
+        self.strides = [x.stride() if isinstance(x, Tensor) else None for x in examples]
         self.boxed = boxed
         self.proved = False
         self.eps = _coarsest(module)
@@ -97,10 +107,41 @@ class CompiledProgram:
 
 def compile_program(program: Program) -> CompiledProgram | None:
     """Compile a program on every rank of the world; None, with a warning, where one rank cannot."""
-    found: CompiledProgram | None = None
+    return _agreed(lambda: _compiled(program))
+
+
+def compile_parts(
+    programs: Mapping[int, TurnProgram], names: Sequence[str]
+) -> dict[tuple[int, str], CompiledPart]:
+    """Compile parts of the programs of a rank's stages, on every rank of the world.
+
+    The number of the microbatch, on which dropout's masks depend, is a symbol in compiled code. An
+    op that would fix it differs at the first call, which finds it.
+
+    Args:
+        programs: by stage.
+        names: of the parts that a step runs, in the order in which values flow.
+
+    Returns:
+        Compiled parts by stage and name; none, with a warning, where one rank cannot.
+    """
+
+    def compiled() -> dict[tuple[int, str], CompiledPart]:
+        return {
+            (stage, name): part
+            for stage, program in programs.items()
+            for name, part in _compiled_parts(program, names).items()
+        }
+
+    return _agreed(compiled) or {}
+
+
+def _agreed(compiled: Callable[[], _Found]) -> _Found | None:
+    """What `compiled` returns, if it does so on all ranks."""
+    found: _Found | None = None
     reason: str | None = None
     try:
-        found = _compiled(program)
+        found = compiled()
     except Exception as error:  # Inductor raises what its passes and compilers raise
         reason = _reason(error)
     reasons: list[str | None] = [reason]
@@ -112,6 +153,35 @@ def compile_program(program: Program) -> CompiledProgram | None:
             _warn(f"Inductor cannot compile the program of rank {rank}: {text}")
             return None
     return found
+
+
+def _compiled_parts(program: TurnProgram, names: Sequence[str]) -> dict[str, CompiledPart]:
+    """Parts are run on fake values one after the other, for the strides that they hand on."""
+    values: dict[str, Any] = {}
+    mode = fake_mode_of(_placeholders(program.joint))
+    found: dict[str, CompiledPart] = {}
+    for name in names:
+        part = program.parts[name]
+        given = zip(part.reads, _placeholders(part.module), strict=True)
+        inputs = [values.get(read, example) for read, example in given]
+        with mode:
+            results = part.module(list(inputs))
+        values.update(zip(part.writes, results, strict=True))
+        if any(node.op == "call_function" for node in part.module.graph.nodes):
+            compiled = _inductor(part.module, _symbolic(inputs) if TURN in part.reads else inputs)
+            found[name] = CompiledPart(part.module, compiled, inputs, True)
+    return found
+
+
+def _symbolic(inputs: Sequence[Any]) -> list[Any]:
+    """Inputs like these, of which integers become symbols."""
+    with symbolic_mode():
+        return [
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            if isinstance(x, Tensor)
+            else 2  # 0 and 1 would be taken for constants
+            for x in inputs
+        ]
 
 
 def _compiled(program: Program) -> CompiledProgram:
@@ -134,7 +204,7 @@ def _placeholders(module: fx.GraphModule) -> list[Tensor]:
 
 
 def _inductor(
-    module: fx.GraphModule, inputs: Sequence[Tensor]
+    module: fx.GraphModule, inputs: Sequence[Any]
 ) -> Callable[[list[Any]], Sequence[Any]]:
     graph = fx.Graph()  # a copy that takes its arguments one by one
     graph.output(graph.graph_copy(module.graph, {}))
@@ -179,8 +249,10 @@ def _coarsest(module: fx.GraphModule) -> float:
     return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
 
-def _fitted(value: Any, strides: Sequence[int]) -> Any:
+def _fitted(value: Any, strides: Sequence[int] | None) -> Any:
     """`value` with the strides that it was compiled for."""
+    if strides is None:
+        return value
     if all(n <= 1 or a == b for n, a, b in zip(value.shape, value.stride(), strides, strict=True)):
         return value
     laid = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)

@@ -9,8 +9,9 @@ a group in order, no transfer then waits for one that comes later in the schedul
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.codegen.fusion import Fusion
 from autopar.codegen.stages import Staged
 from autopar.codegen.turns import TURN, TurnProgram, emit_turns
 from autopar.core.graph import TracedModel
@@ -25,10 +27,21 @@ from autopar.core.placement import Layout, local_shape
 from autopar.core.plan import PipelinePlan, Plan
 from autopar.core.schedule import Action, actions
 from autopar.core.stages import Transfer
+from autopar.runtime.inductor import compile_parts
 from autopar.runtime.shards import take_shard
 from autopar.runtime.turns import StageValues, Strided, microbatch_inputs, stages_at_turns
 
-__all__ = ["PipelineMesh", "PipelineResult", "PipelinedStep", "own_plan"]
+__all__ = ["PARTS", "PipelineMesh", "PipelineResult", "PipelinedStep", "own_plan"]
+
+PARTS: dict[str, str] = {
+    "P": "prepare",
+    "F": "forward",
+    "B": "backward",
+    "I": "input",
+    "W": "weight",
+    "R": "finish",
+}
+"""Name of the part that each kind of action runs; P and R stand for what runs once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +88,7 @@ def own_plan(plan: Plan, rank: int) -> Plan:
         for stage in plan.pipeline.stages[rank :: plan.pipeline.size]
         for name, layout in stage.parameters.items()
     }
-    return Plan(**{**_shallow(plan), "parameters": held})
-
-
-def _shallow(plan: Plan) -> dict[str, Any]:
-    return {name: getattr(plan, name) for name in plan.__dataclass_fields__}
+    return replace(plan, parameters=held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +113,27 @@ class PipelinedStep:
         traced: the step on the whole batch.
         plan: with a pipeline.
         mesh: of this process.
+        passes, fusion: of the programs, as for `emit_turns`.
+        backend: "inductor" compiles each part of each program.
+
+    Attributes:
+        programs: by stage.
+        compiled: what runs in place of parts as they were emitted, by stage and name.
     """
 
-    def __init__(self, traced: TracedModel, plan: Plan, mesh: PipelineMesh) -> None:
+    def __init__(
+        self,
+        traced: TracedModel,
+        plan: Plan,
+        mesh: PipelineMesh,
+        *,
+        passes: Collection[str] | None = None,
+        fusion: Fusion | None = None,
+        backend: str = "eager",
+    ) -> None:
         assert plan.pipeline is not None
+        self.passes = passes
+        self.fusion = fusion
         self.traced = traced
         self.plan = plan
         self.mesh = mesh
@@ -134,6 +160,26 @@ class PipelinedStep:
             index: turns[0].stages.models[s].nodes()[name].meta["val"]
             for index, (s, name) in self.results_at.items()
         }
+        self.compiled: Mapping[tuple[int, str], Callable[[list[Any]], Any]] = {}
+        if backend == "inductor":
+            self.compiled = compile_parts(self.programs, self._executed())
+
+    def _executed(self) -> tuple[str, ...]:
+        """Names of the parts that a step runs, in the order in which values flow."""
+        kinds = {"P", *(action.kind for action in self.order)}
+        kinds |= {"R"} if self.traced.training else set()
+        return tuple(part for kind, part in PARTS.items() if kind in kinds)
+
+    def part(self, stage: int, name: str) -> Callable[[list[Any]], Sequence[Any]]:
+        """What runs a part: on a list of what it reads, which is emptied; yields what it writes."""
+        found = self.compiled.get((stage, name))
+        return self.programs[stage].parts[name].module if found is None else found
+
+    def running(self, parts: Mapping[tuple[int, str], Callable[[list[Any]], Any]]) -> PipelinedStep:
+        """The same step with other callables for its parts, by stage and name."""
+        twin = copy.copy(self)
+        twin.compiled = parts
+        return twin
 
     def _emit(self, turns: Sequence[Staged], stage: int) -> TurnProgram:
         mesh = self.mesh.stage
@@ -143,6 +189,8 @@ class PipelinedStep:
             self.coords,
             group_names=[mesh.get_group(i).group_name for i in range(mesh.ndim)],
             device=self.device,
+            passes=self.passes,
+            fusion=_of_stage(self.fusion, stage),
         )
 
     def run(self, whole: Mapping[str, Any]) -> PipelineResult:
@@ -165,17 +213,15 @@ class _Run:
         self.plans = step.pipeline.stages
         self.shape = self.plans[0].mesh_shape
         self.values = {
-            s: StageValues(program, self._runner(program), _add)
-            for s, program in step.programs.items()
+            s: StageValues(program, self._runner(s), _add) for s, program in step.programs.items()
         }
         self.here: dict[tuple[int, str, int], Tensor] = {}  # from a stage of this rank
         self.sending: list[tuple[Any, Tensor]] = []
         self.result = PipelineResult({}, {}, {})
 
-    def _runner(self, program: TurnProgram) -> Any:
+    def _runner(self, stage: int) -> Any:
         def run(part: str, operands: list[Any]) -> Sequence[Any]:
-            found: Sequence[Any] = program.parts[part].module(operands)
-            return found
+            return self.step.part(stage, part)(operands)
 
         return run
 
@@ -207,7 +253,7 @@ class _Run:
         elif action.kind == "W":
             self._leave(stage, values.backward(turn, {}, "weight"), turn)
         else:
-            part = "backward" if action.kind == "B" else "input"
+            part = PARTS[action.kind]
             given = self._arriving(stage, "backward", turn)
             self._leave(stage, values.backward(turn, given, part), turn)
         self.sending = [(w, t) for w, t in self.sending if not w.is_completed()]
@@ -336,6 +382,13 @@ class _Run:
                 value = value.contiguous()
                 dist.broadcast(value, group=self.mesh.line, group_src=self._rank_of(stage))
             self.result.outputs[index] = value
+
+
+def _of_stage(fusion: Fusion | None, stage: int) -> Fusion | None:
+    """The same fusion, with a folder for the sources of this stage's kernels."""
+    if fusion is None or fusion.dump is None:
+        return fusion
+    return replace(fusion, dump=f"{fusion.dump}/stage{stage}")
 
 
 def _add(total: Tensor | None, more: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -140,7 +140,12 @@ class Strided(fx.Interpreter):
 
 
 def run_stages(
-    traced: TracedModel, pipeline: PipelinePlan, whole: Mapping[str, Tensor]
+    traced: TracedModel,
+    pipeline: PipelinePlan,
+    whole: Mapping[str, Tensor],
+    *,
+    passes: Collection[str] | None = None,
+    fusion: Any = None,
 ) -> dict[tuple[str, str], Tensor]:
     """Run a step of all stages and their ranks in this process, one microbatch after the other.
 
@@ -148,16 +153,22 @@ def run_stages(
         traced: the step on the whole batch.
         pipeline: of the plan.
         whole: value of every placeholder.
+        passes, fusion: of the stages' programs, as for `emit_turns`.
 
     Returns:
         The loss, gradients and updated buffers, by kind and target.
     """
-    return _AllStages(traced, pipeline, whole).run()
+    return _AllStages(traced, pipeline, whole, passes, fusion).run()
 
 
 class _AllStages:
     def __init__(
-        self, traced: TracedModel, pipeline: PipelinePlan, whole: Mapping[str, Tensor]
+        self,
+        traced: TracedModel,
+        pipeline: PipelinePlan,
+        whole: Mapping[str, Tensor],
+        passes: Collection[str] | None,
+        fusion: Any,
     ) -> None:
         self.pipeline = pipeline
         self.whole = whole
@@ -168,7 +179,9 @@ class _AllStages:
         self.coords = mesh_coords(self.mesh)
         self.programs = [
             [
-                emit_turns([t.stages.models[s] for t in turns], plan, coords)
+                emit_turns(
+                    [t.stages.models[s] for t in turns], plan, coords, passes=passes, fusion=fusion
+                )
                 for coords in self.coords
             ]
             for s, plan in enumerate(pipeline.stages)

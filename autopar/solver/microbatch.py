@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.core.blocks import Blocks
-from autopar.core.graph import TracedModel
+from autopar.core.graph import TracedModel, Value, dependents, resolve
 from autopar.core.placement import Layout, Placement
 from autopar.core.plan import NodePlan
 from autopar.cost_model import Cluster
@@ -27,7 +27,7 @@ from autopar.solver.ilp import Infeasible, solve_problem
 from autopar.solver.problem import Array, ChoiceProblem
 from autopar.solver.rules.own_order import note_orders
 from autopar.solver.rules.registry import replicated
-from autopar.solver.step import Op, Step, Value, build_step, resolve
+from autopar.solver.step import Op, build_step
 
 __all__ = ["split_in_time"]
 
@@ -58,7 +58,8 @@ class _Splitter:
         self.size = microbatches
         timed = replace(cluster, mesh_shape=(microbatches,), axis_names=("microbatch",))
         self.pricer = Pricer(timed)
-        self.weighted, self.fed = depends(self.step)
+        self.weighted = dependents(traced, "parameter")
+        self.fed = dependents(traced, "input", "seed")
         known = Blocks(traced).classes
         self.owner = {name: known.get(name, name) for name in self.step.ops}
         self.states: dict[str, list[Candidate]] = {}
@@ -202,14 +203,3 @@ _REPLICATED = Placement("R")
 
 def _same(layouts: Iterable[Layout]) -> bool:
     return all(layout[0].is_replicate for layout in layouts)
-
-
-def depends(step: Step) -> tuple[set[str], set[str]]:
-    """Producers whose values depend on a parameter, and those that depend on an input."""
-    weighted: set[str] = set(step.parameters)
-    fed = {n for n, spec in step.inputs.items() if spec.kind in ("input", "seed")}
-    for op in step.ops.values():
-        for group in (weighted, fed):
-            if any(value[0] in group for value in op.operands):
-                group.add(op.name)
-    return weighted, fed

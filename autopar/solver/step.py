@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autopar.core.blocks import Blocks
-from autopar.core.graph import InputSpec, TracedModel, node_info, tensor_meta
+from autopar.core.graph import InputSpec, TracedModel, Value, node_info, resolve, tensor_meta
 from autopar.core.ops import NARROW, REARRANGING
 from autopar.core.strategy import OpCall, TensorSpec, op_call
 from autopar.core.work import is_view
@@ -30,11 +30,9 @@ __all__ = [
     "folded_spans",
     "input_bytes",
     "ordered",
-    "resolve",
     "sums_of_turns",
 ]
 
-Value = tuple[str, int]
 _ALIAS = torch.ops.aten.alias.default
 
 
@@ -141,9 +139,7 @@ class Step:
 
     @property
     def reductions(self) -> Bucket:
-        """Of gradients on their way to storage; programs in microbatches have none."""
-        if self.in_turns:
-            return ALONE
+        """Of gradients on their way to storage."""
         count = sum(self.blocks.copies(name) for name in self.gradients)
         return Bucket(max(1, count), ("all_reduce", "reduce_scatter"), chained=True)
 
@@ -151,11 +147,9 @@ class Step:
         """What a value on its way to an op may share a bucket with.
 
         Gradients that are only cast or rearranged behind their reduction; parameters of one block.
-        Nothing for all else, outside of blocks, and in microbatches.
+        Nothing for all else and outside of blocks.
         """
         name = value[0]
-        if self.in_turns:
-            return ALONE
         if consumer in self.closing:
             return self.reductions
         owner = self.prepared.get(name) or self.copies.get(name) or name
@@ -243,15 +237,6 @@ def input_bytes(step: Step) -> int:
     )
 
 
-def resolve(node: fx.Node) -> Value:
-    """The value that a graph node yields, looking through `getitem`."""
-    if node.op == "call_function" and node.target is operator.getitem:
-        source, index = node.args
-        assert isinstance(source, fx.Node) and isinstance(index, int)
-        return source.name, index
-    return node.name, 0
-
-
 def build_step(traced: TracedModel) -> Step:
     """Read a traced graph."""
     by_node = {spec.node: spec for spec in traced.inputs}
@@ -319,7 +304,7 @@ def _closing(ops: dict[str, Op], gradients: dict[str, Value]) -> frozenset[str]:
     found: set[str] = set()
     for name, _ in gradients.values():
         while name in ops and (
-            ops[name].call.target in REARRANGING or ops[name].call.target is NARROW
+            ops[name].call.target in REARRANGING or ops[name].call.target in (NARROW, _ALIAS)
         ):
             found.add(name)
             name, _ = ops[name].operands[0]

@@ -19,7 +19,7 @@ from autopar.codegen.fusion.registry import PATTERNS, Pattern, pattern
 from autopar.codegen.fusion.rewriter import Rewriter, sort_graph
 from autopar.core.work import is_view
 
-__all__ = ["PATTERNS", "Fusion", "fuse", "pattern"]
+__all__ = ["GENERATED", "PATTERNS", "Fusion", "fuse", "pattern"]
 
 
 def fuse(graph: fx.Graph, fusion: Fusion, fake_mode: FakeTensorMode) -> dict[str, int]:

@@ -55,6 +55,7 @@ def run_passes(
     sizes: Mapping[tuple[int, str], int],
     block_of: Callable[[str], Hashable],
     spare: int = 0,
+    resident: Mapping[str, int] | None = None,
 ) -> fx.Graph:
     """Run passes over a joint graph.
 
@@ -64,22 +65,23 @@ def run_passes(
         sizes: bytes that close a bucket, by axis and kind.
         block_of: block of a node of the traced graph, by name; None outside of blocks.
         spare: bytes by which the peak may grow.
+        resident: bytes that live beside the graph's own, by phase.
 
     Returns:
         The graph that the passes made of it.
     """
     chosen = check_passes(names)
-    budget = Lifetimes(graph).peak_bytes + spare
+    budget = Lifetimes(graph, resident).peak_bytes + spare
 
     def block(node: fx.Node) -> Hashable:
         return block_of(str(node.meta.get("origin", "")))
 
     if "bucket" in chosen:
-        graph = bucket(graph, sizes, block, budget)
+        graph = bucket(graph, sizes, block, budget, resident)
     if "prefetch" in chosen:
-        prefetch(graph, block, int((1 - _SCRATCH) * budget))
+        prefetch(graph, block, int((1 - _SCRATCH) * budget), resident)
     if "early" in chosen:
-        issue_early(graph, budget)
+        issue_early(graph, budget, resident)
     if "late" in chosen:
-        wait_late(graph, budget)
+        wait_late(graph, budget, resident)
     return graph

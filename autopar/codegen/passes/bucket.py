@@ -34,6 +34,7 @@ __all__ = ["bucket", "is_gather_of_storage"]
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 Sizes = Mapping[tuple[int, str], int]
+Live = Callable[[fx.Graph], Lifetimes]
 
 
 def bucket(
@@ -41,6 +42,7 @@ def bucket(
     sizes: Sizes,
     block_of: Callable[[fx.Node], Hashable],
     budget: int,
+    resident: Mapping[str, int] | None = None,
 ) -> fx.Graph:
     """Join small collectives.
 
@@ -49,29 +51,33 @@ def bucket(
         sizes: bytes that close a bucket, by axis and kind.
         block_of: block of the model that a node belongs to; None outside of blocks.
         budget: what may be live; where it binds, buckets are smaller.
+        resident: bytes that live beside the graph's own, by phase.
 
     Returns:
         The new graph, or `graph` itself where there is nothing to join.
     """
-    graph = _joined(graph, sizes, budget, _reductions)
-    return _joined(graph, sizes, budget, functools.partial(_gathers, block_of=block_of))
+    live = functools.partial(Lifetimes, resident=resident)
+    graph = _joined(graph, sizes, budget, live, _reductions)
+    gathers = functools.partial(_gathers, block_of=block_of)
+    return _joined(graph, sizes, budget, live, gathers)
 
 
 def _joined(
     graph: fx.Graph,
     sizes: Sizes,
     budget: int,
-    choose: Callable[[fx.Graph, Sizes, int], list[list[fx.Node]]],
+    live: Live,
+    choose: Callable[[fx.Graph, Sizes, int, Live], list[list[fx.Node]]],
 ) -> fx.Graph:
     """Join what `choose` finds; with smaller buckets where that lives in more than the budget."""
     while any(sizes.values()):
         trial = _copy(graph)
-        buckets = choose(trial, sizes, budget)
+        buckets = choose(trial, sizes, budget, live)
         if not buckets:
             break
         reached = max(sum(map(_size, members)) for members in buckets)
         _join_all(trial, buckets)
-        if Lifetimes(trial).peak_bytes <= budget:
+        if live(trial).peak_bytes <= budget:
             return trial
         sizes = {key: min(num_bytes, reached) // 2 for key, num_bytes in sizes.items()}
     return graph
@@ -119,17 +125,19 @@ def _limit(node: fx.Node, sizes: Sizes) -> int:
     return sizes.get((axis, kind), 0)
 
 
-def _reductions(graph: fx.Graph, sizes: Sizes, budget: int) -> list[list[fx.Node]]:
+def _reductions(graph: fx.Graph, sizes: Sizes, budget: int, live: Live) -> list[list[fx.Node]]:
     """Runs of reductions that only the caller reads, in the order in which they are issued.
 
     Behind a reduction on one axis may stand one on another axis: members have equally many before.
-    A bucket is closed early where the joined copy of it would not fit.
+    What another pipeline stage waits for is left alone. A bucket is closed early where the joined
+    copy of it would not fit.
     """
-    lifetimes = Lifetimes(graph)
+    lifetimes = live(graph)
     private: set[fx.Node] = set()
     for node in reversed(list(graph.nodes)):
         passes_on = is_packing(node) or is_wait(node) or is_start(node)
-        if node.op == "output" or (passes_on and node.users and private.issuperset(node.users)):
+        unread = bool(node.users) and private.issuperset(node.users)
+        if node.op == "output" or (passes_on and unread and "sent" not in node.meta):
             private.add(node)
     depth: dict[fx.Node, int] = {}
     open_: dict[Hashable, list[fx.Node]] = defaultdict(list)
@@ -140,7 +148,7 @@ def _reductions(graph: fx.Graph, sizes: Sizes, budget: int) -> list[list[fx.Node
             continue
         depth[node] += 1
         limit = _limit(node, sizes)
-        if node.meta.get("phase") != "backward" or _size(node) >= limit:
+        if node.meta.get("phase") not in ("backward", "finish") or _size(node) >= limit:
             continue
         if node.target not in (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default):
             continue
@@ -155,13 +163,17 @@ def _reductions(graph: fx.Graph, sizes: Sizes, budget: int) -> list[list[fx.Node
 
 
 def _gathers(
-    graph: fx.Graph, sizes: Sizes, budget: int, block_of: Callable[[fx.Node], Hashable]
+    graph: fx.Graph,
+    sizes: Sizes,
+    budget: int,
+    live: Live,
+    block_of: Callable[[fx.Node], Hashable],
 ) -> list[list[fx.Node]]:
     """Gathers of parameters that one block needs in one phase.
 
     From the first on, the joined result must fit beside what is live.
     """
-    lifetimes = Lifetimes(graph)
+    lifetimes = live(graph)
     open_: dict[Hashable, list[fx.Node]] = defaultdict(list)
     closed: list[list[fx.Node]] = []
     for node in graph.nodes:

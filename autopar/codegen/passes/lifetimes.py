@@ -7,6 +7,8 @@ are the caller's and count nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor, fx
@@ -30,13 +32,17 @@ def is_wait(node: fx.Node) -> bool:
 class Lifetimes:
     """Live bytes at each position of a graph.
 
+    Args:
+        graph: with fake values.
+        resident: bytes that live beside the graph's own while the nodes of a phase run.
+
     Attributes:
         nodes: of the graph, in order.
         position: of each node.
         live: bytes while each node runs, its operands and results included.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, resident: Mapping[str, int] | None = None) -> None:
         self.nodes = list(graph.nodes)
         self.position = {node: index for index, node in enumerate(self.nodes)}
         self._root: dict[int, int] = {}
@@ -51,6 +57,9 @@ class Lifetimes:
             change[first] += self._bytes[storage]
             change[self._last.get(storage, first) + 1] -= self._bytes[storage]
         self.live = np.cumsum(change)[:-1]
+        if resident:
+            phases = (str(node.meta.get("phase")) for node in self.nodes)
+            self.live += np.array([resident.get(phase, 0) for phase in phases], dtype=np.int64)
 
     @property
     def peak_bytes(self) -> int:

@@ -9,7 +9,7 @@ peak of the program before the passes, so a pass never raises the peak that was 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 
 from torch import fx
 
@@ -20,17 +20,23 @@ from autopar.core.work import is_view
 
 __all__ = ["issue_early", "prefetch", "wait_late"]
 
+Resident = Mapping[str, int] | None
 _BEFORE = 1e-4
 """Of a key: a chain of views stays within the place of its reader."""
 
 
-def prefetch(graph: fx.Graph, block_of: Callable[[fx.Node], Hashable], budget: int) -> None:
+def prefetch(
+    graph: fx.Graph,
+    block_of: Callable[[fx.Node], Hashable],
+    budget: int,
+    resident: Resident = None,
+) -> None:
     """Gather the parameters of a block while the block before it runs.
 
     Gathers are grouped by the block that reads them. Those of a group are issued behind the first
     of the group before, so that two groups are held at a time (Zhao et al. 2023, arXiv 2304.11277).
     """
-    lifetimes = Lifetimes(graph)
+    lifetimes = Lifetimes(graph, resident)
     begins = phase_starts(lifetimes.nodes)
     keys: dict[fx.Node, float] = {}
     before = here = None
@@ -63,13 +69,13 @@ def _gather_groups(
         yield last[0], group
 
 
-def issue_early(graph: fx.Graph, budget: int) -> None:
+def issue_early(graph: fx.Graph, budget: int, resident: Resident = None) -> None:
     """Issue each collective right behind its operand, or behind the collective before it.
 
     Collectives keep their order: one that is needed later must not delay one that is needed now.
     Gathers of parameters, whose operand is always there, are left to `prefetch`.
     """
-    lifetimes = Lifetimes(graph)
+    lifetimes = Lifetimes(graph, resident)
     begins = phase_starts(lifetimes.nodes)
     keys: dict[fx.Node, float] = {}
     behind = 0
@@ -102,14 +108,14 @@ def _move_up(
     return first
 
 
-def wait_late(graph: fx.Graph, budget: int) -> None:
+def wait_late(graph: fx.Graph, budget: int, resident: Resident = None) -> None:
     """Put the wait for each collective in front of the first reader of its result.
 
     Views of the result go along. Gradients are read by nobody but the caller, so their reductions
     run beside the rest of the backward. A collective other than an all-reduce holds its operand
     until the wait, which is put later only as far as that fits.
     """
-    lifetimes = Lifetimes(graph)
+    lifetimes = Lifetimes(graph, resident)
     late: set[fx.Node] = set()
     for node in lifetimes.nodes:
         source = node.args[0] if node.args else None
