@@ -21,12 +21,12 @@ from autopar.codegen.stages import Staged, staged
 from autopar.core.constraints import Constraints, PipelinePin
 from autopar.core.graph import TracedModel, node_info
 from autopar.core.placement import Layout
-from autopar.core.plan import NodePlan, PipelinePlan, Plan, Prediction, SolverReport
-from autopar.core.schedule import Kind, actions
+from autopar.core.plan import NodePlan, PipelinePlan, Plan, SolverReport
+from autopar.core.schedule import actions
 from autopar.core.stages import block_order
 from autopar.core.strategy import op_call
-from autopar.cost_model import Cluster, CollectiveKind
-from autopar.cost_model.pipeline import PipelineSimulation, simulate_pipeline
+from autopar.cost_model import Cluster
+from autopar.cost_model.stages import PipelinedTime, pipelined_time, transfer_seconds
 from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError
 from autopar.solver.candidates import Pricer, expand
 from autopar.solver.microbatch import split_in_time
@@ -205,10 +205,9 @@ class _Pipeliner:
             chunks=shape.chunks,
         )
         plans = self._solve(parts)
-        simulated = simulate_pipeline(
-            orders, [_seconds(p) for p in plans], self._transfer_seconds(parts, plans)
-        )
-        return self._assembled(time, cuts, plans, simulated)
+        transfer_s = transfer_seconds(parts.stages.transfers, plans, self.cluster, shape.size)
+        clock = pipelined_time(plans, orders, transfer_s, shape.microbatches)
+        return self._assembled(time, cuts, plans, clock)
 
     # --- cuts ----------------------------------------------------------------------------------
     def _balanced(self) -> tuple[str, ...]:
@@ -275,55 +274,18 @@ class _Pipeliner:
         }
         return replace(self.constraints, pipeline=None, params=params)
 
-    def _transfer_seconds(self, parts: Staged, plans: Sequence[Plan]) -> list[float]:
-        """Seconds that a microbatch's values take over each cut, the slower way of the two."""
-        line = replace(
-            self.whole,
-            mesh_shape=(self.shape.size, *self.cluster.mesh_shape),
-            axis_names=("pipeline", *self.cluster.axis_names),
-        )
-        found = []
-        for below in range(self.shape.num_stages - 1):
-            ways = {"forward": 0.0, "backward": 0.0}
-            for transfer in parts.stages.transfers:
-                if transfer.phase in ways and below == min(transfer.source, transfer.target):
-                    layout = plans[transfer.target].inputs[transfer.value]
-                    size = math.prod(transfer.shape) * transfer.dtype.itemsize
-                    for axis, placement in enumerate(layout):
-                        size //= self.cluster.mesh_shape[axis] if placement.is_shard else 1
-                    ways[transfer.phase] += line.collective_seconds(
-                        CollectiveKind("send_recv"), size, 0
-                    )
-            found.append(max(ways.values()))
-        return found
-
     # --- the plan ------------------------------------------------------------------------------
     def _assembled(
         self,
         time: Mapping[str, NodePlan],
         cuts: tuple[str, ...],
         plans: Sequence[Plan],
-        simulated: PipelineSimulation,
+        clock: PipelinedTime,
     ) -> Plan:
         shape, size = self.shape, self.shape.size
-        once = [
-            sum(
-                p.predicted.phases["prepare"] + p.predicted.phases["finish"] for p in plans[r::size]
-            )
-            for r in range(size)
-        ]
-        step_s = simulated.step_s + max(once)
-        largest = max(
-            range(size), key=lambda r: sum(p.predicted.peak_memory_bytes for p in plans[r::size])
-        )
+        step_s = clock.predicted.step_time_s
         slowest = max(plans, key=lambda p: p.predicted.step_time_s)
         bound = max(sum(p.solver.bound for p in plans[rank::size]) for rank in range(size))
-        memory: dict[str, int] = {}
-        for p in plans[largest::size]:
-            for kind, num_bytes in p.predicted.memory.items():
-                memory[kind] = memory.get(kind, 0) + num_bytes
-        busy = [sum(p.predicted.step_time_s for p in plans[r::size]) for r in range(size)]
-        share = slowest.predicted.compute_time_s / max(slowest.predicted.step_time_s, 1e-30)
         merged: dict[str, Layout] = {}
         for p in plans:
             merged.update(p.parameters)
@@ -339,16 +301,7 @@ class _Pipeliner:
             modes={k: v for p in plans for k, v in p.modes.items()},
             constraints=self.constraints.to_dict(),
             memory_limit_bytes=self.limit,
-            predicted=Prediction(
-                step_time_s=step_s,
-                compute_time_s=max(busy) * share,
-                comm_time_s=max(busy) * (1 - share),
-                peak_memory_bytes=sum(p.predicted.peak_memory_bytes for p in plans[largest::size]),
-                memory=memory,
-                comm_bytes=slowest.predicted.comm_bytes,
-                timeline=slowest.predicted.timeline,
-                phases=slowest.predicted.phases,
-            ),
+            predicted=clock.predicted,
             solver=SolverReport(
                 status="bounded" if size > 1 else slowest.solver.status,
                 objective=step_s,
@@ -366,7 +319,8 @@ class _Pipeliner:
                 cuts=cuts,
                 time=time,
                 stages=tuple(plans),
-                bubble=simulated.bubble_fraction,
+                bubble=clock.bubble,
+                slots=clock.slots,
             ),
         )
 
@@ -383,16 +337,6 @@ def _settled(model: TracedModel, plan: Plan) -> dict[str, Layout]:
     for name, layout in plan.parameters.items():
         found[f"port.gradient of {name}"] = layout
     return found
-
-
-def _seconds(plan: Plan) -> Mapping[Kind, float]:
-    phases = plan.predicted.phases
-    return {
-        "F": phases["forward"],
-        "B": phases["input"] + phases["weight"],
-        "I": phases["input"],
-        "W": phases["weight"],
-    }
 
 
 def _prefixes(path: str) -> list[str]:

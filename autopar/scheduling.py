@@ -4,18 +4,26 @@ The solver adds up seconds as if nothing overlapped. Here the program is emitted
 simulated, and each planned collective gets the share of its seconds that was hidden::
 
     step = compute + Σ (seconds - hidden)        Σ hidden ≤ compute
+
+The parts of a pipeline stage are simulated one by one, as nothing overlaps across their ends, and
+the stages run on the clock of the schedule again with what is left of their seconds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.codegen.emit import emit
+from autopar.codegen.stages import staged
+from autopar.codegen.turns import TurnProgram, emit_turns
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
+from autopar.core.schedule import actions
 from autopar.core.timeline import PlannedMove, PlannedOp, rounded
 from autopar.cost_model import Cluster
-from autopar.cost_model.simulator import simulate
+from autopar.cost_model.simulator import Simulation, simulate
+from autopar.cost_model.stages import pipelined_time, transfer_seconds
 
 __all__ = ["scheduled"]
 
@@ -23,22 +31,26 @@ Shares = dict[tuple[str, int, str], float]
 
 
 def scheduled(plan: Plan, traced: TracedModel) -> Plan:
-    """`plan` with hidden and exposed communication; as it is, if it has a pipeline.
+    """`plan` with hidden and exposed communication.
 
     Args:
         plan: as solved.
         traced: the graph that it was solved for, folded or not.
     """
     if plan.pipeline is not None:
-        return plan
+        return _scheduled_stages(plan, traced)
     program = emit(traced, plan, [0] * len(plan.mesh_shape))
     found = simulate(program.joint.graph, Cluster.from_dict(plan.cluster))
-    shares = found.hidden_shares()
+    return _with_hidden(plan, found.hidden_shares(), plan.predicted.compute_time_s)
+
+
+def _with_hidden(plan: Plan, shares: Shares, most_s: float) -> Plan:
+    """`plan` with the hidden seconds of each collective, no more than `most_s` in all."""
     predicted = plan.predicted
     hidden = sum(
         _hidden(op, m, shares) * m.times for op in predicted.timeline.ops for m in op.moves
     )
-    scale = min(1.0, predicted.compute_time_s / hidden) if hidden else 1.0
+    scale = min(1.0, most_s / hidden) if hidden else 1.0
     ops = tuple(
         replace(
             op,
@@ -67,3 +79,61 @@ def _hidden(op: PlannedOp, move: PlannedMove, shares: Shares) -> float:
     """Hidden seconds of one execution; an emitted collective is known by what it belongs to."""
     origin = move.of if move.leaves else op.name
     return move.seconds * shares.get((origin, move.axis, move.kind), 0.0)
+
+
+def _scheduled_stages(plan: Plan, traced: TracedModel) -> Plan:
+    p = plan.pipeline
+    assert p is not None
+    parts = staged(
+        traced,
+        p.time,
+        p.cuts,
+        size=p.size,
+        microbatches=p.microbatches,
+        schedule=p.schedule,
+        chunks=p.chunks,
+    )
+    orders = actions(p.schedule, p.size, p.microbatches, p.chunks)
+    splits = any(action.kind == "I" for order in orders for action in order)
+    cluster = Cluster.from_dict(plan.cluster)
+    stages = []
+    for stage, model in zip(p.stages, parts.stages.models, strict=True):
+        program = emit_turns([model], stage, [0] * len(stage.mesh_shape))
+        stages.append(_scheduled_stage(stage, program, cluster, p.microbatches, splits))
+    transfer_s = transfer_seconds(parts.stages.transfers, stages, cluster, p.size)
+    clock = pipelined_time(stages, orders, transfer_s, p.microbatches)
+    pipeline = replace(p, stages=tuple(stages), bubble=clock.bubble, slots=clock.slots)
+    return replace(plan, predicted=clock.predicted, pipeline=pipeline)
+
+
+def _scheduled_stage(
+    plan: Plan, program: TurnProgram, cluster: Cluster, microbatches: int, splits: bool
+) -> Plan:
+    """A stage's plan with what each of its parts hides, taken from the part's seconds."""
+    names = ("prepare", "forward", *(("input", "weight") if splits else ("backward",)), "finish")
+    found = {name: simulate(program.parts[name].module.graph, cluster) for name in names}
+    shares: Shares = {}
+    for simulation in found.values():
+        shares.update(simulation.hidden_shares())
+    before = plan.predicted.phases
+    saved = {
+        phase: seconds * (1.0 - _left(found[phase if phase in found else "backward"]))
+        for phase, seconds in before.items()
+    }
+    most_s = _of_all_turns(saved, microbatches)
+    hiding = _with_hidden(plan, shares, most_s)
+    # what the two have in common: phases and collectives must add up to the same
+    known = hiding.predicted.hidden_time_s / most_s if most_s else 0.0
+    phases = {phase: before[phase] - known * saved[phase] for phase in before}
+    return replace(hiding, predicted=replace(hiding.predicted, phases=phases))
+
+
+def _left(simulation: Simulation) -> float:
+    """The share of a part's serial seconds that it takes."""
+    serial_s = simulation.compute_s + sum(simulation.comm_s)
+    return simulation.step_s / serial_s if serial_s else 1.0
+
+
+def _of_all_turns(phases: Mapping[str, float], microbatches: int) -> float:
+    once = phases["prepare"] + phases["finish"]
+    return once + microbatches * (phases["forward"] + phases["input"] + phases["weight"])

@@ -18,6 +18,7 @@ from autopar.cost_model.memory import Offloaded, dtype_bytes
 from autopar.cost_model.opdb import OpDatabase
 from autopar.cost_model.simulator import Simulation
 from autopar.cost_model.simulator import simulate as simulate_program
+from autopar.errors import AutoparError
 from autopar.tracer.trace import trace
 
 __all__ = ["simulate"]
@@ -49,7 +50,13 @@ def simulate(
 
     Raises:
         PlanMismatchError: the plan is for another model or input.
+        AutoparError: the plan is in microbatches.
     """
+    if plan.pipeline is not None:
+        raise AutoparError(
+            "simulate is for one program a rank; a plan in microbatches was simulated when it was "
+            "made: see plan.predicted and plan.pipeline.slots"
+        )
     described = cluster or Cluster.from_dict(plan.cluster)
     described = described.with_mesh_shape(plan.mesh_shape, plan.axis_names)
     options: dict[str, Any] = {

@@ -12,7 +12,7 @@ from typing import Any
 from autopar.core.constraints import Constraints
 from autopar.core.graph import Repeat
 from autopar.core.placement import Layout, parse_placement
-from autopar.core.timeline import Timeline
+from autopar.core.timeline import PipelineSlot, Timeline
 from autopar.errors import PlanMismatchError
 
 __all__ = [
@@ -66,8 +66,8 @@ class Prediction:
     """What the cost model expects of one training step on one device.
 
     Attributes:
-        step_time_s: compute plus exposed communication, without the optimizer's update but for
-            `offload_s`.
+        step_time_s: compute plus exposed communication plus bubble, without the optimizer's update
+            but for `offload_s`.
         compute_time_s: of all ops.
         comm_time_s: of all collectives, hidden or not.
         hidden_comm_s: of these, what runs beside compute, per mesh axis; empty where the emitted
@@ -80,6 +80,7 @@ class Prediction:
             "input" and "weight" (the two parts of the backward) for each microbatch.
         offload_s: what updating on the host takes longer than on the device, transfers included.
         host_bytes: optimizer states in host memory.
+        bubble_s: what a rank of a pipeline waits for other ranks.
     """
 
     step_time_s: float
@@ -93,6 +94,7 @@ class Prediction:
     phases: Mapping[str, float] = field(default_factory=dict)
     offload_s: float = 0.0
     host_bytes: int = 0
+    bubble_s: float = 0.0
 
     @property
     def hidden_time_s(self) -> float:
@@ -136,6 +138,7 @@ class PipelinePlan:
         time: placement of each op of the whole step over the microbatches (layouts of one axis).
         stages: the plan of each stage, on the mesh of a pipeline rank.
         bubble: share of the step in which ranks stand idle, as simulated.
+        slots: what each rank does when, in order of start.
     """
 
     size: int
@@ -146,6 +149,7 @@ class PipelinePlan:
     time: Mapping[str, NodePlan]
     stages: tuple[Plan, ...]
     bubble: float = 0.0
+    slots: tuple[PipelineSlot, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -363,6 +367,7 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
         pipeline = dict(data["pipeline"])
         pipeline["cuts"] = tuple(pipeline["cuts"])
         pipeline["time"] = _nodes(pipeline["time"])
+        pipeline["slots"] = tuple(PipelineSlot(*row) for row in pipeline.get("slots", ()))
         pipeline["stages"] = tuple(Plan.from_dict(stage) for stage in pipeline["stages"])
         fields["pipeline"] = PipelinePlan(**pipeline)
     fields["inputs"] = {name: _parse(x) for name, x in data["inputs"].items()}

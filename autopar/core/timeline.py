@@ -17,6 +17,7 @@ from autopar.core.placement import Layout, parse_placement
 __all__ = [
     "Alternative",
     "Execution",
+    "PipelineSlot",
     "PlannedMove",
     "PlannedOp",
     "PlannedSpan",
@@ -262,6 +263,24 @@ def _parsed(row: Sequence[Any]) -> Alternative:
         )
 
     return Alternative(layouts(row[0]), layouts(row[1]), row[2])
+
+
+class PipelineSlot(NamedTuple):
+    """What a rank of a pipeline does for some time.
+
+    Attributes:
+        rank: of the pipeline.
+        kind: an action of the schedule, F, B, I or W; P before the microbatches, R behind them.
+        stage, microbatch: whose; microbatch 0 for P and R.
+        start_s, seconds: from the start of the step.
+    """
+
+    rank: int
+    kind: str
+    stage: int
+    microbatch: int
+    start_s: float
+    seconds: float
 
 
 class Execution(NamedTuple):

@@ -1,5 +1,6 @@
 """Chrome traces of a step: one process per rank, one lane for compute and one per mesh axis.
 
+A rank of a pipeline has such lanes for each of its stages, under one for the stage's microbatches.
 The format is the Trace Event Format that Perfetto and `chrome://tracing` read. The predicted and
 the measured step share it, so that they can be looked at beside each other.
 """
@@ -21,8 +22,11 @@ __all__ = [
     "MAX_EVENTS",
     "Event",
     "event",
+    "lane_names",
     "lanes",
     "predicted_events",
+    "slot_name",
+    "stage_lane",
     "write_predicted",
     "write_trace",
 ]
@@ -34,16 +38,39 @@ Event = dict[str, Any]
 MAX_EVENTS = 400_000
 
 
-def lanes(pid: int, name: str, axis_names: Sequence[str], order: int) -> list[Event]:
+def lane_names(plan: Plan, rank: int = 0) -> list[str]:
+    """Names of the lanes of a rank; `rank` is that of the pipeline, where there is one."""
+    plain = ["compute", *(f"communication on {axis}" for axis in plan.axis_names)]
+    p = plan.pipeline
+    if p is None:
+        return plain
+    found = []
+    for stage in range(rank, len(p.stages), p.size):
+        found += [f"stage {stage}", *(f"stage {stage}: {name}" for name in plain)]
+    return found
+
+
+def stage_lane(plan: Plan, stage: int) -> int:
+    """The lane of a stage's microbatches; those of its ops and collectives follow."""
+    assert plan.pipeline is not None
+    return stage // plan.pipeline.size * (2 + len(plan.axis_names))
+
+
+def slot_name(kind: str, microbatch: int) -> str:
+    """What a stage does for one microbatch, such as `"F 3"`; or once, in words."""
+    once = {"P": "before the microbatches", "R": "behind the microbatches"}
+    return once.get(kind, f"{kind} {microbatch}")
+
+
+def lanes(pid: int, name: str, threads: Sequence[str], order: int) -> list[Event]:
     """Names of a process and its lanes.
 
     Args:
         pid: of the process.
         name: what it shows, such as `"rank 3, predicted"`.
-        axis_names: of the mesh.
+        threads: of the lanes.
         order: its place among the processes, from the top.
     """
-    threads = ["compute", *(f"communication on {axis}" for axis in axis_names)]
     found: list[Event] = [
         {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}},
         {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": order}},
@@ -74,12 +101,21 @@ def event(
     return {**found, "args": args} if args else found
 
 
-def predicted_events(plan: Plan, pid: int) -> Iterator[Event]:
+def predicted_events(plan: Plan, pid: int, rank: int = 0) -> Iterator[Event]:
     """The predicted step of one device; ops without cost (views) are left out.
 
-    A collective that ops wait for ends when they begin, one of a gradient begins when its op ends,
-    each as far as its lane is free.
+    Of a pipeline, what `rank` of it does microbatch by microbatch. A collective that ops wait for
+    ends when they begin, one of a gradient begins when its op ends, each as far as its lane is
+    free.
     """
+    if plan.pipeline is not None:
+        for slot in plan.pipeline.slots:
+            if slot.rank == rank:
+                name = slot_name(slot.kind, slot.microbatch)
+                lane = stage_lane(plan, slot.stage)
+                about: Event = {"stage": slot.stage, "microbatch": slot.microbatch}
+                yield event(pid, lane, name, slot.start_s, slot.seconds, about)
+        return
     kinds = plan.predicted.timeline.kinds
     free = [0.0] * len(plan.axis_names)
     shown: tuple[int, ...] = ()
@@ -122,23 +158,21 @@ def _moved(
 
 
 def write_predicted(plan: Plan, path: str | Path, ranks: int | None) -> int:
-    """`Plan.to_trace`; all ranks do the same at the same time, as the plan expects it."""
-    total = 1
-    for size in plan.mesh_shape:
-        total *= size
-    steps = list(predicted_events(plan, 0))
-    fit = max(1, MAX_EVENTS // max(len(steps), 1))
+    """`Plan.to_trace`; ranks of a mesh, or of a pipeline's stage, do the same at the same time."""
+    total = plan.num_devices
+    lines = plan.pipeline.size if plan.pipeline is not None else 1
+    steps = [list(predicted_events(plan, 0, line)) for line in range(lines)]
+    fit = max(1, MAX_EVENTS // max(*map(len, steps), 1))
     count = min(total, ranks if ranks is not None else fit)
+
+    def events(rank: int) -> Iterator[Event]:
+        line = rank * lines // total
+        yield from lanes(rank, f"rank {rank}, predicted", lane_names(plan, line), rank)
+        yield from ({**step, "pid": rank} for step in steps[line])
+
     write_trace(
         path,
-        (
-            found
-            for rank in range(count)
-            for found in (
-                *lanes(rank, f"rank {rank}, predicted", plan.axis_names, rank),
-                *({**step, "pid": rank} for step in steps),
-            )
-        ),
+        (found for rank in range(count) for found in events(rank)),
         {"ranks": total, "ranks_written": count, "fingerprint": plan.fingerprint},
     )
     return count

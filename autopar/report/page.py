@@ -18,13 +18,13 @@ from autopar.core.plan import Plan
 from autopar.core.timeline import PlannedOp, executed
 from autopar.core.units import format_bytes, format_seconds
 from autopar.report.parameters import parameter_rows
-from autopar.report.summary import facts
+from autopar.report.summary import facts, mesh_text
 from autopar.report.totals import MEMORY_KINDS, communication, compute
 
 __all__ = ["page_data", "render_page"]
 
 _MOMENTS = 720
-_SCRIPTS = ("helpers.js", "placement.js", "charts.js", "ops.js", "start.js")
+_SCRIPTS = ("helpers.js", "placement.js", "charts.js", "pipeline.js", "ops.js", "start.js")
 
 
 def render_page(plan: Plan) -> str:
@@ -37,9 +37,8 @@ def render_page(plan: Plan) -> str:
         style=Markup((assets / "page.css").read_text(encoding="utf-8")),
         script=Markup("".join((assets / name).read_text(encoding="utf-8") for name in _SCRIPTS)),
         data=page_data(plan),
-        mesh=" × ".join(
-            f"{name} {size}" for name, size in zip(plan.axis_names, plan.mesh_shape, strict=True)
-        ),
+        mesh=mesh_text(plan).partition(" (")[0].replace("=", " "),
+        pipeline=_pipeline_text(plan),
         facts=facts(plan),
         step_time=format_seconds(p.step_time_s),
         comm_share=p.exposed_time_s / p.step_time_s if p.step_time_s else 0.0,
@@ -83,8 +82,23 @@ def page_data(plan: Plan) -> dict[str, Any]:
             for row in communication(plan)
         ],
         "memory": _memory(plan),
+        "pipeline": _pipeline(plan),
         "kinds": MEMORY_KINDS,
     }
+
+
+def _pipeline(plan: Plan) -> dict[str, Any] | None:
+    """What each stage does when, for plans in microbatches."""
+    if plan.pipeline is None:
+        return None
+    return {"ranks": plan.pipeline.size, "slots": [list(slot) for slot in plan.pipeline.slots]}
+
+
+def _pipeline_text(plan: Plan) -> str:
+    p = plan.pipeline
+    if p is None:
+        return ""
+    return f"Schedule {p.schedule}: ranks stand idle for {p.bubble:.1%} of the step."
 
 
 def _layout(layout: Layout) -> list[str]:
@@ -120,6 +134,8 @@ def _memory(plan: Plan) -> dict[str, Any]:
     """Live bytes over time: in each of many equal pieces of the step, its highest moment."""
     timeline = plan.predicted.timeline
     total = plan.predicted.step_time_s
+    if plan.pipeline is not None:
+        total = sum(r.before_s + r.op.compute_s + r.after_s for r in executed(timeline))
     rows: list[tuple[int, ...]] = [()] * _MOMENTS
     names = [""] * _MOMENTS
     turn: float | None = None
@@ -136,6 +152,7 @@ def _memory(plan: Plan) -> dict[str, Any]:
     picked = [timeline.kinds.index(kind) for kind in kinds]
     return {
         "kinds": kinds,
+        "seconds": total,
         "rows": [[row[i] for i in picked] if row else [] for row in rows],
         "ops": names,
         "backward_s": turn,

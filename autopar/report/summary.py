@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -52,8 +51,9 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
     """What holds for the plan as a whole, `(name, text)`."""
     kind = "training step" if plan.training else "inference"
     return [
-        ("plan", f"{kind} of model {plan.fingerprint}, {len(plan.nodes)} ops"),
+        ("plan", f"{kind} of model {plan.fingerprint}, {_num_ops(plan)} ops"),
         ("mesh", mesh_text(plan)),
+        *_pipeline(plan),
         ("cluster", _cluster(plan)),
         ("step time", _step_time(plan)),
         ("peak memory", _memory(plan)),
@@ -64,6 +64,21 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ("optimizer", plan.optimizer),
         ("precision", plan.precision),
     ]
+
+
+def _num_ops(plan: Plan) -> int:
+    stages = plan.pipeline.stages if plan.pipeline is not None else (plan,)
+    return sum(len(stage.nodes) for stage in stages)
+
+
+def _pipeline(plan: Plan) -> list[tuple[str, str]]:
+    p = plan.pipeline
+    if p is None:
+        return []
+    stages = f"{len(p.stages)} stages on {p.size} ranks" if p.size > 1 else "no stages"
+    cuts = f", cut at {', '.join(p.cuts)}" if p.cuts else ""
+    text = f"{p.microbatches} microbatches, {stages}, {p.schedule}{cuts}"
+    return [("pipeline", f"{text}; ranks stand idle for {p.bubble:.1%} of the step")]
 
 
 def _offload(plan: Plan) -> list[tuple[str, str]]:
@@ -84,11 +99,12 @@ def _header(plan: Plan) -> Table:
 
 
 def mesh_text(plan: Plan) -> str:
-    """`data=2 × tensor=4 (8 devices)`."""
-    axes = " × ".join(
-        f"{name}={size}" for name, size in zip(plan.axis_names, plan.mesh_shape, strict=True)
-    )
-    return f"{axes} ({math.prod(plan.mesh_shape)} devices)"
+    """`data=2 × tensor=4 (8 devices)`, with a pipeline as the first axis."""
+    axes = list(zip(plan.axis_names, plan.mesh_shape, strict=True))
+    if plan.pipeline is not None and plan.pipeline.size > 1:
+        axes.insert(0, ("pipeline", plan.pipeline.size))
+    text = " × ".join(f"{name}={size}" for name, size in axes)
+    return f"{text} ({plan.num_devices} devices)"
 
 
 def _cluster(plan: Plan) -> str:
@@ -108,10 +124,23 @@ def _step_time(plan: Plan) -> str:
     share = f" ({p.exposed_time_s / p.step_time_s:.1%})" if p.step_time_s else ""
     return (
         f"{format_seconds(p.step_time_s)} = compute {format_seconds(p.compute_time_s)} + "
-        f"exposed communication {format_seconds(p.exposed_time_s)}{share}{_moved(plan)}; "
+        f"exposed communication {format_seconds(p.exposed_time_s)}{share}"
+        f"{_moved(plan)}{_idle(plan)}; "
         f"{format_seconds(p.hidden_time_s)} of communication hidden; predicted, "
-        "without the optimizer's update"
+        f"without the optimizer's update{_of_whom(plan)}"
     )
+
+
+def _idle(plan: Plan) -> str:
+    p = plan.predicted
+    if plan.pipeline is None or plan.pipeline.size == 1:
+        return ""
+    return f" + bubble {format_seconds(p.bubble_s)} ({p.bubble_s / p.step_time_s:.1%})"
+
+
+def _of_whom(plan: Plan) -> str:
+    several = plan.pipeline is not None and plan.pipeline.size > 1
+    return ", of the rank that works longest" if several else ""
 
 
 def _moved(plan: Plan) -> str:

@@ -17,24 +17,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
-from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.core.plan import Plan
 from autopar.core.trace_events import (
     MAX_EVENTS,
     Event,
     event,
+    lane_names,
     lanes,
     predicted_events,
+    slot_name,
+    stage_lane,
     write_trace,
 )
-from autopar.errors import AutoparError
-from autopar.runtime.pipeline import PipelinedStep
+from autopar.runtime.pipeline import PARTS, PipelinedStep
 
 if TYPE_CHECKING:
-    from autopar.runtime.module import ParallelModule
+    from autopar.runtime.module import CompiledStep, ParallelModule
 
-__all__ = ["Interval", "Stopwatch", "TimedGraph", "profile_step"]
+__all__ = ["Interval", "Stopwatch", "TimedGraph", "TimedPart", "profile_step"]
 
 
 class Interval(NamedTuple):
@@ -152,20 +153,46 @@ class _Runner(fx.Interpreter):
         return self.note(n, lambda: super(_Runner, self).run_node(n))
 
 
+class TimedPart:
+    """A part of a stage's program that notes each of its calls, and its ops.
+
+    Args:
+        module: of the part.
+        watch: shared by all parts of the step.
+        kind: of the action that runs it, F, B, I or W; P and R for what runs once.
+    """
+
+    def __init__(self, module: fx.GraphModule, watch: Stopwatch, kind: str) -> None:
+        self.graph = TimedGraph(module, True, watch)
+        self.kind = kind
+        self.calls: list[tuple[int, int]] = []
+
+    def __call__(self, values: list[Any]) -> Any:
+        start = self.graph.watch.mark()
+        found = self.graph(values)
+        self.calls.append((start, self.graph.watch.mark()))
+        return found
+
+    def intervals(self, seconds: list[float], lane: int) -> list[Interval]:
+        """The calls in a lane, one for each microbatch in order, and what ran in the next lanes."""
+        found = [
+            Interval(
+                lane, slot_name(self.kind, turn), seconds[start], seconds[end] - seconds[start], {}
+            )
+            for turn, (start, end) in enumerate(self.calls)
+        ]
+        ops = self.graph.intervals(seconds)
+        return found + [i._replace(lane=lane + 1 + i.lane) for i in ops]
+
+
 def profile_step(
     module: ParallelModule, path: str | Path, args: Any, kwargs: Any, ranks: int | None
 ) -> Tensor:
     """`ParallelModule.profile_step`."""
     step, signature = module._step_for(args, kwargs), module._signature(args, kwargs)
-    if isinstance(step, PipelinedStep):
-        raise AutoparError("profile_step does not measure steps in microbatches yet")
     watch = Stopwatch(module.mesh.device_type)
-    forward = TimedGraph(step.program.forward, False, watch)
-    backward = None
-    if step.program.backward is not None:
-        backward = TimedGraph(step.program.backward, True, watch)
-    program: Any = replace(step.program, forward=forward, backward=backward)  # type: ignore[arg-type]
-    module._steps[signature] = replace(step, program=program, compiled=None)
+    measured, intervals = _measured(step, watch)
+    module._steps[signature] = measured
     try:
         if dist.is_initialized():
             dist.barrier()  # all ranks count from the same moment
@@ -173,37 +200,81 @@ def profile_step(
         loss = module.train_step(*args, **kwargs)
     finally:
         module._steps[signature] = step
-    seconds = watch.seconds()
-    graphs = [forward] if backward is None else [forward, backward]
-    found = [interval for graph in graphs for interval in graph.intervals(seconds)]
-    _write(step.plan, module.mesh, path, found, ranks)
+    found = intervals(watch.seconds())
+    if isinstance(step, PipelinedStep):
+        everyone = list(range(dist.get_world_size() if dist.is_initialized() else 1))
+        _write(step.plan, everyone, step.mesh.rank, path, found, ranks)
+    else:
+        everyone = [int(rank) for rank in module.mesh.mesh.flatten()]
+        _write(step.plan, everyone, 0, path, found, ranks)
     return loss
 
 
+def _measured(
+    step: CompiledStep | PipelinedStep, watch: Stopwatch
+) -> tuple[CompiledStep | PipelinedStep, Callable[[list[float]], list[Interval]]]:
+    """The step with graphs that note when they run, and what they say of it afterwards."""
+    if isinstance(step, PipelinedStep):
+        timed = {
+            (stage, name): TimedPart(program.parts[name].module, watch, kind)
+            for stage, program in step.programs.items()
+            for kind, name in PARTS.items()
+        }
+        plan = step.plan
+        return step.running(timed), lambda seconds: [
+            interval
+            for (stage, _), part in timed.items()
+            for interval in part.intervals(seconds, stage_lane(plan, stage))
+        ]
+    forward = TimedGraph(step.program.forward, False, watch)
+    graphs = [forward]
+    if step.program.backward is not None:
+        graphs.append(TimedGraph(step.program.backward, True, watch))
+    backward = graphs[1] if len(graphs) > 1 else None
+    program: Any = replace(step.program, forward=forward, backward=backward)  # type: ignore[arg-type]
+    return replace(step, program=program, compiled=None), lambda seconds: [
+        interval for graph in graphs for interval in graph.intervals(seconds)
+    ]
+
+
 def _write(
-    plan: Plan, mesh: DeviceMesh, path: str | Path, found: list[Interval], ranks: int | None
+    plan: Plan,
+    everyone: list[int],
+    line: int,
+    path: str | Path,
+    found: list[Interval],
+    ranks: int | None,
 ) -> None:
-    """The first rank of the mesh writes what the ranks measured, and the prediction beside it."""
-    everyone = [int(rank) for rank in mesh.mesh.flatten()]
-    predicted = list(predicted_events(plan, 0))
-    fit = max(1, MAX_EVENTS // max(len(found) + len(predicted), 1))
+    """The first rank writes what the ranks measured, and the prediction beside it.
+
+    Args:
+        plan: of the step.
+        everyone: ranks in the order of the mesh.
+        line: this rank's place in the pipeline.
+        path: of the file.
+        found: on this rank.
+        ranks: how many to write.
+    """
+    lines = plan.pipeline.size if plan.pipeline is not None else 1
+    predicted = [list(predicted_events(plan, 0, each)) for each in range(lines)]
+    fit = max(1, MAX_EVENTS // max(len(found) + len(predicted[line]), 1))
     shown = everyone[: fit if ranks is None else ranks]
-    gathered: list[Any] = [found]
+    gathered: list[Any] = [(line, found)]
     if len(everyone) > 1:
         me = dist.get_rank()
         gathered = [None] * dist.get_world_size()
-        mine = found if me in shown else None
+        mine = (line, found if me in shown else [])
         dist.gather_object(mine, gathered if me == everyone[0] else None, dst=everyone[0])
         if me != everyone[0]:
             return
     events: list[Event] = []
     for place, rank in enumerate(shown):
+        its_line, measured = gathered[rank]
         for turn, name in enumerate(("predicted", "measured")):
             pid = 2 * place + turn
-            events += lanes(pid, f"rank {rank}, {name}", plan.axis_names, pid)
-        events += ({**step, "pid": 2 * place} for step in predicted)
+            events += lanes(pid, f"rank {rank}, {name}", lane_names(plan, its_line), pid)
+        events += ({**step, "pid": 2 * place} for step in predicted[its_line])
         events += (
-            event(2 * place + 1, i.lane, i.name, i.start_s, i.seconds, i.details)
-            for i in gathered[rank]
+            event(2 * place + 1, i.lane, i.name, i.start_s, i.seconds, i.details) for i in measured
         )
     write_trace(path, events, {"ranks": len(everyone), "ranks_written": len(shown)})

@@ -26,8 +26,8 @@ function drawMemory(width) {
     root.append(svg("line", { x1: left, x2: left + w, y1: y(D.limit), y2: y(D.limit), style: "stroke:var(--text);stroke-dasharray:5 4" }));
     root.append(svg("text", { x: left + w - 4, y: y(D.limit) + 15, "text-anchor": "end", style: "fill:var(--text);paint-order:stroke;stroke:var(--panel);stroke-width:3px" }, "limit"));
   }
-  const time = (s) => left + (s / D.step_s) * w;
-  root.append(svg("text", { x: left, y: h + 26 }, "0"), svg("text", { x: left + w, y: h + 26, "text-anchor": "end" }, seconds(D.step_s)));
+  const time = (s) => left + (s / D.memory.seconds) * w;
+  root.append(svg("text", { x: left, y: h + 26 }, "0"), svg("text", { x: left + w, y: h + 26, "text-anchor": "end" }, seconds(D.memory.seconds)));
   if (backward_s) {
     root.append(svg("line", { x1: time(backward_s), x2: time(backward_s), y1: 8, y2: h + 14, style: "stroke:var(--muted)" }));
     root.append(svg("text", { x: time(backward_s) + 5, y: h + 26 }, "backward"));
@@ -40,7 +40,7 @@ function drawMemory(width) {
     cursor.setAttribute("x1", x(i)); cursor.setAttribute("x2", x(i)); cursor.setAttribute("visibility", "visible");
     const total = filled[i].reduce((a, b) => a + b, 0);
     const lines = kinds.map((kind, k) => [filled[i][k], `${kind} ${bytes(filled[i][k])}`]).filter(([v]) => v).reverse().map(([, text]) => text);
-    tip(`${seconds((i / filled.length) * D.step_s)}: ${bytes(total)}${ops[i] ? ` at ${ops[i]}` : ""}\n${lines.join("\n")}`, event);
+    tip(`${seconds((i / filled.length) * D.memory.seconds)}: ${bytes(total)}${ops[i] ? ` at ${ops[i]}` : ""}\n${lines.join("\n")}`, event);
   });
   root.addEventListener("mouseleave", () => { cursor.setAttribute("visibility", "hidden"); tip(""); });
   host.replaceChildren(root);
@@ -48,7 +48,8 @@ function drawMemory(width) {
 function fillMemoryLegend() {
   const { kinds, rows } = D.memory;
   $("memory-text").textContent = `Peak ${bytes(D.peak)} on each device` + (D.limit ? ` of ${bytes(D.limit)}.` : ".") +
-    " Of many equal blocks one is planned: what the others hold is added for each of them as they run.";
+    (D.pipeline ? " Shown is one microbatch of the rank that works longest, beside what others hold."
+      : " Of many equal blocks one is planned: what the others hold is added for each of them as they run.");
   kinds.slice().reverse().forEach((kind) => $("memory-legend").append(el("span", { title: D.kinds[kind] || "" }, el("i", { style: `background:${color(kind)}` }), kind)));
 }
 

@@ -9,6 +9,10 @@ redrawn($("tensor-svg"), drawTensor);
 fillMemoryLegend();
 redrawn($("memory-svg"), drawMemory);
 drawTime();
+if (D.pipeline) {
+  fillPipelineLegend();
+  redrawn($("pipeline-svg"), drawPipeline);
+}
 fillGraphControls();
 drawGraph();
 fillOps();

@@ -1,0 +1,198 @@
+"""Seconds and bytes of a pipelined step from the plans of its stages.
+
+Stages run on the clock of their schedule (`cost_model/pipeline.py`), between what each rank does
+once before the microbatches and once behind them::
+
+    step = max_r prepare_r + max_r (end of r's last action + finish_r) + max_r offload_r
+
+The prediction is that of the rank that works longest. Whatever it does not work, it stands idle::
+
+    step = compute + exposed communication + offload + bubble
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.core.plan import CommBytes, Plan, Prediction
+from autopar.core.schedule import Kind, Orders
+from autopar.core.stages import Transfer
+from autopar.core.timeline import PipelineSlot, Timeline, rounded
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.collectives import CollectiveKind
+from autopar.cost_model.pipeline import simulate_pipeline
+
+__all__ = ["PipelinedTime", "action_seconds", "pipelined_time", "transfer_seconds"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelinedTime:
+    """What is expected of a pipelined step.
+
+    Attributes:
+        predicted: of the rank that works longest; its peak memory is the largest of all ranks.
+        bubble: share of all ranks' time in which they stand idle.
+        slots: what each rank does when.
+    """
+
+    predicted: Prediction
+    bubble: float
+    slots: tuple[PipelineSlot, ...]
+
+
+def action_seconds(plan: Plan) -> dict[Kind, float]:
+    """Seconds of one microbatch's forward and backward, and of the backward's two parts."""
+    phases = plan.predicted.phases
+    return {
+        "F": phases["forward"],
+        "B": phases["input"] + phases["weight"],
+        "I": phases["input"],
+        "W": phases["weight"],
+    }
+
+
+def transfer_seconds(
+    transfers: Iterable[Transfer], plans: Sequence[Plan], cluster: Cluster, size: int
+) -> list[float]:
+    """Seconds that a microbatch's values take over each cut, the slower way of the two.
+
+    Args:
+        transfers: between the stages.
+        plans: of the stages.
+        cluster: with the mesh of one pipeline rank.
+        size: number of pipeline ranks.
+    """
+    mesh = cluster.mesh_shape
+    line = replace(cluster, mesh_shape=(size, *mesh), axis_names=("pipeline", *cluster.axis_names))
+    found: list[dict[str, float]] = [{"forward": 0.0, "backward": 0.0} for _ in plans[1:]]
+    for transfer in transfers:
+        below = min(transfer.source, transfer.target)
+        if transfer.phase not in ("forward", "backward"):
+            continue
+        num_bytes = math.prod(transfer.shape) * transfer.dtype.itemsize
+        for axis, placement in enumerate(plans[transfer.target].inputs[transfer.value]):
+            num_bytes //= mesh[axis] if placement.is_shard else 1
+        seconds = line.collective_seconds(CollectiveKind("send_recv"), num_bytes, 0)
+        found[below][transfer.phase] += seconds
+    return [max(ways.values()) for ways in found]
+
+
+def pipelined_time(
+    plans: Sequence[Plan], orders: Orders, transfer_s: Sequence[float], microbatches: int
+) -> PipelinedTime:
+    """Run the stages' plans on the clock.
+
+    Args:
+        plans: of the stages; stage s is on rank s modulo the number of ranks.
+        orders: of each rank.
+        transfer_s: as `transfer_seconds` gives them.
+        microbatches: of a step.
+    """
+    size = len(orders)
+    simulated = simulate_pipeline(orders, [action_seconds(p) for p in plans], list(transfer_s))
+    own = [list(plans[rank::size]) for rank in range(size)]
+    once = {
+        phase: [sum(p.predicted.phases[phase] for p in stages) for stages in own]
+        for phase in ("prepare", "finish")
+    }
+    begin_s = max(once["prepare"])
+    ends_s = [simulated.finish_s(r) + once["finish"][r] for r in range(size)]
+    offload_s = [sum(p.predicted.offload_s for p in stages) for stages in own]
+    step_s = begin_s + max(ends_s) + max(offload_s)
+    busy_s = [
+        once["prepare"][r] + simulated.busy_s[r] + once["finish"][r] + offload_s[r]
+        for r in range(size)
+    ]
+    slots = [
+        PipelineSlot(s.rank, s.action.kind, s.action.stage, s.action.microbatch,
+                     rounded(begin_s + s.start_s), rounded(s.end_s - s.start_s))
+        for s in simulated.spans
+    ]  # fmt: skip
+    for rank in range(size):
+        slots += _once(own[rank], rank, size, begin_s, begin_s + simulated.finish_s(rank))
+    idle_s = sum(step_s - busy for busy in busy_s)
+    return PipelinedTime(
+        predicted=_predicted(own, busy_s, step_s),
+        bubble=idle_s / (size * step_s) if step_s else 0.0,
+        slots=tuple(sorted(slots, key=lambda s: (s.start_s, s.rank))),
+    )
+
+
+def _once(
+    stages: Sequence[Plan], rank: int, size: int, begin_s: float, end_s: float
+) -> Iterable[PipelineSlot]:
+    """What a rank does before `begin_s` and from `end_s` on, its last stage first."""
+    before = begin_s - sum(p.predicted.phases["prepare"] for p in stages)
+    for index, plan in enumerate(stages):
+        seconds = plan.predicted.phases["prepare"]
+        if seconds:
+            yield PipelineSlot(rank, "P", rank + index * size, 0, rounded(before), rounded(seconds))
+        before += seconds
+    for index, plan in reversed(list(enumerate(stages))):
+        seconds = plan.predicted.phases["finish"]
+        if seconds:
+            yield PipelineSlot(rank, "R", rank + index * size, 0, rounded(end_s), rounded(seconds))
+        end_s += seconds
+
+
+def _predicted(own: Sequence[Sequence[Plan]], busy_s: Sequence[float], step_s: float) -> Prediction:
+    def peak(rank: int) -> int:
+        return sum(p.predicted.peak_memory_bytes for p in own[rank])
+
+    slowest = [p.predicted for p in own[max(range(len(own)), key=busy_s.__getitem__)]]
+    memory: Counter[str] = Counter()
+    for plan in own[max(range(len(own)), key=peak)]:
+        memory.update(plan.predicted.memory)
+    num_axes = max(len(p.hidden_comm_s) for p in slowest)
+    hidden = [sum(p.hidden_comm_s[axis] for p in slowest if p.hidden_comm_s)
+              for axis in range(num_axes)]  # fmt: skip
+    compute_s = sum(p.compute_time_s for p in slowest)
+    comm_s = sum(p.comm_time_s for p in slowest)
+    offload_s = sum(p.offload_s for p in slowest)
+    phases: Counter[str] = Counter()
+    for p in slowest:
+        phases.update(p.phases)
+    return Prediction(
+        step_time_s=step_s,
+        compute_time_s=compute_s,
+        comm_time_s=comm_s,
+        hidden_comm_s=tuple(hidden),
+        bubble_s=max(0.0, step_s - compute_s - (comm_s - sum(hidden)) - offload_s),
+        peak_memory_bytes=max(peak(rank) for rank in range(len(own))),
+        memory=dict(memory),
+        comm_bytes=_comm_bytes(slowest),
+        timeline=_timeline(slowest),
+        phases=dict(phases),
+        offload_s=offload_s,
+        host_bytes=max(sum(p.predicted.host_bytes for p in stages) for stages in own),
+    )
+
+
+def _comm_bytes(stages: Iterable[Prediction]) -> tuple[CommBytes, ...]:
+    size: Counter[tuple[int, str]] = Counter()
+    count: Counter[tuple[int, str]] = Counter()
+    for row in (row for p in stages for row in p.comm_bytes):
+        size[row.axis, row.kind] += row.num_bytes
+        count[row.axis, row.kind] += row.count
+    return tuple(
+        CommBytes(axis=axis, kind=kind, num_bytes=size[axis, kind], count=n)
+        for (axis, kind), n in sorted(count.items())
+    )
+
+
+def _timeline(stages: Sequence[Prediction]) -> Timeline:
+    """The stages of a rank one behind the other."""
+    if len(stages) == 1:
+        return stages[0].timeline
+    kinds = tuple(dict.fromkeys(kind for p in stages for kind in p.timeline.kinds))
+    ops = []
+    for p in stages:
+        for op in p.timeline.ops:
+            known: Mapping[str, int] = dict(zip(p.timeline.kinds, op.live, strict=False))
+            live = tuple(known.get(kind, 0) for kind in kinds) if op.live else ()
+            ops.append(replace(op, live=live))
+    alternatives = {k: a for p in stages for k, a in p.timeline.alternatives.items()}
+    return Timeline(ops=tuple(ops), kinds=kinds, alternatives=alternatives)
