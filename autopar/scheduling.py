@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.codegen.emit import emit
-from autopar.codegen.stages import staged
+from autopar.codegen.stages import staged_as_planned
 from autopar.codegen.turns import TurnProgram, emit_turns
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
@@ -84,15 +84,7 @@ def _hidden(op: PlannedOp, move: PlannedMove, shares: Shares) -> float:
 def _scheduled_stages(plan: Plan, traced: TracedModel) -> Plan:
     p = plan.pipeline
     assert p is not None
-    parts = staged(
-        traced,
-        p.time,
-        p.cuts,
-        size=p.size,
-        microbatches=p.microbatches,
-        schedule=p.schedule,
-        chunks=p.chunks,
-    )
+    parts = staged_as_planned(traced, p)
     orders = actions(p.schedule, p.size, p.microbatches, p.chunks)
     splits = any(action.kind == "I" for order in orders for action in order)
     cluster = Cluster.from_dict(plan.cluster)

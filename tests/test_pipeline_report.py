@@ -16,6 +16,7 @@ from autopar.core.plan import Plan
 from autopar.core.timeline import PipelineSlot
 from autopar.report.page import page_data, render_page
 from autopar.scheduling import scheduled
+from tests.browser import browser, inspect
 from tests.dist import run_ranks
 from tests.test_turn_passes import MODES, built, planned
 
@@ -104,6 +105,30 @@ def test_the_page_draws_every_stage_and_microbatch() -> None:
     page = render_page(plan)
     assert 'id="pipeline-svg"' in page
     assert "pipeline 2 × " in page
+
+
+@pytest.mark.skipif(browser() is None, reason="no Chromium is installed")
+def test_the_drawn_page_has_a_row_for_each_stage() -> None:
+    probe = """(doc) => {
+      const rects = [...doc.querySelectorAll("#pipeline-svg rect")];
+      const texts = [...doc.querySelectorAll("#pipeline-svg text")].map((t) => t.textContent);
+      return {
+        rects: rects.length,
+        kinds: [...new Set(rects.map((r) => r.dataset.kind))],
+        rows: texts.filter((t) => t.startsWith("rank")),
+        legend: doc.querySelectorAll("#pipeline-legend span").length,
+      };
+    }"""
+    plan = plan_of("pp2-zero3")
+    assert plan.pipeline is not None
+    seen = inspect(render_page(plan), probe=probe)
+    assert seen["ready"] == "yes"
+    assert seen["requests"] == []
+    found = seen["found"]
+    assert found["rects"] == len(plan.pipeline.slots)
+    assert found["rows"] == ["rank 0, stage 0", "rank 1, stage 1"]
+    assert {"F", "B"} <= set(found["kinds"])
+    assert found["legend"] >= 2
 
 
 def profiled(rank: int, path: str) -> tuple[float, float]:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from autopar.codegen.microbatch import Microbatch, localise
 from autopar.core.graph import TracedModel
-from autopar.core.plan import NodePlan
+from autopar.core.plan import NodePlan, PipelinePlan
 from autopar.core.schedule import actions, in_flight
 from autopar.core.stages import Stages, cut
 
-__all__ = ["Staged", "staged"]
+__all__ = ["Staged", "staged", "staged_as_planned"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,3 +58,17 @@ def staged(
         for s, model in enumerate(stages.models)
     )
     return Staged(microbatch=micro, stages=replace(stages, models=models))
+
+
+def staged_as_planned(traced: TracedModel, pipeline: PipelinePlan, turn: int = 0) -> Staged:
+    """`staged` with what a plan says."""
+    return staged(
+        traced,
+        pipeline.time,
+        pipeline.cuts,
+        size=pipeline.size,
+        microbatches=pipeline.microbatches,
+        schedule=pipeline.schedule,
+        chunks=pipeline.chunks,
+        turn=turn,
+    )

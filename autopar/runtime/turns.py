@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.codegen.microbatch import Microbatch
-from autopar.codegen.stages import Staged, staged
+from autopar.codegen.stages import Staged, staged_as_planned
 from autopar.codegen.turns import TURN, TurnProgram, emit_turns
 from autopar.core.graph import TracedModel
 from autopar.core.placement import Layout
@@ -115,19 +115,8 @@ def microbatch_inputs(
 
 def stages_at_turns(traced: TracedModel, pipeline: PipelinePlan) -> list[Staged]:
     """The stages at the first turns: as many as tell how arguments depend on the turn."""
-    return [
-        staged(
-            traced,
-            pipeline.time,
-            pipeline.cuts,
-            size=pipeline.size,
-            microbatches=pipeline.microbatches,
-            schedule=pipeline.schedule,
-            chunks=pipeline.chunks,
-            turn=turn,
-        )
-        for turn in range(min(_DEPENDENT_TURNS, pipeline.microbatches))
-    ]
+    turns = range(min(_DEPENDENT_TURNS, pipeline.microbatches))
+    return [staged_as_planned(traced, pipeline, turn) for turn in turns]
 
 
 class Strided(fx.Interpreter):
