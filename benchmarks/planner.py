@@ -105,7 +105,13 @@ def _mixtral() -> nn.Module:
 
 def _t5() -> nn.Module:
     config = hf.T5Config(
-        d_model=1024, d_kv=128, d_ff=65536, num_layers=24, num_heads=128, dropout_rate=0.0
+        d_model=1024,
+        d_kv=128,
+        d_ff=65536,
+        num_layers=24,
+        num_heads=128,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
     )
     return hf.T5ForConditionalGeneration(config)
 
