@@ -21,6 +21,7 @@ from autopar.core.graph import InputSpec, Repeat, TracedModel, node_info, tensor
 __all__ = ["Block", "Blocks", "block_of"]
 
 _BLOCK = re.compile(r"^(.*?)\.(\d+)(?:\.|$)")
+_MANY = 3  # blocks; a skip connection leads to one
 _SALTED = (torch.ops.autopar.dropout.default, torch.ops.autopar.uniform.default)
 
 
@@ -155,11 +156,14 @@ class Blocks:
         if node.target in _SALTED:
             salt = 3 if node.target is _SALTED[0] else 1
             args = (*args[:salt], 0, *args[salt + 1 :])
-        wired = map_aggregate((args, dict(node.kwargs)), lambda a: self._wire(block, a))
         phase = node_info(self.traced, node).phase
+        # contributions to the gradient of a shared value are added up block by block, where the
+        # first has nothing to add to
+        adds = phase == "backward" and node.target is torch.ops.aten.add.Tensor
+        wired = map_aggregate((args, dict(node.kwargs)), lambda a: self._wire(block, a, adds))
         return (str(node.target), shape, phase, str(wired))
 
-    def _wire(self, block: Block, operand: Any) -> Any:
+    def _wire(self, block: Block, operand: Any, adds: bool) -> Any:
         if not isinstance(operand, fx.Node):
             return repr(operand)
         if operand.name not in self.place:
@@ -168,9 +172,17 @@ class Blocks:
         if source.container != block.container:
             return (source.container, source.number, position)
         if source.number != block.number:
+            if self._is_shared(operand, source):
+                return ("shared", operand.name)
             # by kind: the first and last blocks have a few nodes more or less
             value = tensor_meta(operand)
             shape = tuple(value.shape) if value is not None else None
             distance = self.rank(source) - self.rank(block)
-            return ("neighbour", distance, str(operand.target), shape)
+            return ("neighbour", distance, "" if adds else str(operand.target), shape)
         return ("block", position)
+
+    def _is_shared(self, node: fx.Node, source: Block) -> bool:
+        """True for what a block makes for many others, such as a bias of all attention scores."""
+        readers = {self.place[u.name][0] for u in node.users if u.name in self.place}
+        others = {r for r in readers if r.container == source.container and r != source}
+        return len(others) >= _MANY
