@@ -70,11 +70,13 @@ class StageValues:
         return written
 
     def finish(self) -> dict[str, Any]:
-        """Reduce the sums; returns what that writes."""
-        written = self._keep("finish", {**self.lasting, **self.sums}, {})
-        self.sums = {}
+        """Reduce the sums, each of which goes with its last use; returns what that writes."""
+        piece = self.program.parts["finish"]
+        operands = [
+            self.sums.pop(name) if name in self.sums else self.lasting[name] for name in piece.reads
+        ]
         self.lasting = {}
-        return written
+        return dict(zip(piece.writes, self.run("finish", operands), strict=True))
 
     def _keep(
         self,
