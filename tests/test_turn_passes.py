@@ -234,6 +234,46 @@ def test_what_another_stage_waits_for_is_in_no_bucket() -> None:
             assert all("gradient of" not in origin for origin, _ in node.meta.get("members", ()))
 
 
+def live_peaks(rank: int, constraints: Any) -> list[int]:
+    """Most that is live in the second step, without passes and with all of them."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import autopar
+    from autopar.runtime.live import LiveBytes
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = Tower(0.0, width=32, layers=4).train()
+    inputs = {"x": torch.randn(64, 32), "labels": torch.arange(64) % 4}
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    found = []
+    for passes in ((), None):
+        parallel = autopar.parallelize(
+            model, mesh, inputs, constraints=constraints, passes=passes, cache=False
+        )
+        parallel.train_step(**inputs)
+        parallel.zero_grad()
+        live = LiveBytes()
+        live.hold([list(parallel.parameters()), list(parallel.buffers()), inputs])
+        with live:
+            parallel.train_step(**inputs)
+        found.append(live.peak_bytes)
+    return found
+
+
+@pytest.mark.parametrize(
+    "constraints",
+    [
+        {"pipeline": {"microbatches": 4}, "data": 2, "zero": 0},
+        pytest.param({"pipeline": {"microbatches": 4}, **ZERO3}, marks=pytest.mark.slow),
+    ],
+    ids=["zero0", "zero3"],
+)
+def test_passes_hold_no_more_on_real_ranks(constraints: Any) -> None:
+    for without, with_all in run_ranks(live_peaks, 2, constraints, timeout=300):
+        assert with_all <= 1.02 * without
+
+
 # --- Inductor
 
 
