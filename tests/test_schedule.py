@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
 
 import pytest
 
+from autopar.core.flights import arrived, flights
 from autopar.core.schedule import SCHEDULES, Action, actions, in_flight
 from autopar.cost_model.pipeline import ScheduleError, simulate_pipeline
 from autopar.errors import ConstraintError
@@ -145,3 +147,37 @@ def test_a_blocking_rank_computes_nothing_while_it_sends():
     starts = {str(s.action): s.start_s for s in result.spans}
     assert starts["0F1"] == 6.0
     assert result.step_s > simulate_pipeline(orders, seconds, 5.0).step_s
+
+
+@pytest.mark.parametrize(("schedule", "p", "m", "v"), GRID)
+def test_what_is_waited_for_has_arrived_however_ranks_are_delayed(schedule, p, m, v):
+    orders, draw = actions(schedule, p, m, v), random.Random(0)
+    known = arrived(orders)
+    for order, there in zip(orders, known, strict=True):
+        found = [a for row in there for a in row]
+        assert len(set(found)) == len(found) and set(found) <= set(order)
+    begun, ended = set(), set()
+    positions = [0] * p
+    while any(positions[r] < len(orders[r]) for r in range(p)):
+        rank = draw.randrange(p)  # a rank that is never drawn for long is a slow one
+        if positions[rank] == len(orders[rank]):
+            continue
+        action = orders[rank][positions[rank]]
+        kinds = "FIW" if schedule == "zero-bubble" else "FB"
+        if not set(_needs(action, p * v, kinds)) <= ended:
+            continue
+        for sent in known[rank][positions[rank]]:
+            kind = "F" if sent.kind == "F" else kinds[1]
+            stage = sent.stage + (1 if kind == "F" else -1)
+            assert Action(kind, stage, sent.microbatch) in begun | {action}
+        begun.add(action)
+        ended.add(action)
+        positions[rank] += 1
+
+
+@pytest.mark.parametrize(("schedule", "p", "m", "v"), GRID)
+def test_what_is_in_flight_is_split_where_sums_of_gradients_begin(schedule, p, m, v):
+    orders = actions(schedule, p, m, v)
+    for flight, most in zip(flights(orders), in_flight(orders).stages, strict=True):
+        assert max(flight.first, flight.later) == most
+        assert flight.first >= 1 and (flight.later > 0) == (m > 1 or schedule == "zero-bubble")

@@ -24,6 +24,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from autopar.codegen import program_pass
+from autopar.codegen.accumulate import accumulated
 from autopar.codegen.emit import _Emitter, check_traffic, count_collectives
 from autopar.codegen.fusion import GENERATED, Fusion, fuse
 from autopar.codegen.partition import EmptiesItsList, copy_part
@@ -48,7 +49,8 @@ class Part:
     """A piece of the program.
 
     Attributes:
-        module: takes one list of the values in `reads`, which it empties; returns `writes`.
+        module: takes one list of the values in `reads`, which it empties; returns `writes`, of
+            which contributions to gradients are added to the sums that it reads.
         reads, writes: names of values.
     """
 
@@ -331,8 +333,12 @@ def _parts(
     needed |= {n for n in body["backward"] if n.target is operator.getitem and n.args[0] in needed}
     body["input"] = [n for n in body["backward"] if n in needed]
     body["weight"] = [n for n in body["backward"] if n not in needed]
-    leaving = {name for _, _, name in outputs} | set(sums)
-    return {part: _part(inside, leaving) for part, inside in body.items()}
+    summed = set(sums)
+    leaving = {name for _, _, name in outputs} | summed
+    return {
+        part: _part(inside, leaving, set() if part == "finish" else summed)
+        for part, inside in body.items()
+    }
 
 
 def _ancestors(ends: Iterable[fx.Node], among: set[fx.Node]) -> set[fx.Node]:
@@ -346,7 +352,7 @@ def _ancestors(ends: Iterable[fx.Node], among: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _part(inside: list[fx.Node], leaving: set[str]) -> Part:
+def _part(inside: list[fx.Node], leaving: set[str], sums: set[str]) -> Part:
     members = set(inside)
     reads = dict.fromkeys(a for n in inside for a in n.all_input_nodes if a not in members)
     writes = [
@@ -354,6 +360,8 @@ def _part(inside: list[fx.Node], leaving: set[str]) -> Part:
             u not in members and u.op != "output" for u in n.users)
     ]  # fmt: skip
     module = copy_part(list(reads), inside, tuple(writes))
+    totals = accumulated(module.graph, [n.name for n in writes], sums)
     module.graph.set_codegen(EmptiesItsList())
     module.recompile()
-    return Part(module, tuple(n.name for n in reads), tuple(n.name for n in writes))
+    names = tuple(n.name for n in reads)
+    return Part(module, (*names, *totals), tuple(n.name for n in writes))

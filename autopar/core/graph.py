@@ -11,6 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from autopar.core.flights import Flight
+
 __all__ = [
     "InputSpec",
     "NodeInfo",
@@ -141,7 +143,9 @@ class TracedModel:
         precision: what its parameters and inputs are cast to: "fp32" (nothing), "bf16", "fp16".
         microbatches: how often the graph runs in a step; `hoisted` nodes run once, before.
         hoisted: names of nodes whose values are the same for all microbatches.
-        in_flight: how many microbatches' activations are held at once.
+        flight: how many microbatches are held at once, and what is on its way to other stages.
+        batch_bytes: of the whole batch and what is computed from it, where the graph is of a
+            microbatch.
     """
 
     graph_module: fx.GraphModule
@@ -158,7 +162,8 @@ class TracedModel:
     precision: str = "fp32"
     microbatches: int = 1
     hoisted: frozenset[str] = frozenset()
-    in_flight: int = 1
+    flight: Flight = field(default_factory=Flight)
+    batch_bytes: int = 0
     reduce_dtype: str | None = None
 
     @property

@@ -427,6 +427,10 @@ class ParallelModule(nn.Module):
             if spec.kind == "tangent":
                 value = torch.full(spec.shape, tangent, dtype=spec.dtype, device=self.device)
                 whole[spec.node] = value
+            elif spec.kind == "input":  # the caller's own: nothing writes to it
+                given = next(flat)
+                given = given.full_tensor() if isinstance(given, DTensor) else given
+                whole[spec.node] = given.to(self.device)
             elif spec.kind != "parameter" or spec.target in self._parameter_order:
                 whole[spec.node] = self._local(spec, everywhere, step, flat, seed)
         return whole

@@ -1,15 +1,17 @@
 """Runs a rank's stages in the order of a schedule, and sends what other stages need.
 
 Every rank of a stage talks to the rank of the same coordinates in the stages beside it. Shapes come
-from the plan, so nothing is negotiated. Sends are started at once and waited for at the end of the
-step; a receive is posted when its action is next. Forward and backward values go over process
-groups of their own, and so do the two ways along the line: on a device that runs the transfers of
-a group in order, no transfer then waits for one that comes later in the schedule.
+from the plan, so nothing is negotiated. Sends are started at once, and waited for where the
+schedule says that their receiver has them (`core/flights.py`); a receive is posted when its action
+is next. Forward and backward values go over process groups of their own, and so do the two ways
+along the line: on a device that runs the transfers of a group in order, no transfer then waits for
+one that comes later in the schedule.
 """
 
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.codegen.fusion import Fusion
 from autopar.codegen.stages import Staged
 from autopar.codegen.turns import TURN, TurnProgram, emit_turns
-from autopar.core.graph import TracedModel
+from autopar.core.flights import arrived
+from autopar.core.graph import OutputSpec, TracedModel
 from autopar.core.placement import Layout, local_shape
 from autopar.core.plan import PipelinePlan, Plan
 from autopar.core.schedule import Action, actions
@@ -142,9 +145,11 @@ class PipelinedStep:
         self.micro = turns[0].microbatch
         self.transfers = turns[0].stages.transfers
         p = self.pipeline
-        self.order = actions(p.schedule, p.size, p.microbatches, p.chunks)[mesh.rank]
+        orders = actions(p.schedule, p.size, p.microbatches, p.chunks)
         if not traced.training:
-            self.order = tuple(a for a in self.order if a.kind == "F")
+            orders = tuple(tuple(a for a in order if a.kind == "F") for order in orders)
+        self.order = orders[mesh.rank]
+        self.arrived = arrived(orders)[mesh.rank]
         self.device = torch.device(mesh.stage.device_type)
         coords = mesh.stage.get_coordinate()
         assert coords is not None
@@ -213,10 +218,10 @@ class _Run:
         self.plans = step.pipeline.stages
         self.shape = self.plans[0].mesh_shape
         self.values = {
-            s: StageValues(program, self._runner(s), _add) for s, program in step.programs.items()
+            s: StageValues(program, self._runner(s)) for s, program in step.programs.items()
         }
         self.here: dict[tuple[int, str, int], Tensor] = {}  # from a stage of this rank
-        self.sending: list[tuple[Any, Tensor]] = []
+        self.sending: dict[Action | None, list[tuple[Any, Tensor]]] = defaultdict(list)
         self.result = PipelineResult({}, {}, {})
 
     def _runner(self, stage: int) -> Any:
@@ -233,30 +238,45 @@ class _Run:
             for stage, values in self.values.items():
                 given = self._lasting(stage) | self._arriving(stage, "hoist", 0)
                 self._leave(stage, values.prepare(given), 0)
-            for action in step.order:
-                self._act(action)
+            for action, there in zip(step.order, step.arrived, strict=True):
+                self._act(action, there)
             if step.traced.training:
                 self._finish()
             self._share_outputs()
-            for work, _ in self.sending:
-                work.wait()
+            for sender in list(self.sending):
+                self._let_go(sender)
         return self.result
 
-    def _act(self, action: Action) -> None:
+    def _act(self, action: Action, there: Sequence[Action]) -> None:
+        """Run an action. `there`: what other ranks are known to have by then."""
         stage, turn = action.stage, action.microbatch
         values = self.values[stage]
         if action.kind == "F":
-            given = self._inputs(stage, turn) | self._arriving(stage, "forward", turn)
-            self._leave(stage, values.forward(turn, given), turn)
+            written = values.forward(turn, self._forward_inputs(stage, turn, there))
             if not self.step.traced.training:
                 del values.turns[turn]
         elif action.kind == "W":
-            self._leave(stage, values.backward(turn, {}, "weight"), turn)
+            written = values.backward(turn, self._received(stage, "", turn, there), "weight")
         else:
             part = PARTS[action.kind]
-            given = self._arriving(stage, "backward", turn)
-            self._leave(stage, values.backward(turn, given, part), turn)
-        self.sending = [(w, t) for w, t in self.sending if not w.is_completed()]
+            written = values.backward(turn, self._received(stage, "backward", turn, there), part)
+        self._leave(stage, written, turn, action)
+
+    def _forward_inputs(self, stage: int, turn: int, there: Sequence[Action]) -> dict[str, Any]:
+        return self._inputs(stage, turn) | self._received(stage, "forward", turn, there)
+
+    def _received(
+        self, stage: int, phase: str, turn: int, there: Sequence[Action]
+    ) -> dict[str, Any]:
+        """What arrives for an action; then what was sent and is known to have arrived goes."""
+        found = self._arriving(stage, phase, turn)
+        for action in there:
+            self._let_go(action)
+        return found
+
+    def _let_go(self, action: Action | None) -> None:
+        for work, _ in self.sending.pop(action, ()):
+            work.wait()
 
     def _finish(self) -> None:
         """Reduce gradients; contributions to those of other stages' parameters go there."""
@@ -265,7 +285,7 @@ class _Run:
         for stage in self.values:
             for name, value in self._arriving(stage, "finish", 0).items():
                 known = self.result.gradients.get(name)
-                self.result.gradients[name] = value if known is None else known + value
+                self.result.gradients[name] = value if known is None else known.add_(value)
 
     # --- values --------------------------------------------------------------------------------
     def _lasting(self, stage: int) -> dict[str, Any]:
@@ -294,7 +314,9 @@ class _Run:
             return value
         return take_shard(value, layout, self.shape, self.step.coords)
 
-    def _leave(self, stage: int, written: Mapping[str, Any], turn: int) -> None:
+    def _leave(
+        self, stage: int, written: Mapping[str, Any], turn: int, action: Action | None = None
+    ) -> None:
         """Send, keep or return what a part wrote."""
         result = self.result
         for spec, _, name in self.step.programs[stage].outputs:
@@ -302,7 +324,7 @@ class _Run:
                 continue
             value = written[name]
             if spec.kind == "sent":
-                self._send(stage, spec.target, spec.accumulated, value, turn)
+                self._send(stage, spec, value, turn, action)
             elif spec.kind == "gradient":
                 result.gradients[spec.target] = value
             elif spec.kind == "buffer":
@@ -325,12 +347,17 @@ class _Run:
         index = self.step.transfers.index(transfer)
         return index * self.step.pipeline.microbatches + turn
 
-    def _send(self, stage: int, name: str, accumulated: bool, value: Tensor, turn: int) -> None:
+    def _send(
+        self, stage: int, spec: OutputSpec, value: Tensor, turn: int, action: Action | None
+    ) -> None:
+        """Send a value; it is held until its receiver is known to have it."""
         for t in self.step.transfers:
-            if t.source != stage or t.value != name or (t.phase == "finish") != accumulated:
+            if t.source != stage or t.value != spec.target:
+                continue
+            if (t.phase == "finish") != spec.accumulated:
                 continue
             if self._rank_of(t.target) == self.mesh.rank:
-                self.here[t.target, name, turn] = value
+                self.here[t.target, t.value, turn] = value
                 continue
             value = value.contiguous()
             work = dist.isend(
@@ -339,7 +366,7 @@ class _Run:
                 group_dst=self._rank_of(t.target),
                 tag=self._tag(t, turn),
             )
-            self.sending.append((work, value))
+            self.sending[action].append((work, value))
 
     def _arriving(self, stage: int, phase: str, turn: int) -> dict[str, Tensor]:
         """Values of a phase that other stages have sent to a stage."""
@@ -389,8 +416,3 @@ def _of_stage(fusion: Fusion | None, stage: int) -> Fusion | None:
     if fusion is None or fusion.dump is None:
         return fusion
     return replace(fusion, dump=f"{fusion.dump}/stage{stage}")
-
-
-def _add(total: Tensor | None, more: Tensor) -> Tensor:
-    """Add in place; the first contribution may share memory with another, so it is copied."""
-    return more.clone() if total is None else total.add_(more)

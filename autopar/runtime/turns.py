@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autopar.codegen.accumulate import PREFIX
 from autopar.codegen.microbatch import Microbatch
 from autopar.codegen.stages import Staged, staged_as_planned
 from autopar.codegen.turns import TURN, TurnProgram, emit_turns
@@ -21,24 +22,24 @@ from autopar.runtime.shards import assemble, take_shard
 __all__ = ["StageValues", "Strided", "microbatch_inputs", "run_stages", "stages_at_turns"]
 
 Run = Callable[[str, list[Any]], Sequence[Any]]
-Add = Callable[[Any, Any], Any]
 
+_TURNS = ("forward", "backward", "input", "weight", "finish")
 _DEPENDENT_TURNS = 3  # the third checks that arguments grow by equal steps
 
 
 class StageValues:
     """The values of one stage by name: of the whole step, and of each microbatch in flight.
 
+    A value is held until its last reader has run; what a part only sends is not held here.
+
     Args:
         program: of the stage.
         run: executes a part on the values that it reads.
-        add: adds a contribution to a sum, which is None at first.
     """
 
-    def __init__(self, program: TurnProgram, run: Run, add: Add) -> None:
+    def __init__(self, program: TurnProgram, run: Run) -> None:
         self.program = program
         self.run = run
-        self.add = add
         self.lasting: dict[str, Any] = {}
         self.turns: dict[int, dict[str, Any]] = {}
         self.sums: dict[str, Any] = {}
@@ -46,24 +47,23 @@ class StageValues:
     def prepare(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Take the step's values, run what is hoisted; returns what it writes."""
         self.lasting.update(given)
-        return self._keep("prepare", self.lasting, self.lasting)
+        piece = self.program.parts["prepare"]
+        return self._run("prepare", [self.lasting[n] for n in piece.reads], self.lasting, _TURNS)
 
-    def forward(self, turn: int, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Run a microbatch's forward; returns what it writes."""
-        self.turns[turn] = dict(given)
-        return self._keep("forward", self.turns[turn], self.turns[turn], ("backward",))
+    def forward(self, turn: int, given: dict[str, Any]) -> dict[str, Any]:
+        """Run a microbatch's forward on what it alone reads; returns what it writes."""
+        self.turns[turn] = given
+        return self._turn("forward", given, ("backward",))
 
-    def backward(
-        self, turn: int, given: Mapping[str, Any], part: str = "backward"
-    ) -> dict[str, Any]:
+    def backward(self, turn: int, given: dict[str, Any], part: str = "backward") -> dict[str, Any]:
         """Run a microbatch's backward, or one of its two parts; gradients go to the sums."""
         values = self.turns[turn]
         values.update(given)
-        later = ("weight",) if part == "input" else ()
-        written = self._keep(part, values, values, later)
+        del given  # what arrived goes with its last use
+        written = self._turn(part, values, ("weight",) if part == "input" else ())
         for name in self.program.sums:
             if name in written:
-                self.sums[name] = self.add(self.sums.get(name), written.pop(name))
+                self.sums[name] = written.pop(name)
                 values.pop(name, None)
         if part != "input":
             del self.turns[turn]
@@ -71,29 +71,33 @@ class StageValues:
 
     def finish(self) -> dict[str, Any]:
         """Reduce the sums, each of which goes with its last use; returns what that writes."""
-        piece = self.program.parts["finish"]
-        operands = [
-            self.sums.pop(name) if name in self.sums else self.lasting[name] for name in piece.reads
-        ]
-        self.lasting = {}
-        return dict(zip(piece.writes, self.run("finish", operands), strict=True))
+        values = {**self.lasting, **self.sums}
+        self.lasting, self.sums = {}, {}
+        operands = [values[n] for n in self.program.parts["finish"].reads]
+        values.clear()
+        return self._run("finish", operands, {}, ())
 
-    def _keep(
-        self,
-        part: str,
-        values: Mapping[str, Any],
-        target: dict[str, Any],
-        later: Sequence[str] = (),
+    def _turn(self, part: str, values: dict[str, Any], later: Sequence[str]) -> dict[str, Any]:
+        operands = [self._read(n, values) for n in self.program.parts[part].reads]
+        # what no later part of this microbatch reads goes with its last use
+        needed = {name for p in later for name in self.program.parts[p].reads}
+        for name in [n for n in values if n not in needed and n != TURN]:
+            del values[name]
+        return self._run(part, operands, values, later)
+
+    def _read(self, name: str, values: Mapping[str, Any]) -> Any:
+        if name.startswith(PREFIX):
+            return self.sums.get(name.removeprefix(PREFIX))
+        return values[name] if name in values else self.lasting[name]
+
+    def _run(
+        self, part: str, operands: list[Any], target: dict[str, Any], later: Sequence[str]
     ) -> dict[str, Any]:
-        piece = self.program.parts[part]
-        operands = [values[n] if n in values else self.lasting[n] for n in piece.reads]
-        if target is not self.lasting:
-            # what no later part of this microbatch reads goes with its last use
-            needed = {name for p in later for name in self.program.parts[p].reads}
-            for name in [n for n in target if n not in needed and n != TURN]:
-                del target[name]
-        written = dict(zip(piece.writes, self.run(part, operands), strict=True))
-        target.update(written)
+        """Run a part; what later ones read is kept in `target`."""
+        results = self.run(part, operands)
+        written = dict(zip(self.program.parts[part].writes, results, strict=True))
+        needed = {name for p in later for name in self.program.parts[p].reads}
+        target.update((name, value) for name, value in written.items() if name in needed)
         return written
 
 
@@ -177,7 +181,7 @@ class _AllStages:
             ]
             for s, plan in enumerate(pipeline.stages)
         ]
-        self.values = [StageValues(p[0], self._runner(p), _added) for p in self.programs]
+        self.values = [StageValues(p[0], self._runner(p)) for p in self.programs]
         self.results: dict[tuple[str, str], Tensor] = {}
         p = pipeline
         orders = actions(p.schedule, p.size, p.microbatches, p.chunks)
@@ -187,7 +191,10 @@ class _AllStages:
         def run(part: str, operands: list[Any]) -> Sequence[Any]:
             results = run_lockstep(
                 [p.parts[part].module.graph for p in programs],
-                [[value[rank] for value in operands] for rank in range(len(programs))],
+                [
+                    [None if value is None else value[rank] for value in operands]
+                    for rank in range(len(programs))
+                ],
                 self.mesh,
             )
             return list(zip(*results, strict=True))
@@ -263,9 +270,3 @@ class _AllStages:
                 value = assemble(self.sent[t.source, t.value], layout, self.mesh)
                 known = self.results.get(("gradient", t.value))
                 self.results["gradient", t.value] = value if known is None else known + value
-
-
-def _added(total: Any, more: Any) -> Any:
-    if total is None:
-        return [value.clone() for value in more]
-    return [a + b for a, b in zip(total, more, strict=True)]

@@ -22,7 +22,7 @@ from autopar.core.timeline import Alternative, OpPhase, PlannedOp, PlannedSpan, 
 from autopar.core.work import op_class
 from autopar.cost_model import Cluster, moments
 from autopar.solver.build import StepProblem
-from autopar.solver.price import Decision, Pricing, Schedule, lasting_bytes
+from autopar.solver.price import Decision, Pricing, Schedule, highest, lasting_bytes
 from autopar.solver.problem import Assignment, ChoiceProblem
 from autopar.solver.step import FoldedSpan, Op, Step, folded_spans
 
@@ -47,7 +47,7 @@ def timeline(
     """
     pricing = Pricing(step, cluster, decision)
     pricing.communicate()
-    schedule = Schedule(pricing)
+    schedule, _ = highest(pricing, optimizer)
     live, kinds = _live(schedule, pricing, optimizer)
     others = other_states(built.problem, chosen)
     ops = tuple(

@@ -27,8 +27,10 @@ from autopar.solver.step import (
     Value,
     folded_spans,
     input_bytes,
+    leaving,
     ordered,
     sums_of_turns,
+    turning_sends,
 )
 
 __all__ = ["Liveness", "priced"]
@@ -79,8 +81,7 @@ class Liveness:
         ]
         reads += [(value, end) for value in self.step.results]
         if self.step.in_turns:
-            leaving = (*self.step.gradients.values(), *(s.value for s in self.step.sends))
-            reads += [(v, self.position[v[0]]) for v in leaving if v[0] in ops]
+            reads += leaving(self.step, self.order)
         for value, position in reads:
             while True:
                 self.ends[value] = max(self.ends.get(value, -1), position)
@@ -108,17 +109,24 @@ class Liveness:
         return row
 
     def _between_turns(self, row: Row) -> None:
-        """Sums of gradients, what arrives from other stages, and other microbatches in flight."""
+        """Sums of gradients, what goes between stages, and other microbatches in flight."""
         step, blocks = self.step, self.step.blocks
         sums = sums_of_turns(step)
-        leaving = (*step.gradients.values(), *(s.value for s in step.sends))
-        for value in dict.fromkeys(leaving):
+        values = (*step.gradients.values(), *(s.value for s in step.sends))
+        for value in dict.fromkeys(values):
             if value[0] in sums and value[0] in step.ops:
                 owner = self.built.classes[value[0]]
                 layouts = [c.outputs[value[1]] for c in self.built.candidates[owner]]
                 sizes = self._bytes(step.specs[value], layouts)
                 row.add(owner, sizes * blocks.copies(value[0]))
-        in_flight = blocks.traced.in_flight
+        flight = blocks.traced.flight
+        in_flight = max(flight.first, flight.later)
+        for send, late in turning_sends(step):
+            times = max(flight.down if late else flight.up)
+            row.add(
+                send.port,
+                times * self._bytes(step.ports[send.port], self.built.storages[send.port]),
+            )
         for name, spec in step.ports.items():
             if (name, 0) in step.specs:
                 once = step.is_hoisted(name) or blocks.traced.info[name].phase == "backward"
@@ -170,6 +178,9 @@ class Liveness:
                 self._gradient(row, name, just=born == position)
         for span in self.spans:
             self._others(row, span, position)
+        if self.step.in_turns and position >= len(self.order):
+            for name in self.step.gradients:
+                self._gradient(row, name, just=False)
         return row
 
     def _others(self, row: Row, span: FoldedSpan, position: int) -> None:
@@ -248,7 +259,8 @@ class Liveness:
         owner = self.built.classes[name]
         storages = self.built.storages[owner]
         whole = TensorSpec(spec.shape, spec.dtype)
-        row.add(owner, self._bytes(whole, storages))
+        copies = self.step.blocks.copies(name) if self.step.in_turns else 1
+        row.add(owner, copies * self._bytes(whole, storages))
         value = self.step.gradients[name]
         sources = self.built.produced(value)
         if not just or sources is None or value in self.ends:

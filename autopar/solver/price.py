@@ -29,14 +29,26 @@ from autopar.solver.step import (
     Bucket,
     FoldedSpan,
     Op,
+    Send,
     Step,
     Value,
     folded_spans,
+    leaving,
     ordered,
     sums_of_turns,
+    turning_sends,
 )
 
-__all__ = ["Decision", "Price", "Pricing", "Schedule", "input_layouts", "lasting_bytes", "price"]
+__all__ = [
+    "Decision",
+    "Price",
+    "Pricing",
+    "Schedule",
+    "highest",
+    "input_layouts",
+    "lasting_bytes",
+    "price",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +95,7 @@ class Pricing:
         self.bytes: Counter[tuple[int, str]] = Counter()
         self.comm_s = 0.0
         self.planned: dict[str, list[PlannedMove]] = defaultdict(list)
-        self.in_flight = step.blocks.traced.in_flight
+        self.flight = step.blocks.traced.flight
         self.sums = sums_of_turns(step)
 
     def layout(self, value: Value) -> Layout:
@@ -168,7 +180,7 @@ def price(step: Step, cluster: Cluster, decision: Decision, optimizer: object) -
         CommBytes(axis=axis, kind=kind, num_bytes=pricing.bytes[axis, kind], count=count)
         for (axis, kind), count in sorted(pricing.sent.items())
     )
-    peak = _peak(pricing, optimizer)
+    _, peak = highest(pricing, optimizer)
     phases = _phases(pricing) if step.in_turns else {}
     seconds, host_bytes = _offload(pricing, optimizer)
     return Price(pricing.compute(), pricing.comm_s, comm, peak, phases, seconds, host_bytes)
@@ -227,7 +239,7 @@ def _offload(pricing: Pricing, optimizer: object) -> tuple[float, int]:
 
 
 def resident_bytes(pricing: Pricing, optimizer: object) -> dict[str, int]:
-    """Bytes that live throughout: parameters and optimizer states."""
+    """Bytes that live throughout: parameters, optimizer states and the batch."""
     parameters = states = 0
     for name, spec in pricing.step.parameters.items():
         layout = pricing.decision.storages[name]
@@ -237,56 +249,45 @@ def resident_bytes(pricing: Pricing, optimizer: object) -> dict[str, int]:
         if name in pricing.step.gradients:
             numel = share // spec.dtype.itemsize
             states += optimizer_state_bytes(optimizer, numel, spec.dtype) * times
-    found: dict[str, int] = {
-        "parameters": parameters,
-        "optimizer": states,
-        "inputs": _input_bytes(pricing),
-    }
-    return found if not pricing.step.in_turns else {**found, **_between_turns(pricing)}
-
-
-def _between_turns(pricing: Pricing) -> dict[str, int]:
-    """Sums of gradients, and what other stages have sent: one of each in flight."""
-    step = pricing.step
-    accumulated = [(v, step.blocks.copies(v[0])) for v in step.gradients.values()]
-    accumulated += [(send.value, 1) for send in step.sends if send.value[0] in pricing.sums]
-    received = 0
-    for name, spec in step.ports.items():
-        if (name, 0) in step.specs:
-            share = spec.num_bytes // shard_factor(pricing.decision.storages[name], pricing.mesh)
-            info = step.blocks.traced.info[name]
-            often = 1 if step.is_hoisted(name) or info.phase == "backward" else pricing.in_flight
-            received += share * often
-    return {
-        "gradients": sum(pricing.local_bytes(v, pricing.layout(v)) * n for v, n in accumulated),
-        "received": received,
-    }
+    return {"parameters": parameters, "optimizer": states, "inputs": _input_bytes(pricing)}
 
 
 def _input_bytes(pricing: Pricing) -> int:
     """The global batch, which the caller holds, and the share of it that the step reads."""
-    layouts = input_layouts(pricing.step, pricing.decision, len(pricing.mesh))
-    total = 0
-    for name, spec in pricing.step.inputs.items():
-        whole = pricing.step.specs[name, 0].num_bytes
-        total += whole
-        if spec.kind == "input":
-            total += whole // shard_factor(layouts[name], pricing.mesh)
+    step = pricing.step
+    layouts = input_layouts(step, pricing.decision, len(pricing.mesh))
+    total = step.blocks.traced.batch_bytes
+    for name, spec in step.inputs.items():
+        whole = step.specs[name, 0].num_bytes
+        factor = shard_factor(layouts[name], pricing.mesh)
+        if not step.in_turns:
+            total += whole + (whole // factor if spec.kind == "input" else 0)
+        elif name not in step.blocks.traced.hoisted:
+            total += whole // factor if factor > 1 else 0  # else a view of the batch
+        else:
+            total += whole
     return total
 
 
 class Schedule:
-    """Allocations and frees of the local program, in execution order."""
+    """Allocations and frees of the local program, in execution order.
 
-    def __init__(self, pricing: Pricing) -> None:
+    Of a step in microbatches, one microbatch while `in_flight` are: with the sums of gradients
+    from the start where it is a later one, else the first, which makes them.
+    """
+
+    def __init__(self, pricing: Pricing, later: bool = True) -> None:
         self.pricing = pricing
         self.step = pricing.step
+        self.later = later
+        self.in_flight = pricing.flight.later if later else pricing.flight.first
         self.order = ordered(self.step)
+        self.backward = next((p for p, op in enumerate(self.order) if op.backward), len(self.order))
         self.kinds: dict[str, str] = {}
         self.last_use = self._last_use()
         self.gradients: dict[str, list[str]] = defaultdict(list)
         self.lasting: set[Value] = set()
-        # between microbatches, gradients are added to sums that live throughout
+        # between microbatches, gradients are added to sums, which are reduced at the end
         kept = {} if self.step.in_turns else self.step.gradients
         for name, value in kept.items():
             self.gradients[value[0]].append(name)
@@ -321,52 +322,141 @@ class Schedule:
         for value in self.step.results:
             last[self._base(value)] = len(self.order)
         if self.step.in_turns:
-            born = {op.name: p for p, op in enumerate(self.order)}
-            for value in (*self.step.gradients.values(), *(s.value for s in self.step.sends)):
+            for value, position in leaving(self.step, self.order):
                 base = self._base(value)
-                last[base] = max(last.get(base, -1), born.get(value[0], -1))
+                last[base] = max(last.get(base, -1), position)
         return last
+
+    def _received(self, position: int) -> list[tuple[str, int]]:
+        """What another stage has sent for the forward or the backward that begins at an op."""
+        found: list[tuple[str, int]] = []
+        for name, spec in self.step.ports.items():
+            if (name, 0) not in self.step.specs or self.step.is_hoisted(name):
+                continue
+            backward = self.step.blocks.traced.info[name].phase == "backward"
+            if position == (self.backward if backward else self._first):
+                factor = shard_factor(self.pricing.decision.storages[name], self.pricing.mesh)
+                found.append((self._id((name, 0)), spec.num_bytes // factor))
+                self.kinds[found[-1][0]] = "received"
+        return found
+
+    @property
+    def _first(self) -> int:
+        """Position of the first op of a microbatch."""
+        return next((p for p, op in enumerate(self.order) if not self.step.is_hoisted(op.name)), 0)
+
+    def _sums(self) -> dict[str, list[tuple[str, int]]]:
+        """Sums of gradients, by the op that makes a contribution to them."""
+        found: dict[str, list[tuple[str, int]]] = defaultdict(list)
+        if self.step.in_turns:
+            values = [*self.step.gradients.values(), *(s.value for s in self.step.sends)]
+            for value in dict.fromkeys(v for v in values if v[0] in self.pricing.sums):
+                share = self.pricing.local_bytes(value, self.pricing.layout(value))
+                copies = self.step.blocks.copies(value[0])
+                found[value[0]].append((f"sum of {self._id(value)}", share * copies))
+        return found
 
     def build(self) -> list[ScheduledOp]:
         ending = defaultdict(list)
+        arriving = {p: self._received(p) for p in {self._first, self.backward}}
+        received = {buffer for found in arriving.values() for buffer, _ in found}
         for value, position in self.last_use.items():
-            if value[0] in self.step.ops and value not in self.lasting:
+            is_ours = value[0] in self.step.ops or self._id(value) in received
+            if is_ours and value not in self.lasting:
+                if self.step.is_hoisted(value[0]):  # nothing reads it when gradients are reduced
+                    position = min(position, len(self.order) - 1)
                 ending[position].append(self._id(value))
+        read = {self._id(value) for value in self.last_use}
+        sums = {} if self.later else self._sums()
+        self.kinds.update((b, "gradients") for made in sums.values() for b, _ in made)
         schedule: list[ScheduledOp] = []
         for position, op in enumerate(self.order):
             alloc, unread = self._outputs(op)
+            given = arriving.get(position, [])
+            unread = [*unread, *(b for b, _ in given if b not in read)]
             schedule.append(
                 ScheduledOp(
                     name=op.name,
-                    alloc=(*alloc, *self._reduced_gradients(op)),
+                    alloc=(*given, *alloc, *self._reduced_gradients(op), *sums.get(op.name, ())),
                     free=tuple(dict.fromkeys((*ending[position], *unread))),
                     transient_bytes=self._copies(op) + self._packed_gradients(op),
                     arriving_bytes=self._arriving(op),
                 )
             )
+        if self.step.in_turns:
+            self._send(schedule)
+            schedule.append(self._finish())
         return self._with_copies(schedule)
 
+    def _send(self, schedule: list[ScheduledOp]) -> None:
+        """Add what is on its way, from the first to the last op of the forward and backward."""
+        ends = ((self._first, self.backward - 1), (self.backward, len(self.order) - 1))
+        for late, (first, last) in enumerate(ends):
+            num_bytes = self._on_their_way(bool(late))
+            if num_bytes and first <= last < len(schedule):
+                buffer = f"sent {late}"
+                self.kinds[buffer] = "sent"
+                op = schedule[first]
+                schedule[first] = replace(op, alloc=((buffer, num_bytes), *op.alloc))
+                op = schedule[last]
+                schedule[last] = replace(op, free=(*op.free, buffer))
+
+    def _finish(self) -> ScheduledOp:
+        """All gradients are reduced at once, when the last microbatch is done."""
+        made: list[tuple[str, int]] = []
+        for name, value in self.step.gradients.items():
+            if self.pricing.moves(value, self.pricing.decision.storages[name]):
+                made.append((f"grad.{name}", self._share(name) * self.step.blocks.copies(name)))
+        self.kinds.update((buffer, "gradients") for buffer, _ in made)
+        return ScheduledOp(name="finish", alloc=tuple(made))
+
     def between_turns(self) -> dict[str, int]:
-        """Bytes that other microbatches in flight keep, and hoisted values of folded blocks."""
+        """Bytes that other microbatches keep, and hoisted values of folded blocks."""
         if not self.step.in_turns:
             return {}
         held: Counter[str] = Counter()
         blocks = self.step.blocks
-        backward = next((p for p, op in enumerate(self.order) if op.backward), len(self.order))
-        for op in self.order[:backward]:
+        for op in self.order[: self.backward]:
             hoisted = self.step.is_hoisted(op.name)
-            others = blocks.copies(op.name) * (self.pricing.in_flight - 1)
+            others = blocks.copies(op.name) * (self.in_flight - 1)
             if hoisted:
                 others = blocks.copies(op.name) - 1
             if not others:
                 continue
             for buffer, num_bytes in self._outputs(op)[0]:
                 name, _, index = buffer.rpartition(".")
-                if self.last_use.get((name, int(index)), -1) >= backward:
-                    unit = self.pricing.cluster.device.allocation_granularity_bytes
+                if self.last_use.get((name, int(index)), -1) >= self.backward:
                     kind = "gathered" if hoisted else "activations"
-                    held[kind] += others * (-(-num_bytes // unit) * unit)
-        return dict(held)
+                    held[kind] += others * self._rounded(num_bytes)
+        for position in {self._first, self.backward}:
+            for buffer, num_bytes in self._received(position):
+                name = buffer.rpartition(".")[0]
+                if position < self.backward <= self.last_use.get((name, 0), -1):
+                    held["received"] += (self.in_flight - 1) * self._rounded(num_bytes)
+        for name, spec in self.step.ports.items():
+            if (name, 0) in self.step.specs and self.step.is_hoisted(name):
+                factor = shard_factor(self.pricing.decision.storages[name], self.pricing.mesh)
+                held["received"] += self._rounded(spec.num_bytes // factor)
+        if self.later:
+            held["gradients"] = sum(n for made in self._sums().values() for _, n in made)
+        return {kind: num_bytes for kind, num_bytes in held.items() if num_bytes}
+
+    def _on_their_way(self, late: bool) -> int:
+        """What other turns have sent and the receiver may not have, while one part runs."""
+        flight, total = self.pricing.flight, 0
+        for send, backward in turning_sends(self.step):
+            kept = not backward and self.last_use.get(self._base(send.value), -1) >= self.backward
+            if not (kept and not self.pricing.moves(send.value, self._port(send))):
+                share = self.pricing.local_bytes(send.value, self._port(send))
+                total += self._rounded(share) * (flight.down if backward else flight.up)[late]
+        return total
+
+    def _port(self, send: Send) -> Layout:
+        return self.pricing.decision.storages[send.port]
+
+    def _rounded(self, num_bytes: int) -> int:
+        unit = self.pricing.cluster.device.allocation_granularity_bytes
+        return -(-num_bytes // unit) * unit
 
     def _with_copies(self, schedule: list[ScheduledOp]) -> list[ScheduledOp]:
         """Add what the other instances of folded blocks keep while the one in the graph runs.
@@ -404,8 +494,7 @@ class Schedule:
         return self.pricing.local_bytes((name, 0), self.pricing.decision.storages[name])
 
     def _times(self, num_bytes: int, span: FoldedSpan) -> int:
-        unit = self.pricing.cluster.device.allocation_granularity_bytes
-        return (span.times - 1) * (-(-num_bytes // unit) * unit)
+        return (span.times - 1) * self._rounded(num_bytes)
 
     def _id(self, value: Value) -> str:
         return f"{value[0]}.{value[1]}"
@@ -489,15 +578,25 @@ def lasting_bytes(schedule: Schedule, optimizer: object) -> dict[str, int]:
     return dict(total)
 
 
-def _peak(pricing: Pricing, optimizer: object) -> PeakMemory:
-    schedule = Schedule(pricing)
-    ops = schedule.build()
-    return peak_bytes(
-        ops,
-        resident=lasting_bytes(schedule, optimizer),
-        granularity_bytes=pricing.cluster.device.allocation_granularity_bytes,
-        kinds=schedule.kinds,
-    )
+def schedules(pricing: Pricing) -> tuple[Schedule, ...]:
+    """Of a step in microbatches that of the first and of a later one, where there are such."""
+    both = (Schedule(pricing, later=False), Schedule(pricing)) if pricing.step.in_turns else ()
+    return tuple(s for s in both if s.in_flight) or (Schedule(pricing),)
+
+
+def highest(pricing: Pricing, optimizer: object) -> tuple[Schedule, PeakMemory]:
+    """The schedule that peaks highest, and its peak."""
+    found = []
+    for schedule in schedules(pricing):
+        ops = schedule.build()
+        peak = peak_bytes(
+            ops,
+            resident=lasting_bytes(schedule, optimizer),
+            granularity_bytes=pricing.cluster.device.allocation_granularity_bytes,
+            kinds=schedule.kinds,
+        )
+        found.append((schedule, peak))
+    return max(found, key=lambda pair: pair[1].peak_bytes)
 
 
 def input_layouts(step: Step, decision: Decision, num_axes: int) -> dict[str, Layout]:

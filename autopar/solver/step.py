@@ -29,8 +29,10 @@ __all__ = [
     "Value",
     "folded_spans",
     "input_bytes",
+    "leaving",
     "ordered",
     "sums_of_turns",
+    "turning_sends",
 ]
 
 _ALIAS = torch.ops.aten.alias.default
@@ -229,10 +231,39 @@ def sums_of_turns(step: Step) -> set[str]:
     return {value[0] for value in step.gradients.values()} | {n for n in sent if n is not None}
 
 
+def turning_sends(step: Step) -> list[tuple[Send, bool]]:
+    """What goes to another stage at each turn, and whether the backward makes it."""
+    sums = sums_of_turns(step)
+    return [
+        (send, step.ops[send.value[0]].backward)
+        for send in step.sends
+        if send.value[0] in step.ops
+        and send.value[0] not in sums
+        and not step.is_hoisted(send.value[0])
+    ]
+
+
+def leaving(step: Step, order: list[Op]) -> list[tuple[Value, int]]:
+    """What leaves a microbatch, and the position in the order up to which it lives there.
+
+    Contributions to gradients are added up at once; a part of the step sends when it has ended.
+    """
+    born = {op.name: p for p, op in enumerate(order)}
+    backward = next((p for p, op in enumerate(order) if op.backward), len(order))
+    sums = [*step.gradients.values(), *(s.value for s in step.sends)]
+    found = [(value, born[value[0]]) for value in sums if value[0] in born]
+    for send, late in turning_sends(step):
+        found.append((send.value, (len(order) if late else backward) - 1))
+    found += [(s.value, len(order)) for s in step.sends if step.is_hoisted(s.value[0])]
+    return found
+
+
 def input_bytes(step: Step) -> int:
     """Bytes of the global batch, which the caller holds, and at most of the copy that is read."""
-    return sum(
-        TensorSpec(spec.shape, spec.dtype).num_bytes * (2 if spec.kind == "input" else 1)
+    traced = step.blocks.traced
+    copies = 1 + max(traced.flight.first, traced.flight.later) if step.in_turns else 2
+    return traced.batch_bytes + sum(
+        TensorSpec(spec.shape, spec.dtype).num_bytes * (copies if spec.kind == "input" else 1)
         for spec in step.inputs.values()
     )
 
