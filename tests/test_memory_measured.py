@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.runtime.live import LiveBytes
+from autopar.runtime.pipeline import PipelinedStep
 from tests import zoo
 from tests.dist import run_ranks
 
@@ -24,7 +26,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def peaks(rank: int, world: int, name: str, constraints: Any) -> tuple[int, int]:
-    """Predicted and measured peak of the second step, when AdamW has its states."""
+    """Predicted and measured peak of a rank's second step, when AdamW has its states."""
     model, inputs = zoo.MODELS[name]()
     mesh = init_device_mesh("cpu", (world,))
     parallel = autopar.parallelize(model.train(), mesh, inputs, constraints=constraints)
@@ -38,7 +40,18 @@ def peaks(rank: int, world: int, name: str, constraints: Any) -> tuple[int, int]
     live.hold([list(parallel.parameters()), list(parallel.buffers()), states, inputs])
     with live:
         parallel.train_step(**inputs)
-    return parallel.plan.predicted.peak_memory_bytes, live.peak_bytes
+    return predicted_of(parallel), live.peak_bytes
+
+
+def predicted_of(parallel: autopar.ParallelModule) -> int:
+    """The predicted peak of this rank: of its stages, where there is a pipeline."""
+    pipeline = parallel.plan.pipeline
+    if pipeline is None:
+        return parallel.plan.predicted.peak_memory_bytes
+    step = parallel.first_step
+    assert isinstance(step, PipelinedStep)
+    stages = pipeline.stages[step.mesh.rank :: pipeline.size]
+    return sum(stage.predicted.peak_memory_bytes for stage in stages)
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -49,6 +62,30 @@ def peaks(rank: int, world: int, name: str, constraints: Any) -> tuple[int, int]
 def test_the_predicted_peak_is_true(name: str, plan: str) -> None:
     world, constraints = PLANS[plan]
     for predicted, measured in run_ranks(peaks, world, world, name, constraints):
+        assert 0.98 * measured <= predicted <= 1.05 * measured
+
+
+PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
+    "turns": (1, {"pipeline": {"size": 1, "microbatches": 4}}),
+    "turns-zero3": (2, {"pipeline": {"size": 1, "microbatches": 2}, "data": 2, "zero": 3}),
+    "gpipe": (2, {"pipeline": {"size": 2, "microbatches": 4, "schedule": "gpipe"}}),
+    "1f1b": (2, {"pipeline": {"size": 2, "microbatches": 4}}),
+    "zero-bubble": (2, {"pipeline": {"size": 2, "microbatches": 4, "schedule": "zero-bubble"}}),
+    "1f1b-zero1": (4, {"pipeline": {"size": 2, "microbatches": 2}, "data": 2, "zero": 1}),
+    "1f1b-1d-full": (
+        4,
+        {"pipeline": {"size": 2, "microbatches": 4}, "tensor": "1d", "checkpoint": "full"},
+    ),
+}
+_QUICK = ("turns-zero3", "gpipe", "1f1b")
+
+
+@pytest.mark.parametrize(
+    "plan", [pytest.param(p, marks=[] if p in _QUICK else pytest.mark.slow) for p in PIPELINES]
+)
+def test_the_predicted_peak_of_each_stage_is_true(plan: str) -> None:
+    world, constraints = PIPELINES[plan]
+    for predicted, measured in run_ranks(peaks, world, world, "gpt2", constraints, timeout=300):
         assert 0.98 * measured <= predicted <= 1.05 * measured
 
 
@@ -67,3 +104,19 @@ def test_what_is_live_is_counted_once_and_let_go() -> None:
         del view, second
         (held + 3).sum()
     assert live.peak_bytes == 1200
+
+
+@pytest.mark.parametrize("dropped", [True, False])
+def test_what_a_thread_lets_go_late_is_not_counted(dropped: bool) -> None:
+    """As the thread of a process group does with what a collective has sent."""
+    live = LiveBytes()
+    with live:
+        sent = torch.ones(1000)
+        of_thread = [sent]
+        kept = None if dropped else sent
+        live.lend(sent)
+        Timer(0.05, of_thread.clear).start()
+        del sent
+        torch.ones(500)
+    assert live.peak_bytes == (4000 if dropped else 6000)
+    del kept

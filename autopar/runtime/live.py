@@ -1,7 +1,13 @@
-"""Measures live bytes: every storage that ops create while the mode is on, until it is freed."""
+"""Measures live bytes: every storage that ops create while the mode is on, until it is freed.
+
+The thread of a process group that ran a collective drops what it sent some time after the wait for
+it has returned, the later the busier the machine is. So before a peak is noted, such storages get
+time to go: what is still there then is held by the program.
+"""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -11,6 +17,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["LiveBytes"]
+
+_PATIENCE_S = 0.5
+_POLL_S = 1e-3
 
 
 class LiveBytes(TorchDispatchMode):
@@ -26,13 +35,27 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.live: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak_bytes = 0
+        self._held: set[int] = set()
+        self._sent: dict[int, list[StorageWeakRef]] = {}  # by the storage of what arrives
+        self._lent: list[StorageWeakRef] = []
 
     def hold(self, tensors: Any) -> None:
         """Count tensors (DTensors by their local part) that exist already."""
         for tensor in pytree.tree_leaves(tensors):
             if isinstance(tensor, Tensor):
-                self._add(tensor.to_local() if hasattr(tensor, "to_local") else tensor)
+                local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+                self._add(local)
+                self._held.add(local.untyped_storage()._cdata)
         self._note()
+
+    def lend(self, tensors: Any) -> None:
+        """Tensors that the program may have dropped, and another thread is about to."""
+        self._lent += self._references(tensors)
+
+    def _references(self, tensors: Any) -> list[StorageWeakRef]:
+        """To the storages that do not last anyway."""
+        storages = [t.untyped_storage() for t in pytree.tree_leaves(tensors) if _is_tensor(t)]
+        return [StorageWeakRef(s) for s in storages if s._cdata not in self._held]
 
     def _add(self, tensor: Tensor) -> None:
         if tensor.device.type == "meta" or type(tensor) not in (Tensor, torch.nn.Parameter):
@@ -43,15 +66,43 @@ class LiveBytes(TorchDispatchMode):
         if known is None or known[0].expired():
             self.live[key] = (StorageWeakRef(storage), storage.nbytes())
 
-    def _note(self) -> None:
+    def _total(self) -> int:
         for key in [key for key, (ref, _) in self.live.items() if ref.expired()]:
             del self.live[key]
-        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self.live.values()))
+        return sum(size for _, size in self.live.values())
+
+    def _note(self) -> None:
+        total = self._total()
+        if total > self.peak_bytes and self._lent:
+            self._wait_for_threads()
+            total = self._total()
+        self.peak_bytes = max(self.peak_bytes, total)
+
+    def _wait_for_threads(self) -> None:
+        deadline = time.monotonic() + _PATIENCE_S
+        while not all(ref.expired() for ref in self._lent) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        self._lent = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._add(tensor)
+        if func.namespace == "_c10d_functional":
+            self._collective(func, args, result)
         self._note()
         return result
+
+    def _collective(self, func: Any, args: Any, result: Any) -> None:
+        """Note what a collective sends; when it was waited for, its thread is to let go of that."""
+        (result,) = pytree.tree_leaves(result)
+        key = result.untyped_storage()._cdata
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            self._lent += self._sent.pop(key, [])
+        else:
+            self._sent[key] = self._references(args)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
