@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from autopar.core.placement import Layout, Partial, Replicate, Shard
 
 __all__ = [
+    "cloned_store",
     "default_store",
     "dtensor_like",
     "dtensor_placements",
@@ -34,6 +35,12 @@ __all__ = [
 def default_store() -> Store:
     """The key-value store that the ranks of the default process group met at."""
     return _get_default_store()
+
+
+def cloned_store(store: Store) -> Store:
+    """The same store over a connection of its own."""
+    found: Store = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
+    return found
 
 
 def fake_mode_of(values: Sequence[Tensor]) -> Any:

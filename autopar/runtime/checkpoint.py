@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from autopar.errors import AutoparError, CheckpointError
 from autopar.runtime import optimizer_state
 from autopar.runtime.agree import agree
+from autopar.runtime.lost import lost_text
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.pieces import pieces
 from autopar.runtime.scaler import LossScaler
@@ -83,7 +84,13 @@ class SaveHandle:
 
 
 def reason(error: BaseException) -> str:
-    """What an error says, without torch's advice to load files that may hold code."""
+    """What an error says, without torch's advice to load files that may hold code.
+
+    Where it comes from a rank that is gone, says which.
+    """
+    told = lost_text(error)
+    if told is not None:
+        return told
     if isinstance(error, pickle.UnpicklingError):
         return "a file holds something else than tensors and plain values"
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -32,6 +32,7 @@ from autopar.errors import AutoparError
 from autopar.runtime.data import ShardedLoader
 from autopar.runtime.gradients import clip_gradients
 from autopar.runtime.inductor import CompiledProgram
+from autopar.runtime.lost import beat, naming_lost_ranks
 from autopar.runtime.offload import offload
 from autopar.runtime.pipeline import PipelinedStep
 from autopar.runtime.plain_state import has_plain, load_plain
@@ -151,7 +152,8 @@ class _Run:
 
     def forward(self) -> tuple[list[Any], Sequence[Any]]:
         program = self.step.program
-        values = self.step.forward(*self.feed)
+        with naming_lost_ranks("in the forward"):
+            values = self.step.forward(*self.feed)
         count = program.num_results
         return self._wrapped(values[:count]), values[count:]
 
@@ -185,7 +187,8 @@ class _Run:
                     grad = torch.zeros(spec.shape, dtype=spec.dtype, device=self.module.device)
                 tangents.append(take_shard(grad, layout, plan.mesh_shape, self.module.coords))
         values += tangents
-        values = run(values)
+        with naming_lost_ranks("in the backward"):
+            values = run(values)
         by_name = {
             spec.target: (value, layout)
             for value, (spec, layout) in zip(
@@ -249,6 +252,7 @@ class ParallelModule(nn.Module):
                 "the optimizer is made: pass example_inputs to autopar.parallelize"
             )
         self._plan = step.plan
+        beat()
         self._mesh, parameters, buffers = self._materialize(step.plan)
         for name, reserved in self._reserved.items():
             # in place, so that an optimizer made before the first batch holds the real parameter
@@ -394,7 +398,9 @@ class ParallelModule(nn.Module):
         # scaled from the start: half-precision gradients would underflow on their way
         scaler = self.loss_scaler
         tangent = scaler.get_scale() if scaler is not None else 1.0
-        found = step.run(self._whole(step, args, kwargs, tangent))
+        whole = self._whole(step, args, kwargs, tangent)
+        with naming_lost_ranks("in a step of the pipeline"):
+            found = step.run(whole)
         for name, value in found.buffers.items():
             self._set_buffer(name, value)
         outputs: list[Any] = [

@@ -1,0 +1,92 @@
+"""A rank killed in a step, or while it saves: the others name it, and a restart loses nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import autopar
+from autopar.runtime import pipeline
+from autopar.runtime.storage import Writer
+from tests import zoo
+from tests.dist import RankError, run_ranks, try_ranks
+
+VICTIM, STEPS = 3, 4
+PLANS: dict[str, dict[str, Any]] = {
+    "pipeline": {"pipeline": {"size": 2, "microbatches": 4}, "tensor": "1d"},
+    "data and tensor": {"data": 2, "tensor": {"mode": "1d", "size": 2}},
+}
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_in_a_step(parallel: Any) -> None:
+    """The next step ends in its second microbatch, or between forward and backward."""
+    if parallel.plan.pipeline is None:
+        parallel.register_forward_hook(lambda *_: die())
+        return
+    act, calls = pipeline._Run._act, [0]
+
+    def deadly(self: Any, *args: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 4:
+            die()
+        act(self, *args)
+
+    pipeline._Run._act = deadly  # type: ignore[method-assign]
+
+
+def dies_in_a_save() -> None:
+    Writer.write_data = lambda *_: die()  # type: ignore[method-assign,assign]
+
+
+def run(rank: int, path: str, plan: str, kind: str) -> list[float]:
+    """Losses of steps with a save behind each; `kind`: what happens on the way."""
+    torch.manual_seed(0)
+    model, inputs = zoo.gpt2(layers=2)
+    mesh = init_device_mesh("cpu", (4,))
+    parallel = autopar.parallelize(model.train(), mesh, inputs, constraints=PLANS[plan])
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
+    done = 0
+    if kind == "restart":
+        done = autopar.load_checkpoint(path, parallel, optimizer).step
+    losses = []
+    for step in range(done, STEPS):
+        if step == 2 and rank == VICTIM and kind == "step":
+            dies_in_a_step(parallel)
+        losses.append(parallel.train_step(**inputs).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2 and rank == VICTIM and kind == "save":
+            dies_in_a_save()
+        if kind != "unbroken":
+            autopar.save_checkpoint(path, parallel, optimizer, step=step + 1)
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["step", "save"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_others_name_the_lost_rank_and_a_restart_goes_on(
+    tmp_path: Path, plan: str, kind: str
+) -> None:
+    unbroken = run_ranks(run, 4, str(tmp_path), plan, "unbroken", timeout=300)[0]
+    outcomes = try_ranks(run, 4, str(tmp_path), plan, kind, timeout=300)
+    for rank, outcome in enumerate(outcomes):
+        assert isinstance(outcome, RankError)
+        if rank == VICTIM:
+            assert outcome.kind == "Died"
+            continue
+        assert outcome.kind == ("LostRankError" if kind == "step" else "CheckpointError")
+        assert f"rank {VICTIM} ended" in outcome.message, outcome.trace
+    assert (tmp_path / "latest").read_text() == "step-00000002"
+    for losses in run_ranks(run, 4, str(tmp_path), plan, "restart", timeout=300):
+        assert losses == pytest.approx(unbroken[2:], rel=1e-6)
