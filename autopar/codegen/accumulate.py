@@ -8,10 +8,11 @@ so that a contribution lives no longer than that op, and a backward never holds 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from torch import Tensor, fx
 
-__all__ = ["PREFIX", "accumulated", "add_up"]
+__all__ = ["PREFIX", "accumulated", "add_up", "without_sums"]
 
 PREFIX = "sum of "
 """In front of the name of a contribution, the name of the sum that a part reads."""
@@ -47,3 +48,26 @@ def accumulated(graph: fx.Graph, writes: Sequence[str], sums: Collection[str]) -
         output.replace_input_with(node, made)
         read.append(PREFIX + name)
     return tuple(read)
+
+
+def without_sums(graph: fx.Graph) -> tuple[fx.Graph, tuple[int, ...]]:
+    """The graph of a part before `accumulated`.
+
+    Returns:
+        A new graph, which neither reads nor adds to sums, and the positions of the contributions
+        among its outputs, in the order of the sums that the part reads last.
+    """
+    found = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    output = next(iter(reversed(graph.nodes)))
+    results: Any = output.args[0]
+    summed = [i for i, node in enumerate(results) if node.target is add_up]
+    totals = {results[i].args[0] for i in summed}
+    for node in graph.nodes:
+        if node is output:
+            found.output(tuple(copies[n] for n in results))
+        elif node.target is add_up:
+            copies[node] = copies[node.args[1]]
+        elif node not in totals:
+            copies[node] = found.node_copy(node, copies.__getitem__)
+    return found, tuple(summed)

@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from autopar._compat import fake_mode_of, inductor_compile, symbolic_mode
+from autopar.codegen.accumulate import add_up, without_sums
 from autopar.codegen.emit import Program
+from autopar.codegen.partition import EmptiesItsList
 from autopar.codegen.turns import TURN, TurnProgram
 from autopar.errors import AutoparError
 
@@ -112,7 +114,7 @@ def compile_program(program: Program) -> CompiledProgram | None:
 
 def compile_parts(
     programs: Mapping[int, TurnProgram], names: Sequence[str]
-) -> dict[tuple[int, str], CompiledPart]:
+) -> dict[tuple[int, str], SummingPart]:
     """Compile parts of the programs of a rank's stages, on every rank of the world.
 
     The number of the microbatch, on which dropout's masks depend, is a symbol in compiled code. An
@@ -126,7 +128,7 @@ def compile_parts(
         Compiled parts by stage and name; none, with a warning, where one rank cannot.
     """
 
-    def compiled() -> dict[tuple[int, str], CompiledPart]:
+    def compiled() -> dict[tuple[int, str], SummingPart]:
         return {
             (stage, name): part
             for stage, program in programs.items()
@@ -155,22 +157,42 @@ def _agreed(compiled: Callable[[], _Found]) -> _Found | None:
     return found
 
 
-def _compiled_parts(program: TurnProgram, names: Sequence[str]) -> dict[str, CompiledPart]:
+def _compiled_parts(program: TurnProgram, names: Sequence[str]) -> dict[str, SummingPart]:
     """Parts are run on fake values one after the other, for the strides that they hand on."""
     values: dict[str, Any] = {}
     mode = fake_mode_of(_placeholders(program.joint))
-    found: dict[str, CompiledPart] = {}
+    found: dict[str, SummingPart] = {}
     for name in names:
         part = program.parts[name]
-        given = zip(part.reads, _placeholders(part.module), strict=True)
+        graph, summed = without_sums(part.module.graph)
+        graph.set_codegen(EmptiesItsList())
+        module = fx.GraphModule(part.module, graph)
+        reads = part.reads[: len(part.reads) - len(summed)]
+        given = zip(reads, _placeholders(module), strict=True)
         inputs = [values.get(read, example) for read, example in given]
         with mode:
-            results = part.module(list(inputs))
+            results = module(list(inputs))
         values.update(zip(part.writes, results, strict=True))
-        if any(node.op == "call_function" for node in part.module.graph.nodes):
-            compiled = _inductor(part.module, _symbolic(inputs) if TURN in part.reads else inputs)
-            found[name] = CompiledPart(part.module, compiled, inputs, True)
+        if any(node.op == "call_function" for node in graph.nodes):
+            compiled = _inductor(module, _symbolic(inputs) if TURN in reads else inputs)
+            found[name] = SummingPart(CompiledPart(module, compiled, inputs, True), summed)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class SummingPart:
+    """A compiled part whose contributions to gradients are added up behind it, in place."""
+
+    part: CompiledPart
+    summed: tuple[int, ...]
+
+    def __call__(self, values: list[Any]) -> list[Any]:
+        totals = values[len(values) - len(self.summed) :]
+        del values[len(values) - len(self.summed) :]
+        results = list(self.part(values))
+        for position, total in zip(self.summed, totals, strict=True):
+            results[position] = add_up(total, results[position])
+        return results
 
 
 def _symbolic(inputs: Sequence[Any]) -> list[Any]:

@@ -143,9 +143,9 @@ class Pricing:
                 times = self.blocks.weight(op.name)
                 self.add(comm.kind, comm.axis, comm.num_bytes, times, op.name, "")
         last = next(reversed(self.step.ops), "")
+        own = {f"gradient of {self.step.parameters[name].target}" for name in self.step.gradients}
         for value, target, times, of in self.ends():
-            gradient = of.startswith("gradient of ")
-            bucket = self.step.reductions if gradient else ALONE
+            bucket = self.step.reductions if of in own else ALONE
             self.add_moves(
                 value, target, times, value[0] if value[0] in self.step.ops else last, of, bucket
             )

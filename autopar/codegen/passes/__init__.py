@@ -21,6 +21,7 @@ from torch import fx
 
 from autopar.codegen.passes.bucket import bucket
 from autopar.codegen.passes.lifetimes import Lifetimes
+from autopar.codegen.passes.order import reorder
 from autopar.codegen.passes.overlap import issue_early, prefetch, wait_late
 from autopar.errors import AutoparError
 
@@ -78,10 +79,16 @@ def run_passes(
 
     if "bucket" in chosen:
         graph = bucket(graph, sizes, block, budget, resident)
-    if "prefetch" in chosen:
-        prefetch(graph, block, int((1 - _SCRATCH) * budget), resident)
-    if "early" in chosen:
-        issue_early(graph, budget, resident)
-    if "late" in chosen:
-        wait_late(graph, budget, resident)
+    orders: dict[str, Callable[[], None]] = {
+        "prefetch": lambda: prefetch(graph, block, int((1 - _SCRATCH) * budget), resident),
+        "early": lambda: issue_early(graph, budget, resident),
+        "late": lambda: wait_late(graph, budget, resident),
+    }
+    for name, run in orders.items():
+        if name in chosen:
+            before = {node: float(i) for i, node in enumerate(graph.nodes)}
+            run()
+            # a sum over microbatches takes what is added to it later than a pass can see
+            if resident and Lifetimes(graph, resident).peak_bytes > budget:
+                reorder(graph, before)
     return graph

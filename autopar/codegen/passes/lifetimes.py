@@ -7,7 +7,7 @@ are the caller's and count nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -34,7 +34,8 @@ class Lifetimes:
 
     Args:
         graph: with fake values.
-        resident: bytes that live beside the graph's own while the nodes of a phase run.
+        resident: bytes that live beside the graph's own while the nodes of a phase run: sums over
+            microbatches, to which the graph's contributions are added where they arise.
 
     Attributes:
         nodes: of the graph, in order.
@@ -56,6 +57,9 @@ class Lifetimes:
         for storage, first in self._first.items():
             change[first] += self._bytes[storage]
             change[self._last.get(storage, first) + 1] -= self._bytes[storage]
+        for storage, made, end in self._added() if resident else ():
+            change[made + 1] -= self._bytes[storage]
+            change[end] += self._bytes[storage]
         self.live = np.cumsum(change)[:-1]
         if resident:
             phases = (str(node.meta.get("phase")) for node in self.nodes)
@@ -65,6 +69,20 @@ class Lifetimes:
     def peak_bytes(self) -> int:
         """The most that is live at once."""
         return int(self.live.max(initial=0))
+
+    def _added(self) -> Iterator[tuple[int, int, int]]:
+        """Storages that are in a sum from where they are made to the end of the backward."""
+        phases = [node.meta.get("phase") for node in self.nodes]
+        end = max((i for i, phase in enumerate(phases) if phase == "backward"), default=0)
+        finish = (n for n, phase in zip(self.nodes, phases, strict=True) if phase == "finish")
+        made: dict[int, int] = {}
+        for source in (s for n in finish for s in n.all_input_nodes):
+            if source.meta.get("phase") == "backward":
+                for storage in self._storages(source):
+                    made[storage] = max(made.get(storage, 0), self.position[source])
+        for storage, at in made.items():
+            if at < end <= self._last[storage]:
+                yield storage, at, end
 
     def _see(self, index: int, node: fx.Node) -> None:
         for source in node.all_input_nodes:
