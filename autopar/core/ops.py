@@ -116,6 +116,23 @@ def _expand_heads(x: Tensor, num_heads: int) -> Tensor:
     return x if groups == 1 else x.repeat_interleave(groups, dim=1)
 
 
+def _tokens_first(x: Tensor) -> Tensor:
+    """`(B, H, S, D)` that lies in memory as (B, S, H, D), as fused kernels write it.
+
+    So heads that come of a projection, or go to one, are joined without a copy.
+    """
+    if x.dim() < 3:
+        return x.contiguous()
+    return x.transpose(-3, -2).contiguous().transpose(-3, -2)
+
+
+def _sum_groups(grad: Tensor, num_kv_heads: int) -> Tensor:
+    """The sum of `(B, H, S, D)` over the query heads of each of `num_kv_heads`."""
+    if grad.shape[1] == num_kv_heads:
+        return grad
+    return grad.transpose(1, 2).unflatten(2, (num_kv_heads, -1)).sum(3).transpose(1, 2)
+
+
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
     scores = _wide(torch.matmul(q, k.transpose(-1, -2))) * scale
     if is_causal:
@@ -141,7 +158,7 @@ def _attention(
     scores = _scores(q, k, mask, is_causal, scale)
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse).unsqueeze(-1))
-    return torch.matmul(weights.to(v.dtype), v), lse
+    return _tokens_first(torch.matmul(weights.to(v.dtype), v)), lse
 
 
 def _attention_backward(
@@ -166,10 +183,8 @@ def _attention_backward(
     grad_scores = (weights * (grad_weights - delta) * scale).to(q.dtype)
     grad_q = torch.matmul(grad_scores, full_k)
     grad_k = torch.matmul(grad_scores.transpose(-1, -2), q)
-    if num_kv_heads != q.shape[1]:
-        grad_k = grad_k.unflatten(1, (num_kv_heads, -1)).sum(2)
-        grad_v = grad_v.unflatten(1, (num_kv_heads, -1)).sum(2)
-    return grad_q, grad_k, grad_v
+    grad_k, grad_v = _sum_groups(grad_k, num_kv_heads), _sum_groups(grad_v, num_kv_heads)
+    return _tokens_first(grad_q), _tokens_first(grad_k), _tokens_first(grad_v)
 
 
 def _fused_on_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
@@ -205,7 +220,7 @@ def _attention_cpu(
     if bias is not None:
         blocked = bias.isneginf().all(-1)
         lse = lse.masked_fill(blocked, -math.inf)
-    return out.contiguous(), lse
+    return _tokens_first(out), lse.contiguous()
 
 
 def _attention_backward_cpu(
@@ -222,6 +237,8 @@ def _attention_backward_cpu(
     if not _fused_on_cpu(q, k, v, mask, is_causal):
         return _attention_backward(grad, q, k, v, mask, out, lse, is_causal, scale)
     heads, kv_heads = q.shape[1], k.shape[1]
+    if mask is not None:  # else each row attends to something
+        lse = lse.masked_fill(lse.isinf(), 0.0)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     grad_q, grad_k, grad_v = kernel(
         grad,
@@ -229,16 +246,14 @@ def _attention_backward_cpu(
         _expand_heads(k, heads),
         _expand_heads(v, heads),
         out,
-        lse.masked_fill(lse.isinf(), 0.0),
+        lse,
         0.0,
         is_causal,
         attn_mask=_additive(mask, q.dtype),
         scale=scale,
     )
-    if kv_heads != heads:
-        grad_k = grad_k.unflatten(1, (kv_heads, -1)).sum(2)
-        grad_v = grad_v.unflatten(1, (kv_heads, -1)).sum(2)
-    return grad_q.contiguous(), grad_k.contiguous(), grad_v.contiguous()
+    grad_k, grad_v = _sum_groups(grad_k, kv_heads), _sum_groups(grad_v, kv_heads)
+    return _tokens_first(grad_q), _tokens_first(grad_k), _tokens_first(grad_v)
 
 
 _lib.impl("attention", _attention_cpu, "CPU")
@@ -252,13 +267,13 @@ def _attention_fake(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    out = _tokens_first(q.new_empty((*q.shape[:-1], v.shape[-1])))
     return out, q.new_empty(q.shape[:-1], dtype=wide)
 
 
 @torch.library.register_fake("autopar::attention_backward", lib=_lib)
 def _attention_backward_fake(grad, q, k, v, mask, out, lse, is_causal, scale):  # type: ignore[no-untyped-def]
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return tuple(_tokens_first(x.new_empty(x.shape)) for x in (q, k, v))
 
 
 def _attention_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -365,8 +380,9 @@ def _token_nll_backward(
     ignored = target == ignore_index
     scale = torch.where(ignored, 0.0, grad).unsqueeze(-1)
     index = torch.where(ignored, 0, target).unsqueeze(-1)
-    probs = torch.exp(_wide(logits) - lse.unsqueeze(-1)) * scale
-    return probs.scatter_add(-1, index, -scale.to(probs.dtype)).to(logits.dtype)
+    # in place: a copy of the logits is large
+    probs = (_wide(logits) - lse.unsqueeze(-1)).exp_().mul_(scale)
+    return probs.scatter_add_(-1, index, -scale.to(probs.dtype)).to(logits.dtype)
 
 
 _lib.impl("token_nll", _token_nll, _IMPL)
