@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.fx.graph import CodeGen
 
+from autopar.codegen.reuse import write_over_operands
 from autopar.core.einsum import contract, takes_bias
 
 __all__ = ["EmptiesItsList", "copy_part", "split_phases"]
@@ -81,9 +82,23 @@ def copy_part(
         env[node].target = _DIRECT.get(node.target, node.target)
     graph.output(tuple(env[n] if isinstance(n, fx.Node) else None for n in outputs))
     _add_biases(graph)
+    _drop_aliases(graph)
     graph.eliminate_dead_code()
+    write_over_operands(graph)
     graph.lint()
     return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _drop_aliases(graph: fx.Graph) -> None:
+    """Take out aliases, which only mark where the planner may communicate; keep what is put out.
+
+    What a part puts out must not be one of its inputs: autograd writes to what it is given.
+    """
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten.alias.default:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            node.replace_all_uses_with(source, lambda user: user.op != "output")
 
 
 def _add_biases(graph: fx.Graph) -> None:

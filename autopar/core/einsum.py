@@ -81,12 +81,66 @@ def flops(equation: str, a_shape: Sequence[int], b_shape: Sequence[int]) -> int:
     return 2 * math.prod(_sizes(parse_equation(equation), a_shape, b_shape).values())
 
 
-def _arrange(x: Tensor, letters: str, order: tuple[str, ...], sizes: dict[str, int]) -> Tensor:
-    """Permute `x` to the letters of `order`, then flatten each group to one dim."""
-    flat = "".join(order)
-    if letters != flat:
-        x = x.permute([letters.index(c) for c in flat])
-    return x.reshape([math.prod(sizes[c] for c in group) for group in order])
+class _Steps(NamedTuple):
+    """How a contraction of operands of known shapes runs as one `mm` or `bmm`.
+
+    Each operand is permuted, where that changes something, and its letters of each role are
+    flattened to one dim; `swap` computes the transpose of the result.
+    """
+
+    order_a: tuple[int, ...] | None
+    shape_a: tuple[int, ...]
+    order_b: tuple[int, ...] | None
+    shape_b: tuple[int, ...]
+    batched: bool
+    swap: bool
+    shape_out: tuple[int, ...]
+    order_out: tuple[int, ...] | None
+
+
+@lru_cache(maxsize=4096)
+def _steps(equation: str, a_shape: tuple[int, ...], b_shape: tuple[int, ...]) -> _Steps:
+    eq = parse_equation(equation)
+    sizes = _sizes(eq, a_shape, b_shape)
+    batch, free_a, free_b, swap = _free(eq)
+
+    def arranged(
+        letters: str, groups: tuple[str, ...]
+    ) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+        shape = tuple(math.prod(sizes[c] for c in group) for group in groups)
+        return _order(letters, "".join(groups)), shape
+
+    lead = (batch,) if batch else ()
+    made = _made(eq)
+    return _Steps(
+        *arranged(eq.a, (*lead, free_a, eq.contracted)),
+        *arranged(eq.b, (*lead, eq.contracted, free_b)),
+        batched=bool(batch),
+        swap=swap,
+        shape_out=tuple(sizes[c] for c in made),
+        order_out=_order(made, eq.out),
+    )
+
+
+def _free(eq: Equation) -> tuple[str, str, str, bool]:
+    """Batch and free letters in the output's order, and whether `b`'s come before `a`'s in it."""
+    # in the output's order so that the result needs no permute
+    batch, free_a, free_b = (
+        "".join(c for c in eq.out if c in role) for role in (eq.batch, eq.free_a, eq.free_b)
+    )
+    swap = bool(free_a and free_b) and eq.out.index(free_b[0]) < eq.out.index(free_a[0])
+    return batch, free_a, free_b, swap
+
+
+def _made(eq: Equation) -> str:
+    """The letters of the result as the product lays them out."""
+    batch, free_a, free_b, swap = _free(eq)
+    return batch + (free_b + free_a if swap else free_a + free_b)
+
+
+def _order(letters: str, wanted: str) -> tuple[int, ...] | None:
+    """The permutation from one order of letters to another; None where they are the same."""
+    return None if letters == wanted else tuple(letters.index(c) for c in wanted)
 
 
 def takes_bias(equation: str) -> bool:
@@ -108,24 +162,15 @@ def contract(equation: str, a: Tensor, b: Tensor, bias: Tensor | None = None) ->
         a, b: operands.
         bias: added along the last dim, for an equation that `takes_bias`.
     """
-    eq = parse_equation(equation)
-    sizes = _sizes(eq, a.shape, b.shape)
-    # The free letters go in the output's order so that the result needs no permute.
-    free_a = "".join(c for c in eq.out if c in eq.free_a)
-    free_b = "".join(c for c in eq.out if c in eq.free_b)
-    batch = "".join(c for c in eq.out if c in eq.batch)
-    swap = bool(free_a and free_b) and eq.out.index(free_b[0]) < eq.out.index(free_a[0])
-    if batch:
-        lhs = _arrange(a, eq.a, (batch, free_a, eq.contracted), sizes)
-        rhs = _arrange(b, eq.b, (batch, eq.contracted, free_b), sizes)
-        out = rhs.transpose(1, 2).bmm(lhs.transpose(1, 2)) if swap else lhs.bmm(rhs)
+    # the steps are kept by shapes: to find them takes longer than a small product
+    steps = _steps(equation, a.shape, b.shape)
+    lhs = (a if steps.order_a is None else a.permute(steps.order_a)).reshape(steps.shape_a)
+    rhs = (b if steps.order_b is None else b.permute(steps.order_b)).reshape(steps.shape_b)
+    if steps.batched:
+        out = rhs.transpose(1, 2).bmm(lhs.transpose(1, 2)) if steps.swap else lhs.bmm(rhs)
+    elif bias is not None:
+        out = torch.addmm(bias, lhs, rhs)
     else:
-        lhs = _arrange(a, eq.a, (free_a, eq.contracted), sizes)
-        rhs = _arrange(b, eq.b, (eq.contracted, free_b), sizes)
-        if bias is not None:
-            out = torch.addmm(bias, lhs, rhs)
-        else:
-            out = rhs.t().mm(lhs.t()) if swap else lhs.mm(rhs)
-    order = batch + (free_b + free_a if swap else free_a + free_b)
-    out = out.reshape([sizes[c] for c in order])
-    return out if order == eq.out else out.permute([order.index(c) for c in eq.out])
+        out = rhs.t().mm(lhs.t()) if steps.swap else lhs.mm(rhs)
+    out = out.reshape(steps.shape_out)
+    return out if steps.order_out is None else out.permute(steps.order_out)
