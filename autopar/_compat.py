@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import Store, _get_default_store
@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.modules.module import _has_any_global_hook
 
 from autopar.core.placement import Layout, Partial, Replicate, Shard
 
@@ -28,6 +29,7 @@ __all__ = [
     "fake_mode_of",
     "inductor_compile",
     "layout_of",
+    "module_has_hooks",
     "symbolic_mode",
 ]
 
@@ -51,6 +53,17 @@ def fake_mode_of(values: Sequence[Tensor]) -> Any:
 def symbolic_mode() -> FakeTensorMode:
     """A mode for fake inputs of Inductor beside integers that are to stay symbols."""
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def module_has_hooks(module: nn.Module) -> bool:
+    """True if calling a module runs more than its forward."""
+    own = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return any(own) or bool(_has_any_global_hook())
 
 
 def inductor_compile(

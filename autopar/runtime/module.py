@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils import _pytree as pytree
 
-from autopar._compat import dtensor_like, dtensor_placements
+from autopar._compat import dtensor_like, dtensor_placements, module_has_hooks
 from autopar.codegen.emit import Program, emit
 from autopar.codegen.fusion import Fusion
 from autopar.codegen.listing import program_text
@@ -189,17 +189,17 @@ class _Run:
         values += tangents
         with naming_lost_ranks("in the backward"):
             values = run(values)
-        by_name = {
-            spec.target: (value, layout)
-            for value, (spec, layout) in zip(
-                values, program.outputs[program.num_results :], strict=True
-            )
-        }
-        module, shapes = self.module, self.step.plan.shapes
-        return [
-            module._gradient(name, *by_name[name], shapes[name]) if name in by_name else None
-            for name in module._parameter_order
-        ]
+        found: dict[str, Tensor] = {}
+        held: set[int] = set()
+        outputs = program.outputs[program.num_results :]
+        for value, (output, layout) in zip(values, outputs, strict=True):
+            value = value.contiguous()
+            if value.data_ptr() in held:  # of two parameters that are only added
+                value = value.clone()
+            held.add(value.data_ptr())
+            name = output.target
+            found[name] = self.module._gradient(name, value, layout, plan.shapes[name])
+        return [found.get(name) for name in self.module._parameter_order]
 
 
 def _global_shape(value: Tensor, layout: Layout, mesh_shape: Sequence[int]) -> tuple[int, ...]:
@@ -445,24 +445,22 @@ class ParallelModule(nn.Module):
         self, name: str, value: Tensor, layout: Layout, shape: tuple[int, ...]
     ) -> DTensor:
         """A local gradient as a DTensor."""
-        parameter = self.parameter(name)
-        if list(parameter.placements) == dtensor_placements(layout):
-            return dtensor_like(value.contiguous(), parameter)
+        if self.plan.parameters[name] == layout:
+            return dtensor_like(value.contiguous(), self.parameter(name))
         return to_dtensor(value.contiguous(), shape, layout, self.mesh)
 
     def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Forward and backward of one global batch; returns the loss, detached.
 
         Gradients are added to each parameter's `.grad`, as `backward` does. With a `LossScaler`
-        they are those of the scaled loss.
+        they are those of the scaled loss. Hooks on the module and on its parameters are run; hooks
+        on autograd's own nodes (`register_multi_grad_hook`) need `forward` and `backward`.
 
         Raises:
             AutoparError: the model has no scalar loss; pass `loss_fn=` to `parallelize`.
         """
-        was_training = self.training
-        if not was_training:
+        if not self.training:
             raise AutoparError("train_step in evaluation mode; call .train() first")
-        output = self(*args, **kwargs)
         step = self._step_for(args, kwargs)
         index = step.traced.loss_index
         if index is None:
@@ -470,9 +468,40 @@ class ParallelModule(nn.Module):
                 "train_step needs a scalar loss among the model's outputs; pass loss_fn= to "
                 "autopar.parallelize, or labels to the model"
             )
+        if isinstance(step, CompiledStep) and step.traced.training and not self._has_hooks():
+            return self._without_autograd(step, index, args, kwargs)
+        output = self(*args, **kwargs)
         loss = pytree.tree_leaves(output)[index] if not isinstance(output, Tensor) else output
         (loss if self.loss_scaler is None else self.loss_scaler.scale(loss)).backward()
         return loss.detach()
+
+    def _has_hooks(self) -> bool:
+        """True if a forward, or a gradient that arrives, calls something of the user's."""
+        if module_has_hooks(self):
+            return True
+        parameters = (self.parameter(name) for name in self._parameter_order)
+        return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
+
+    @torch.no_grad()
+    def _without_autograd(self, step: CompiledStep, index: int, args: Any, kwargs: Any) -> Tensor:
+        """Both programs in turn: autograd has one node here, and takes a while for each DTensor."""
+        run = _Run(self, step, self._feed(step, args, kwargs))
+        results, saved = run.forward()
+        run.saved = list(saved)
+        loss = results[index]
+        scale = 1.0 if self.loss_scaler is None else self.loss_scaler.get_scale()
+        tangents: list[Tensor | None] = [None] * len(results)
+        tangents[index] = torch.full_like(loss, scale)
+        del results, saved
+        for name, gradient in zip(self._parameter_order, run.backward(tangents), strict=True):
+            parameter = self.parameter(name)
+            if gradient is None or not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad += gradient
+        return loss
 
     def profile_step(
         self, path: str | Path, *args: Any, ranks: int | None = None, **kwargs: Any

@@ -1,0 +1,67 @@
+"""`train_step` runs the programs without autograd where no hook asks for it: equal gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autopar
+from tests import zoo
+from tests.dist import run_ranks
+
+
+def _accumulates(rank: int, world: int) -> tuple[float, float, int]:
+    """How far train_step is from backward: one step, two steps; and calls of a hook."""
+    model, inputs = zoo.gpt2(dropout=0.0)
+    parallel = autopar.parallelize(model.train(), init_device_mesh("cpu", (world,)), inputs)
+    parameters = list(parallel.parameters())
+
+    def apart(times: int) -> float:
+        found = [
+            torch.dist(p.grad.to_local(), times * g)
+            for p, g in zip(parameters, expected, strict=True)
+        ]
+        return max(float(x) for x in found)
+
+    parallel(**inputs).loss.backward()
+    expected = [p.grad.to_local().clone() for p in parameters]
+    parallel.zero_grad()
+    parallel.train_step(**inputs)
+    once = apart(1)
+    calls: list[Tensor] = []
+    handle = parameters[0].register_hook(calls.append)
+    parallel.train_step(**inputs)  # by autograd, because of the hook
+    handle.remove()
+    return once, apart(2), len(calls)
+
+
+def test_train_step_is_backward_with_and_without_autograd() -> None:
+    for once, twice, calls in run_ranks(_accumulates, 2, 2):
+        assert once < 1e-6 and twice < 1e-6 and calls == 1
+
+
+class TwoBiases(nn.Module):
+    """Its biases have one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.second = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + (self.first + self.second)).square().sum()
+
+
+def _scaled_apart(rank: int) -> list[float]:
+    x = torch.arange(8, dtype=torch.float64).reshape(2, 4)
+    parallel = autopar.parallelize(TwoBiases(), init_device_mesh("cpu", (1,)), (x,))
+    parallel.train_step(x)
+    first, second = (p.grad.to_local() for p in parallel.parameters())
+    expected = second.clone()
+    first.mul_(2.0)
+    return [float(torch.dist(first, 2 * expected)), float(torch.dist(second, expected))]
+
+
+def test_gradients_of_two_parameters_are_two_tensors() -> None:
+    assert run_ranks(_scaled_apart, 1) == [[0.0, 0.0]]
