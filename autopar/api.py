@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.codegen.fusion import Fusion
 from autopar.codegen.passes import check_passes
 from autopar.core import extensions
-from autopar.core.constraints import Constraints
+from autopar.core.constraints import NO_PIPELINE, Constraints
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, PlanMismatchError
@@ -151,6 +152,9 @@ def parallelize(
     given, parsed, base = _agreed_settings(model, mesh, plan, constraints, seed, numbers, passes)
     if given is not None:
         precision, reduce_dtype = given.precision, given.reduce_dtype
+    if example_inputs is None and parsed.pipeline is None:
+        # what a rank of a pipeline holds is known only with the plan
+        parsed = replace(parsed, pipeline=NO_PIPELINE)
     planner = Planner(
         model,
         mesh,

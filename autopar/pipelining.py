@@ -1,72 +1,44 @@
-"""Plans a step in microbatches over pipeline stages: cuts, each stage's own plan, the clock.
+"""`plan_step`: chooses whether to pipeline a step, and how: stages, microbatches, schedule.
 
-The step is split over the microbatches where the sharding rules allow it without communication
-(`solver/microbatch.py`), cut into stages between blocks (`core/stages.py`), and each stage is
-solved as any other step, on the mesh of one pipeline rank. A stage takes what it receives in the
-layout that the stage before has settled. The schedule then runs on the clock
-(`cost_model/pipeline.py`).
+Shapes of pipelines are listed, bounded from below, and planned from the most promising on until
+no bound is below the best plan (`stage_planning.py` plans one shape). With block work ``t_s`` of
+stage s as in `solver/ideal.py`, m microbatches and stages s = r, r + p, … on rank r,
+
+    step >= max_r [ m * sum_(s on r) t_s + sum_(s < r) (t_s + 2 * hop) ]
+
+as rank r waits for the first microbatch to come through the stages before it, and these for the
+last one to come back; a hop is the latency of a transfer. A zero-bubble schedule fills the way
+back, so only the way there counts.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import math
-import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
-from torch import fx
+import numpy as np
 
-from autopar.codegen.stages import Staged, staged
-from autopar.core.constraints import Constraints, PipelinePin
-from autopar.core.graph import TracedModel, node_info
-from autopar.core.placement import Layout
-from autopar.core.plan import NodePlan, PipelinePlan, Plan, SolverReport
+from autopar.core.constraints import Constraints, PipelinePin, assign_mesh
+from autopar.core.graph import TracedModel
+from autopar.core.plan import Plan
 from autopar.core.schedule import actions
 from autopar.core.stages import block_order
-from autopar.core.strategy import op_call
-from autopar.cost_model import Cluster
-from autopar.cost_model.stages import PipelinedTime, pipelined_time, transfer_seconds
+from autopar.cost_model import Cluster, CollectiveKind
 from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError
-from autopar.solver.candidates import Pricer, expand
-from autopar.solver.microbatch import split_in_time
+from autopar.scheduling import scheduled
+from autopar.solver.problem import Array
 from autopar.solver.solve import solve
+from autopar.stage_planning import PipelineShape, StagePlanner, balanced_cuts, stage_mesh
 
-__all__ = ["PipelineShape", "plan_pipeline", "plan_step", "stage_mesh"]
+__all__ = ["plan_step"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineShape:
-    """What is settled of a pipeline before its stages are planned; `cuts` None: balanced."""
-
-    size: int
-    microbatches: int
-    schedule: str
-    chunks: int = 1
-    cuts: tuple[str, ...] | None = None
-
-    @property
-    def num_stages(self) -> int:
-        return self.size * self.chunks
-
-
-def stage_mesh(mesh_shape: Sequence[int], size: int) -> tuple[int, ...]:
-    """The mesh of one pipeline rank: the outer axes give their devices first.
-
-    Raises:
-        ConstraintError: the pipeline does not divide the devices.
-    """
-    left, shape = size, []
-    for axis in mesh_shape:
-        shared = math.gcd(axis, left)
-        left //= shared
-        shape.append(axis // shared)
-    if left != 1:
-        raise ConstraintError(
-            f"a pipeline of {size} ranks does not divide the {math.prod(mesh_shape)} devices of "
-            f"mesh {tuple(mesh_shape)}"
-        )
-    return tuple(n for n in shape if n > 1) or (1,)
+_GAIN = 0.05  # what a pipeline must save unasked: stage programs overlap less than others
+_SCHEDULE_GAIN = 0.01  # what a schedule other than 1F1B must promise to be planned
+_TURNS_PER_RANK = (1, 2, 4)  # microbatches for each pipeline rank, where they are not pinned
+_IDLE = 0.15  # share of the step in which ranks wait: above, more microbatches are tried first
+_MOST = 3  # shapes that are planned unasked
+_UNLIMITED = 1 << 62
 
 
 def plan_step(
@@ -77,295 +49,314 @@ def plan_step(
     memory_limit: int | None = None,
     optimizer: object = "adamw",
 ) -> Plan:
-    """The plan of a step: with a pipeline where one is pinned, the fastest that the pin allows.
-
-    Args, Raises: as for `plan_pipeline`.
-    """
-    pin = constraints.pipeline
-    if pin is None:
-        return solve(
-            traced,
-            cluster,
-            constraints=constraints,
-            memory_limit=memory_limit,
-            optimizer=optimizer,
-        )
-    best: Plan | None = None
-    refused: AutoparError | None = None
-    for shape in _shapes(pin, traced, cluster):
-        try:
-            found = plan_pipeline(
-                traced,
-                cluster,
-                shape,
-                constraints=constraints,
-                memory_limit=memory_limit,
-                optimizer=optimizer,
-            )
-        except (ConstraintError, InfeasiblePlanError) as error:
-            refused = refused or error
-            continue
-        if best is None or found.predicted.step_time_s < best.predicted.step_time_s:
-            best = found
-    if best is None:
-        assert refused is not None
-        raise refused
-    return best
-
-
-_TURNS_PER_RANK = (1, 2, 4)  # microbatches for each pipeline rank, where they are not pinned
-
-
-def _shapes(pin: PipelinePin, traced: TracedModel, cluster: Cluster) -> list[PipelineShape]:
-    """The shapes that a pin leaves open, to be planned one by one."""
-    devices = cluster.num_devices
-    blocks = len(block_order(traced))
-    sizes = [pin.size] if pin.size else [
-        n for n in range(1, devices + 1) if devices % n == 0 and n <= max(blocks, 1)
-    ]  # fmt: skip
-    found: list[PipelineShape] = []
-    for size in sizes:
-        chunks = pin.chunks or (2 if pin.schedule == "interleaved" else 1)
-        if pin.cuts is not None and pin.chunks is None:
-            chunks = max(1, (len(pin.cuts) + 1) // size)
-        schedule = pin.schedule or ("interleaved" if chunks > 1 else "1f1b")
-        turns = [pin.microbatches] if pin.microbatches else [size * n for n in _TURNS_PER_RANK]
-        found += [
-            PipelineShape(
-                size=size, microbatches=m, schedule=schedule, chunks=chunks, cuts=pin.cuts
-            )
-            for m in turns
-        ]
-    return found
-
-
-def plan_pipeline(
-    traced: TracedModel,
-    cluster: Cluster,
-    shape: PipelineShape,
-    *,
-    constraints: Constraints,
-    memory_limit: int | None = None,
-    optimizer: object = "adamw",
-) -> Plan:
-    """The plan of a step with a pipeline of a given shape.
+    """The fastest plan of a step that was found, in microbatches and with a pipeline or without.
 
     Args:
-        traced: the step on the whole batch.
+        traced: the step on the whole batch, folded or not.
         cluster: all devices.
-        shape: of the pipeline.
-        constraints: what is pinned inside the stages.
+        constraints: what is pinned, of the pipeline and inside its stages.
         memory_limit: bytes per device; default: the device's memory.
         optimizer: whose states count in memory.
 
     Raises:
-        ConstraintError: the model cannot be split or cut so.
-        InfeasiblePlanError: a stage does not fit.
+        ConstraintError: a pinned pipeline is not possible, or other pins cannot hold.
+        InfeasiblePlanError: nothing fits.
     """
-    return _Pipeliner(traced, cluster, shape, constraints, memory_limit, optimizer).run()
+    search = _Search(traced, cluster, constraints, memory_limit, optimizer)
+    if constraints.pipeline is None:
+        return search.unasked()
+    return search.asked(constraints.pipeline)
 
 
-class _Pipeliner:
+class _Search:
     def __init__(
         self,
         traced: TracedModel,
         cluster: Cluster,
-        shape: PipelineShape,
         constraints: Constraints,
         memory_limit: int | None,
         optimizer: object,
     ) -> None:
         self.traced = traced
-        self.whole = cluster
-        self.shape = shape
+        self.cluster = cluster
         self.constraints = constraints
         self.limit = cluster.memory_bytes if memory_limit is None else int(memory_limit)
         self.optimizer = optimizer
-        mesh = stage_mesh(cluster.mesh_shape, shape.size)
-        names = cluster.axis_names[-len(mesh) :]
-        self.cluster = replace(cluster, mesh_shape=mesh, axis_names=names)
+        self.refused: AutoparError | None = None
+        self.large: dict[PipelineShape, int] = {}  # peaks of shapes that do not fit as they are
+        self._planner: StagePlanner | None = None
 
-    def run(self) -> Plan:
-        shape = self.shape
-        orders = actions(shape.schedule, shape.size, shape.microbatches, shape.chunks)
-        time = split_in_time(self.traced, self.cluster, shape.microbatches)
-        cuts = shape.cuts if shape.cuts is not None else self._balanced()
-        if len(cuts) + 1 != shape.num_stages:
-            raise ConstraintError(
-                f"pipeline cuts make {len(cuts) + 1} stages, size {shape.size} × chunks "
-                f"{shape.chunks} are {shape.num_stages}"
+    @property
+    def planner(self) -> StagePlanner:
+        if self._planner is None:
+            self._planner = StagePlanner(
+                self.traced, self.cluster, self.constraints, self.limit, self.optimizer
             )
-        parts = staged(
+        return self._planner
+
+    # --- which plan ----------------------------------------------------------------------------
+    def unasked(self) -> Plan:
+        """The best plan in one piece, unless microbatches or a pipeline are faster."""
+        if not self._may_pipeline():
+            return self._plain()
+        free = self._plain(_UNLIMITED)
+        fits = free.predicted.peak_memory_bytes <= self.limit
+        plain = replace(free, memory_limit_bytes=self.limit) if fits else None
+        shapes = self._below(self._shapes(PipelinePin(), short=not fits), _limit(plain))
+        if shapes and plain is not None:
+            plain = scheduled(plain, self.traced)
+            shapes = {s: bound for s, bound in shapes.items() if bound < _limit(plain)}
+        found = self._climb(shapes, _limit(plain))
+        if fits or (found is not None and _seconds(found) < free.solver.bound * (1 - _GAIN)):
+            return _or_raise(found or plain, None)
+        return self._against_limited(found)
+
+    def _against_limited(self, found: Plan | None) -> Plan:
+        """A pipeline, or the plan in one piece that fits the limit."""
+        try:
+            plain = scheduled(self._plain(), self.traced)
+        except InfeasiblePlanError as error:
+            return _or_raise(found, error)
+        return found if found is not None and _seconds(found) < _limit(plain) else plain
+
+    def asked(self, pin: PipelinePin) -> Plan:
+        """The best plan with what is pinned of a pipeline."""
+        best: Plan | None = None
+        shapes = self._below(self._shapes(pin, short=True), math.inf)
+        for shape in sorted(shapes, key=shapes.__getitem__):
+            if shapes[shape] < _seconds(best):
+                found = self._planned(shape)
+                if found is not None:
+                    found = self._with_schedule(shape, found, _seconds(best), pin)
+                best = _faster(best, found)
+        return _or_raise(best, self.refused)
+
+    def _plain(self, memory_limit: int | None = None) -> Plan:
+        """The plan in one piece."""
+        found = solve(
             self.traced,
-            time,
-            cuts,
-            size=shape.size,
-            microbatches=shape.microbatches,
-            schedule=shape.schedule,
-            chunks=shape.chunks,
+            self.cluster,
+            constraints=replace(self.constraints, pipeline=None),
+            memory_limit=memory_limit or self.limit,
+            optimizer=self.optimizer,
         )
-        plans = self._solve(parts)
-        transfer_s = transfer_seconds(parts.stages.transfers, plans, self.cluster, shape.size)
-        clock = pipelined_time(plans, orders, transfer_s, shape.microbatches)
-        return self._assembled(time, cuts, plans, clock)
+        return replace(found, constraints=self.constraints.to_dict())
 
-    # --- cuts ----------------------------------------------------------------------------------
-    def _balanced(self) -> tuple[str, ...]:
-        """Cuts that make the costliest stage as cheap as can be, by the blocks' own seconds."""
-        count = self.shape.num_stages
-        if count == 1:
-            return ()
-        order = block_order(self.traced)
-        if len(order) < count:
-            raise ConstraintError(
-                f"a pipeline of {self.shape.size} ranks × {self.shape.chunks} chunks needs "
-                f"{count} blocks, the model has {len(order)}"
-            )
-        single = replace(self.cluster, mesh_shape=(1,), axis_names=("device",))
-        pricer = Pricer(single)
-        blocks = {f"{b.container}.{b.number}": 0.0 for b in order}
-        names, current = list(blocks), next(iter(blocks))
-        for node in self.traced.graph.nodes:
-            if not _is_op(node):
-                continue
-            module = node_info(self.traced, node).module
-            inside = next((n for n in _prefixes(module) if n in blocks), None)
-            forward = node_info(self.traced, node).phase == "forward"
-            if inside is not None and forward:
-                current = inside
-            call = op_call(node, 1)
-            # behind the blocks: what the head does in the backward follows it
-            owner = inside or (current if forward else names[-1])
-            blocks[owner] += float(pricer.compute(call, expand(call, (1,)))[0])
-        return tuple(names[i] for i in _partition(list(blocks.values()), count))
+    def _may_pipeline(self) -> bool:
+        """A training step, and devices that no pin speaks of."""
+        if not self.traced.training or self.traced.loss_index is None or self.constraints.params:
+            return False
+        roles = assign_mesh(self.constraints, self.cluster.mesh_shape)
+        return any(r.name == "free" for r in roles) and bool(block_order(self.traced))
 
-    # --- stages --------------------------------------------------------------------------------
-    def _solve(self, parts: Staged) -> list[Plan]:
-        settled: dict[str, Layout] = {}
-        plans: list[Plan] = []
-        limit = self.limit // self.shape.chunks
-        for number, model in enumerate(parts.stages.models):
-            try:
-                plan = solve(
-                    model,
-                    self.cluster,
-                    constraints=self._inside(model),
-                    memory_limit=limit,
-                    optimizer=self.optimizer,
-                    ports=settled,
-                )
-            except InfeasiblePlanError as error:
-                raise InfeasiblePlanError(
-                    f"pipeline stage {number} of {self.shape.num_stages}: {error}",
-                    memory_limit_bytes=self.limit,
-                    required_bytes=(error.required_bytes or 0) * self.shape.chunks,
-                ) from error
-            plans.append(plan)
-            settled.update(_settled(model, plan))
-        return plans
+    def _climb(self, shapes: dict[PipelineShape, float], limit_s: float) -> Plan | None:
+        """Plans a shape, then those beside the best, while that helps; None above the limit."""
+        tried: dict[PipelineShape, Plan | None] = {}
+        best: Plan | None = None
+        here: PipelineShape | None = None
+        while len(tried) < _MOST:
+            beside = [s for s in shapes if s not in tried and (here is None or _beside(here, s))]
+            beside = [s for s in beside if shapes[s] < min(limit_s, _seconds(best))]
+            if not beside:
+                break
+            shape = _next(here, best, beside, shapes)
+            tried[shape] = self._fitting(shape)
+            if here is None or _seconds(tried[shape]) < _seconds(tried[here]):
+                here = shape
+            best = _faster(best, tried[shape])
+        if best is None:
+            best = self._limited()
+        elif here is not None:
+            best = self._with_schedule(here, best, limit_s, PipelinePin())
+        return best if _seconds(best) < limit_s else None
 
-    def _inside(self, model: TracedModel) -> Constraints:
-        """The constraints of a stage: those that speak of its parameters."""
-        names = [s.target for s in model.parameters()]
-        params = {
-            glob: wanted
-            for glob, wanted in self.constraints.params.items()
-            if fnmatch.filter(names, glob)
-        }
-        return replace(self.constraints, pipeline=None, params=params)
-
-    # --- the plan ------------------------------------------------------------------------------
-    def _assembled(
-        self,
-        time: Mapping[str, NodePlan],
-        cuts: tuple[str, ...],
-        plans: Sequence[Plan],
-        clock: PipelinedTime,
+    def _with_schedule(
+        self, shape: PipelineShape, first: Plan, limit_s: float, pin: PipelinePin
     ) -> Plan:
-        shape, size = self.shape, self.shape.size
-        step_s = clock.predicted.step_time_s
-        slowest = max(plans, key=lambda p: p.predicted.step_time_s)
-        bound = max(sum(p.solver.bound for p in plans[rank::size]) for rank in range(size))
-        merged: dict[str, Layout] = {}
-        for p in plans:
-            merged.update(p.parameters)
-        order = [s.target for s in self.traced.parameters()]
-        return replace(
-            slowest,
-            fingerprint=self.traced.fingerprint(),
-            nodes={},
-            inputs={},
-            parameters={name: merged[name] for name in order},
-            shapes={k: v for p in plans for k, v in p.shapes.items()},
-            dtypes={k: v for p in plans for k, v in p.dtypes.items()},
-            modes={k: v for p in plans for k, v in p.modes.items()},
-            constraints=self.constraints.to_dict(),
-            memory_limit_bytes=self.limit,
-            predicted=clock.predicted,
-            solver=SolverReport(
-                status="bounded" if size > 1 else slowest.solver.status,
-                objective=step_s,
-                bound=min(bound, step_s),
-                gap=max(0.0, 1 - bound / step_s),
-                seconds=sum(p.solver.seconds for p in plans),
-                variables=sum(p.solver.variables for p in plans),
-                constraints=sum(p.solver.constraints for p in plans),
-            ),
-            pipeline=PipelinePlan(
-                size=size,
-                chunks=shape.chunks,
-                microbatches=shape.microbatches,
-                schedule=shape.schedule,
-                cuts=cuts,
-                time=time,
-                stages=tuple(plans),
-                bubble=clock.bubble,
-                slots=clock.slots,
-            ),
+        """The plan of a shape, or that with the schedule that promises most, if that is faster."""
+        if first.pipeline is None or pin.schedule or shape.schedule != "1f1b":
+            return first
+        stages = [p.predicted.phases for p in first.pipeline.stages]
+        forward = np.array([p["forward"] for p in stages])
+        backward = np.array([p["input"] + p["weight"] for p in stages])
+        promised = {shape: _least_seconds(shape, forward, backward)}
+        for other in self._other_schedules(shape, pin):
+            split = [np.tile(x / other.chunks, other.chunks) for x in (forward, backward)]
+            promised[other] = _least_seconds(other, split[0], split[1])
+        least = min(promised, key=promised.__getitem__)
+        hoped_s = _seconds(first) - (promised[shape] - promised[least])
+        if hoped_s >= min(limit_s, _seconds(first) * (1 - _SCHEDULE_GAIN)):
+            return first
+        found = self._planned(least) if pin != PipelinePin() else self._fitting(least)
+        return found if found is not None and _seconds(found) < _seconds(first) else first
+
+    def _other_schedules(self, shape: PipelineShape, pin: PipelinePin) -> Iterator[PipelineShape]:
+        if shape.size == 1:
+            return
+        if shape.microbatches >= shape.size:
+            yield replace(shape, schedule="zero-bubble")
+        deep = len(self.planner.work.names) >= 2 * shape.size
+        if deep and pin.chunks is None and shape.cuts is None:
+            if shape.microbatches % shape.size == 0:
+                yield replace(shape, schedule="interleaved", chunks=2)
+
+    def _fitting(self, shape: PipelineShape) -> Plan | None:
+        """The plan of a shape without recomputation, if it fits; else it is noted."""
+        found = self._planned(shape, free=True)
+        if found is not None and found.predicted.peak_memory_bytes > self.limit:
+            self.large[shape] = found.predicted.peak_memory_bytes
+            return None
+        return found
+
+    def _limited(self) -> Plan | None:
+        """The plan with recomputation of the smallest shape that is too large without."""
+        for shape in sorted(self.large, key=self.large.__getitem__):
+            found = self._planned(shape)
+            if found is not None:
+                return found
+        return None
+
+    def _planned(self, shape: PipelineShape, free: bool = False) -> Plan | None:
+        try:
+            if shape.size == 1 and shape.microbatches == 1:
+                return self._plain()
+            return self.planner.plan(shape, free=free)
+        except (ConstraintError, InfeasiblePlanError) as error:
+            self.refused = self.refused or error
+            return None
+
+    # --- shapes --------------------------------------------------------------------------------
+    def _shapes(self, pin: PipelinePin, short: bool) -> Iterator[PipelineShape]:
+        """Shapes that a pin leaves open; without one, of one rank only if memory is short."""
+        unasked = pin == PipelinePin()
+        devices, blocks = self.cluster.num_devices, len(self.planner.work.names)
+        sizes = [pin.size] if pin.size else [
+            n for n in range(1, devices + 1) if devices % n == 0 and n <= max(blocks, 1)
+        ]  # fmt: skip
+        for size in sizes:
+            chunks = pin.chunks or (2 if pin.schedule == "interleaved" else 1)
+            if pin.cuts is not None and pin.chunks is None:
+                chunks = max(1, (len(pin.cuts) + 1) // size)
+            schedule = pin.schedule or ("interleaved" if chunks > 1 else "1f1b")
+            if unasked and size == 1 and not short:
+                continue  # more turns, and nothing to gain
+            for turns in [pin.microbatches] if pin.microbatches else self._turns(size, unasked):
+                yield PipelineShape(
+                    size=size,
+                    microbatches=turns,
+                    schedule=schedule,
+                    chunks=chunks,
+                    cuts=pin.cuts,
+                )
+
+    def _turns(self, size: int, unasked: bool) -> list[int]:
+        """Numbers of microbatches to try."""
+        if not unasked:
+            return [size * n for n in _TURNS_PER_RANK]
+        batch = max((s.shape[0] for s in self.traced.inputs if s.kind == "input" and s.shape),
+                    default=1)  # fmt: skip
+        most = max(_TURNS_PER_RANK) * max(size, 4)
+        return [n for n in range(max(size, 2), min(batch, most) + 1) if batch % n == 0]
+
+    def _below(self, shapes: Iterable[PipelineShape], limit_s: float) -> dict[PipelineShape, float]:
+        """Bounds of the shapes that may stay below the limit."""
+        found: dict[PipelineShape, float] = {}
+        for shape in shapes:
+            try:
+                bound_s = self._bound(shape)
+            except ConstraintError as error:
+                self.refused = self.refused or error
+                continue
+            if bound_s < limit_s:
+                found[shape] = bound_s
+        return found
+
+    def _bound(self, shape: PipelineShape) -> float:
+        """Seconds that no plan of a shape can beat, with any schedule if 1F1B is not pinned.
+
+        Raises:
+            ConstraintError: the shape does not fit the devices, the blocks or its schedule.
+        """
+        actions(shape.schedule, shape.size, shape.microbatches, shape.chunks)
+        mesh = stage_mesh(self.cluster.mesh_shape, shape.size)
+        assign_mesh(replace(self.constraints, pipeline=None), mesh)
+        work = self.planner.work
+        if shape.num_stages == 1:
+            starts: list[int] = []
+        else:
+            cuts = shape.cuts or balanced_cuts(work, shape)
+            starts = [work.names.index(c) for c in cuts if c in work.names]
+        forward, backward = (
+            np.array([x.sum() for x in np.split(seconds, starts)])
+            for seconds in work.at_turns(math.prod(mesh), shape.microbatches)
         )
+        if len(forward) != shape.num_stages:
+            return 0.0  # bad cuts: planning says what is wrong
+        line = replace(
+            self.cluster,
+            mesh_shape=(shape.size, *mesh),
+            axis_names=("pipeline", *(f"axis{i}" for i in range(len(mesh)))),
+        )
+        hop_s = line.collective_seconds(CollectiveKind("send_recv"), 1, 0)
+        any_schedule = replace(shape, schedule="zero-bubble")
+        return _least_seconds(any_schedule, forward, backward, hop_s)
 
 
-def _settled(model: TracedModel, plan: Plan) -> dict[str, Layout]:
-    """Layouts of what goes over the cuts, by the port names of the stages that come later."""
-    found: dict[str, Layout] = {}
-    for spec in model.outputs:
-        if spec.kind == "sent" and not spec.accumulated:
-            found[spec.target] = plan.inputs[spec.port]
-    for given in model.inputs:
-        if given.kind == "received":
-            found[f"port.{given.node}"] = plan.inputs[given.node]
-    for name, layout in plan.parameters.items():
-        found[f"port.gradient of {name}"] = layout
-    return found
+def _least_seconds(
+    shape: PipelineShape, forward: Array, backward: Array, hop_s: float = 0.0
+) -> float:
+    """The module's bound, for stages that take these seconds at each turn."""
+    there = np.concatenate([[0.0], np.cumsum(forward + hop_s)])
+    back = np.concatenate([[0.0], np.cumsum(backward + hop_s)])
+    if shape.schedule == "zero-bubble":
+        back = 0 * back
+    busy = (forward + backward).reshape(shape.chunks, shape.size).sum(axis=0)
+    ranks = np.arange(shape.size)
+    return float((shape.microbatches * busy + there[ranks] + back[ranks]).max())
 
 
-def _prefixes(path: str) -> list[str]:
-    parts = path.split(".")
-    return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
+def _next(
+    here: PipelineShape | None,
+    best: Plan | None,
+    beside: list[PipelineShape],
+    bounds: Mapping[PipelineShape, float],
+) -> PipelineShape:
+    """Which to plan: one of middle size; then more turns where ranks stand idle, or by bound."""
+    if here is None:
+        sizes = sorted({s.size for s in beside if s.size > 1}) or [1]
+        middle = [s for s in beside if s.size == sizes[(len(sizes) - 1) // 2]]
+        return min(middle, key=bounds.__getitem__)
+    size, turns = here.size, here.microbatches
+    idle = best is not None and best.pipeline is not None and best.pipeline.bubble > _IDLE
+
+    def order(shape: PipelineShape) -> tuple[bool, float]:
+        return not (idle and shape.size == size and shape.microbatches > turns), bounds[shape]
+
+    return min(beside, key=order)
 
 
-def _is_op(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is not operator.getitem
+def _beside(a: PipelineShape, b: PipelineShape) -> bool:
+    """At most a factor of two between sizes, and of four between microbatches."""
+    sizes = sorted((a.size, b.size))
+    turns = sorted((a.microbatches, b.microbatches))
+    return sizes[1] <= 2 * sizes[0] and turns[1] <= 4 * turns[0]
 
 
-def _partition(costs: Sequence[float], count: int) -> list[int]:
-    """Starts of all parts but the first, so that the costliest of `count` runs costs least."""
-    total = [0.0]
-    for cost in costs:
-        total.append(total[-1] + cost)
-    size = len(costs)
-    best = [[math.inf] * (size + 1) for _ in range(count + 1)]
-    start = [[0] * (size + 1) for _ in range(count + 1)]
-    best[0][0] = 0.0
-    for parts in range(1, count + 1):
-        for end in range(parts, size + 1):
-            for begin in range(parts - 1, end):
-                worst = max(best[parts - 1][begin], total[end] - total[begin])
-                if worst < best[parts][end]:
-                    best[parts][end], start[parts][end] = worst, begin
-    cuts: list[int] = []
-    end = size
-    for parts in range(count, 1, -1):
-        end = start[parts][end]
-        cuts.append(end)
-    return cuts[::-1]
+def _seconds(plan: Plan | None) -> float:
+    return math.inf if plan is None else plan.predicted.step_time_s
+
+
+def _limit(plain: Plan | None) -> float:
+    """Seconds that a pipeline must stay below."""
+    return _seconds(plain) * (1 - _GAIN)
+
+
+def _faster(a: Plan | None, b: Plan | None) -> Plan | None:
+    return b if _seconds(b) < _seconds(a) else a
+
+
+def _or_raise(plan: Plan | None, error: AutoparError | None) -> Plan:
+    if plan is None:
+        assert error is not None
+        raise error
+    return plan

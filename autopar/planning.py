@@ -16,9 +16,10 @@ from autopar.cache import PlanCache
 from autopar.codegen.emit import emit
 from autopar.codegen.fusion import Fusion
 from autopar.codegen.passes import check_passes
+from autopar.codegen.stage_unfolding import unfolded_plan
 from autopar.codegen.turns import emit_turns
-from autopar.core.constraints import Constraints, PipelinePin
-from autopar.core.folding import every_instance, same_for_all_instances, unfolded
+from autopar.core.constraints import NO_PIPELINE, Constraints, PipelinePin
+from autopar.core.folding import every_instance, same_for_all_instances
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
@@ -93,17 +94,25 @@ def check_emitted(traced: TracedModel, found: Plan) -> None:
         emit(traced, found, first)
         return
     turns = stages_at_turns(traced, found.pipeline)
+    seen: list[tuple[int, object]] = []  # equal stages have one program
     for number, stage in enumerate(found.pipeline.stages):
-        emit_turns([t.stages.models[number] for t in turns], stage, first)
+        alike = turns[0].kinds[number], stage.nodes
+        if alike not in seen:
+            seen.append(alike)
+            emit_turns([t.model(number) for t in turns], stage, first)
 
 
 def may_fold(model: nn.Module, constraints: Constraints) -> bool:
     """False where a pin tells apart blocks that would share one choice."""
-    if constraints.pipeline is not None:
-        return False
+    repeats = find_repeats(model)
+    pin = constraints.pipeline
+    if pin is not None and pin != NO_PIPELINE:
+        # the cuts of a folded graph stand between blocks that repeat together
+        if pin.cuts is not None or any(r.period > 1 for r in repeats):
+            return False
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     matches = {glob: fnmatch.filter(names, glob) for glob in constraints.params}
-    return same_for_all_instances(matches, find_repeats(model))
+    return same_for_all_instances(matches, repeats)
 
 
 class Planner:
@@ -220,7 +229,7 @@ class Planner:
             return traced, chosen
         whole = self._traced(args, kwargs, training, False)
         try:
-            return whole, unfolded(chosen, traced, whole)
+            return whole, unfolded_plan(chosen, traced, whole)
         except PlanMismatchError:
             if given is not None:
                 raise

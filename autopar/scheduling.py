@@ -31,12 +31,14 @@ Shares = dict[tuple[str, int, str], float]
 
 
 def scheduled(plan: Plan, traced: TracedModel) -> Plan:
-    """`plan` with hidden and exposed communication.
+    """`plan` with hidden and exposed communication; as it is, if it has them.
 
     Args:
         plan: as solved.
         traced: the graph that it was solved for, folded or not.
     """
+    if plan.predicted.hidden_comm_s:
+        return plan
     if plan.pipeline is not None:
         return _scheduled_stages(plan, traced)
     program = emit(traced, plan, [0] * len(plan.mesh_shape))
@@ -88,11 +90,16 @@ def _scheduled_stages(plan: Plan, traced: TracedModel) -> Plan:
     orders = actions(p.schedule, p.size, p.microbatches, p.chunks)
     splits = any(action.kind == "I" for order in orders for action in order)
     cluster = Cluster.from_dict(plan.cluster)
-    stages = []
-    for stage, model in zip(p.stages, parts.stages.models, strict=True):
-        program = emit_turns([model], stage, [0] * len(stage.mesh_shape))
+    stages: list[Plan] = []
+    for number, stage in enumerate(p.stages):
+        like = next((s for s, q in zip(stages, p.stages, strict=False)
+                     if q.nodes is stage.nodes), None)  # fmt: skip
+        if like is not None:  # equal stages of a folded graph share a plan
+            stages.append(replace(stage, predicted=like.predicted))
+            continue
+        program = emit_turns([parts.model(number)], stage, [0] * len(stage.mesh_shape))
         stages.append(_scheduled_stage(stage, program, cluster, p.microbatches, splits))
-    transfer_s = transfer_seconds(parts.stages.transfers, stages, cluster, p.size)
+    transfer_s = transfer_seconds(parts.crossings(), stages, cluster, p.size)
     clock = pipelined_time(stages, orders, transfer_s, p.microbatches)
     pipeline = replace(p, stages=tuple(stages), bubble=clock.bubble, slots=clock.slots)
     return replace(plan, predicted=clock.predicted, pipeline=pipeline)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.codegen.emit import Program, emit
-from autopar.core.folding import unfolded
+from autopar.codegen.stage_unfolding import unfolded_plan
 from autopar.core.graph import InputSpec, TracedModel
 from autopar.core.placement import Layout
 from autopar.core.plan import Plan
@@ -97,7 +97,7 @@ def verify(
                 f"the plan is for graph {plan.fingerprint}, this model and input trace to "
                 f"{folded.fingerprint()}"
             )
-        plan = unfolded(plan, folded, traced)
+        plan = unfolded_plan(plan, folded, traced)
     args, kwargs = normalize_inputs(example_inputs)
     flat = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     whole = whole_inputs(traced, model, flat, seed)

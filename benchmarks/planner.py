@@ -1,5 +1,7 @@
 """Planner speed: seconds for trace and solve, memory, problem size and gap, per model and mesh.
 
+Pipelines are in the search; the last column is what was chosen of them.
+
     python -m benchmarks.planner                      # nine rows
     python -m benchmarks.planner --rows all           # every model × mesh
     python -m benchmarks.planner --rows gpt-3b-p100x4 llama3-70b@32x8
@@ -30,7 +32,8 @@ from torch import nn
 
 import autopar
 from autopar.core.constraints import Constraints
-from autopar.solver.solve import solve
+from autopar.core.plan import PipelinePlan
+from autopar.pipelining import plan_step
 from autopar.tracer.trace import trace
 
 Inputs = dict[str, torch.Tensor]
@@ -204,7 +207,7 @@ def measure(row: Row) -> dict[str, Any]:
     )
     found: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
     try:
-        plan = solve(traced, cluster, constraints=Constraints())
+        plan = plan_step(traced, cluster, constraints=Constraints())
         found |= {
             "result": "plan",
             "step_s": plan.predicted.step_time_s,
@@ -216,6 +219,7 @@ def measure(row: Row) -> dict[str, Any]:
             "bound_s": plan.solver.bound,
             "ilp_s": plan.solver.seconds,
             "variables": plan.solver.variables,
+            "pipeline": _described(plan.pipeline),
         }
     except autopar.InfeasiblePlanError as error:
         found |= {
@@ -234,6 +238,14 @@ def measure(row: Row) -> dict[str, Any]:
     }
 
 
+def _described(pipeline: PipelinePlan | None) -> str:
+    """Ranks × chunks, microbatches and schedule."""
+    if pipeline is None:
+        return "none"
+    ranks = f"{pipeline.size}×{pipeline.chunks}" if pipeline.chunks > 1 else f"{pipeline.size}"
+    return f"{ranks} ranks, {pipeline.microbatches} microbatches, {pipeline.schedule}"
+
+
 def _in_child(name: str, seconds: float) -> dict[str, Any]:
     """Measure in a fresh process, so that peak memory is the row's own; a failure is a result."""
     command = [sys.executable, "-m", "benchmarks.planner", "--child", name]
@@ -248,8 +260,10 @@ def _in_child(name: str, seconds: float) -> dict[str, Any]:
     return found
 
 
-_COLUMNS = ("total_s", "trace_s", "solve_s", "ilp_s", "rss_gib", "result", "objective_s",
-            "bound_s", "gap", "peak_gib", "limit_gib", "needs_gib", "variables")  # fmt: skip
+_COLUMNS = (
+    "total_s", "trace_s", "solve_s", "ilp_s", "rss_gib", "result", "objective_s",
+    "bound_s", "gap", "peak_gib", "limit_gib", "needs_gib", "variables", "pipeline",
+)  # fmt: skip
 
 
 def _cells(found: dict[str, Any]) -> list[str]:

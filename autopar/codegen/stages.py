@@ -10,13 +10,14 @@ from typing import Any
 from torch import fx
 
 from autopar.codegen.microbatch import Microbatch, localise
-from autopar.core.flights import flights
+from autopar.core.flights import Flight, flights, most
 from autopar.core.graph import TracedModel
 from autopar.core.plan import NodePlan, PipelinePlan
 from autopar.core.schedule import actions
-from autopar.core.stages import Stages, cut
+from autopar.core.stage_folding import extended, outline
+from autopar.core.stages import Stages, Transfer, cut
 
-__all__ = ["Staged", "staged", "staged_as_planned"]
+__all__ = ["Staged", "batch_bytes", "cut_body", "flying", "staged", "staged_as_planned"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +26,38 @@ class Staged:
 
     Attributes:
         microbatch: the prologue and the feeds of a microbatch.
-        stages: graphs and transfers.
+        stages: graphs and transfers; of a folded graph, those of unlike stages.
+        kinds: of each stage of the pipeline, the index of its graph.
+        shifts: of each, by how much its block numbers exceed those in its graph.
     """
 
     microbatch: Microbatch
     stages: Stages
+    kinds: tuple[int, ...]
+    shifts: tuple[int, ...]
+
+    def model(self, stage: int) -> TracedModel:
+        """The graph of a stage of the pipeline, or of one that is equal to it."""
+        return self.stages.models[self.kinds[stage]]
+
+    def crossing(self, below: int, above: int, phase: str) -> list[Transfer]:
+        """What goes over a cut of the graph, in one phase."""
+        return [
+            t
+            for t in self.stages.transfers
+            if t.phase == phase and (below, above) == tuple(sorted((t.source, t.target)))
+        ]
+
+    def crossings(self) -> list[Transfer]:
+        """What goes over the cuts of the pipeline at each turn, as the receiving stage names it."""
+        found: list[Transfer] = []
+        for stage in range(1, len(self.kinds)):
+            below, above = self.kinds[stage - 1], self.kinds[stage]
+            up = self.crossing(above - 1, above, "forward")
+            down = self.crossing(below, below + 1, "backward")
+            found += [replace(t, source=stage - 1, target=stage) for t in up]
+            found += [replace(t, source=stage, target=stage - 1) for t in down]
+        return found
 
 
 def staged(
@@ -57,13 +85,48 @@ def staged(
     """
     held = flights(actions(schedule, size, microbatches, chunks))
     micro = localise(traced, time, microbatches, turn)
-    stages = cut(micro.body, cuts)
-    batch = _batch_bytes(traced, micro)
+    return flying(cut_body(micro, cuts), held, batch_bytes(traced, micro))
+
+
+def cut_body(micro: Microbatch, cuts: Sequence[str]) -> Staged:
+    """Cut the body of a microbatch; a folded one into folded stages, each kind of them once.
+
+    Raises:
+        ConstraintError: the cuts are no blocks, or stand inside blocks that repeat together.
+    """
+    if not micro.body.repeats:
+        stages = cut(micro.body, cuts)
+        count = len(stages.models)
+        return Staged(
+            microbatch=micro, stages=stages, kinds=tuple(range(count)), shifts=(0,) * count
+        )
+    plan = outline(micro.body, cuts)
+    stages = cut(extended(micro.body, plan.periods), plan.starts)
     models = tuple(
-        replace(model, flight=held[s], microbatches=microbatches, batch_bytes=batch)
-        for s, model in enumerate(stages.models)
+        replace(model, repeats=repeats)
+        for model, repeats in zip(stages.models, plan.repeats, strict=True)
     )
-    return Staged(microbatch=micro, stages=replace(stages, models=models))
+    return Staged(
+        microbatch=micro,
+        stages=replace(stages, models=models),
+        kinds=plan.kinds,
+        shifts=plan.shifts,
+    )
+
+
+def flying(parts: Staged, held: Sequence[Flight], batch: int) -> Staged:
+    """With the most that any stage of a kind holds, by stage, and the bytes of the batch."""
+    turns = parts.microbatch.body.microbatches
+    models = tuple(
+        replace(
+            model,
+            flight=most(f for f, k in zip(held, parts.kinds, strict=True) if k == kind),
+            microbatches=turns,
+            batch_bytes=batch,
+        )
+        for kind, model in enumerate(parts.stages.models)
+    )
+    return replace(parts, stages=replace(parts.stages, models=models))
 
 
 def staged_as_planned(traced: TracedModel, pipeline: PipelinePlan, turn: int = 0) -> Staged:
@@ -80,7 +143,7 @@ def staged_as_planned(traced: TracedModel, pipeline: PipelinePlan, turn: int = 0
     )
 
 
-def _batch_bytes(traced: TracedModel, micro: Microbatch) -> int:
+def batch_bytes(traced: TracedModel, micro: Microbatch) -> int:
     """Bytes of the user's inputs, and of what is computed from them before the turns."""
     given = [s for s in traced.inputs if s.kind == "input"]
     total = sum(math.prod(s.shape) * s.dtype.itemsize for s in given)

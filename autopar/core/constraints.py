@@ -11,7 +11,7 @@ from typing import Any
 from autopar.core.schedule import schedules
 from autopar.errors import ConstraintError
 
-__all__ = ["AxisRole", "Constraints", "PipelinePin", "assign_mesh"]
+__all__ = ["NO_PIPELINE", "AxisRole", "Constraints", "PipelinePin", "assign_mesh"]
 
 TENSOR_MODES = ("1d", "2d", "2.5d", "3d")
 SEQUENCE_MODES = ("megatron", "ulysses", "ring", "none")
@@ -51,6 +51,10 @@ class PipelinePin:
         found = {k: getattr(self, k) for k in self.__dataclass_fields__}
         found["cuts"] = list(self.cuts) if self.cuts is not None else None
         return {k: v for k, v in found.items() if v is not None}
+
+
+NO_PIPELINE = PipelinePin(size=1, microbatches=1)
+"""The step in one piece."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +163,10 @@ def _positive(value: Any, name: str) -> int:
 def _pipeline(value: Any) -> PipelinePin:
     if isinstance(value, PipelinePin):
         return value
+    if value == "none":
+        return NO_PIPELINE
+    if isinstance(value, str):
+        raise ConstraintError(f"pipeline={value!r}: give a size, settings, or 'none'")
     spec: dict[str, Any] = {"size": value} if isinstance(value, int) else dict(value)
     known = tuple(PipelinePin.__dataclass_fields__)
     for key in spec:

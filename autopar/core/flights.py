@@ -7,12 +7,12 @@ others had. So what is held does not depend on timing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autopar.core.schedule import Action, Orders
 
-__all__ = ["Flight", "arrived", "flights"]
+__all__ = ["Flight", "arrived", "flights", "most"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,16 @@ class Flight:
     later: int = 0
     up: tuple[int, int] = (0, 0)
     down: tuple[int, int] = (0, 0)
+
+
+def most(held: Iterable[Flight]) -> Flight:
+    """What holds no less than any of these."""
+    found = list(held)
+    ways = [
+        (max(pair[0] for pair in pairs), max(pair[1] for pair in pairs))
+        for pairs in ([f.up for f in found], [f.down for f in found])
+    ]
+    return Flight(max(f.first for f in found), max(f.later for f in found), ways[0], ways[1])
 
 
 def _source(action: Action, num_stages: int) -> tuple[str, int, int] | None:

@@ -15,7 +15,7 @@ from autopar.core.plan import Plan
 from autopar.core.recompute import recomputed
 from autopar.errors import PlanMismatchError
 
-__all__ = ["every_instance", "same_for_all_instances", "unfolded"]
+__all__ = ["every_instance", "same_for_all_instances", "stand_ins", "unfolded"]
 
 T = TypeVar("T")
 
@@ -92,11 +92,8 @@ def unfolded(plan: Plan, folded: TracedModel, whole: TracedModel) -> Plan:
     folded = recomputed(folded, plan.checkpoint)
     fingerprint = whole.fingerprint()
     whole = recomputed(whole, plan.checkpoint)
-    nodes = {
-        mine.name: plan.nodes[twin.name]
-        for mine, twin in _pairs(Blocks(folded), Blocks(whole))
-        if twin.name in plan.nodes
-    }
+    twins = stand_ins(folded, whole)
+    nodes = {mine: plan.nodes[twin] for mine, twin in twins.items() if twin in plan.nodes}
     kept = {spec.node for spec in whole.inputs}
     return replace(
         plan,
@@ -107,11 +104,24 @@ def unfolded(plan: Plan, folded: TracedModel, whole: TracedModel) -> Plan:
     )
 
 
-def _pairs(folded: Blocks, whole: Blocks) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Each call of the whole graph with the one of the folded graph that it does as."""
+def stand_ins(folded: TracedModel, whole: TracedModel, shift: int = 0) -> dict[str, str]:
+    """Each call of the whole graph with the one of the folded graph that it does as, by name.
+
+    Args:
+        folded, whole: of the same model and input, or of equal pipeline stages.
+        shift: by how much the block numbers of `whole` exceed those of `folded`.
+
+    Raises:
+        PlanMismatchError: the whole graph does not consist of what the folded one holds.
+    """
+    pairs = _pairs(Blocks(folded), Blocks(whole), shift)
+    return {mine.name: twin.name for mine, twin in pairs}
+
+
+def _pairs(folded: Blocks, whole: Blocks, shift: int) -> Iterator[tuple[fx.Node, fx.Node]]:
     yield from _zipped("outside of blocks", _outside(whole), _outside(folded))
     for block, nodes in whole.members.items():
-        twin = _stand_in(folded, block)
+        twin = _stand_in(folded, Block(block.container, block.number - shift))
         members = folded.members.get(twin)
         if members is None:
             raise PlanMismatchError(f"the plan knows no {block.container}.{block.number}")

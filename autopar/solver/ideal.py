@@ -1,0 +1,142 @@
+"""The least seconds that each block of a model can take: its share of the work, evenly split.
+
+No op of a step on n devices in m microbatches does less than 1 / (n m) of its flops at a time, and
+touches no less than 1 / (n m) of its bytes; of those that are the same for all microbatches
+(weights, and gradients of them), no less than 1 / n. So
+
+    seconds(block) = sum_op roofline(flops / (n m), bytes / (n m) + lasting_bytes / n)
+
+is below what any plan has, communication left out. Only ops that run at each turn count: those that
+both a parameter and an input reach.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from autopar.core.blocks import Block
+from autopar.core.graph import TracedModel, dependents, node_info
+from autopar.core.stage_folding import block_names
+from autopar.core.work import LOOKUPS, global_flops, op_class
+from autopar.cost_model import Cluster, compute_seconds_array
+from autopar.solver.problem import Array
+from autopar.solver.step import Op, Value, build_step
+
+__all__ = ["BlockWork"]
+
+
+class _Work(NamedTuple):
+    block: int
+    backward: bool
+    at_turns: bool
+    flops: float
+    num_bytes: float
+    lasting_bytes: float
+
+
+class BlockWork:
+    """The work of a step, by block in forward order.
+
+    What stands in front of a block belongs to the one before it, and what stands in front of all
+    to the first.
+
+    Args:
+        traced: the step on the whole batch, folded or not.
+        cluster: whose devices compute.
+
+    Attributes:
+        names: FQN of every block of the model.
+        joint: True for a block that must stay with the one before: they repeat together.
+    """
+
+    def __init__(self, traced: TracedModel, cluster: Cluster) -> None:
+        self.device = cluster.device
+        whole = block_names(traced)
+        self.names = [f"{b.container}.{b.number}" for b, _ in whole]
+        repeats = {r.container: r for r in traced.repeats}
+        self.joint = [
+            (repeat := repeats.get(b.container)) is not None
+            and -2 * repeat.period <= b.number - repeat.first < (repeat.times + 1) * repeat.period
+            and (b.number - repeat.first) % repeat.period > 0
+            for b, _ in whole
+        ]
+        held = list(dict.fromkeys(captured for _, captured in whole))
+        self.like = np.array([held.index(captured) for _, captured in whole], dtype=int)
+        self.count = len(held)
+        self.groups = self._groups(traced, held)
+
+    def _groups(self, traced: TracedModel, held: list[Block]) -> dict[tuple[str, str], list[_Work]]:
+        step = build_step(traced)
+        weighted = dependents(traced, "parameter")
+        fed = dependents(traced, "input", "seed")
+        sums = set(step.gradients.values())
+        number = {f"{b.container}.{b.number}": i for i, b in enumerate(held)}
+        nodes = traced.nodes()
+        groups: dict[tuple[str, str], list[_Work]] = defaultdict(list)
+        current = 0
+        for op in step.ops.values():
+            info = node_info(traced, nodes[op.name])
+            forward = info.phase == "forward"
+            inside = next((number[n] for n in _prefixes(info.module) if n in number), None)
+            if inside is not None and forward:
+                current = inside
+            # behind the blocks: what the head does in the backward follows it
+            owner = inside if inside is not None else current if forward else len(held) - 1
+            kind = op_class(op.call)
+            if kind == "view":
+                continue
+            dtype = op.call.outputs[0].dtype if op.call.outputs else torch.float32
+            at_turns = op.name in weighted and op.name in fed
+            groups[kind, str(dtype).removeprefix("torch.")].append(
+                _Work(owner, not forward, at_turns, global_flops(op.call), *_traffic(op, fed, sums))
+            )
+        return groups
+
+    def whole(self) -> Array:
+        """Seconds of each block on one device, forward and backward."""
+        return np.add(*self._seconds(self.groups, 1, 1))
+
+    def at_turns(self, devices: int, microbatches: int) -> tuple[Array, Array]:
+        """Least seconds of the forward and of the backward of each block, at each turn."""
+        groups = {key: [w for w in works if w.at_turns] for key, works in self.groups.items()}
+        return self._seconds(groups, devices, microbatches)
+
+    def _seconds(
+        self, groups: Mapping[tuple[str, str], list[_Work]], devices: int, microbatches: int
+    ) -> tuple[Array, Array]:
+        found = np.zeros((2, self.count))
+        split = devices * microbatches
+        for (kind, dtype), works in groups.items():
+            if works:
+                table = np.array(works, dtype=float)
+                num_bytes = table[:, 4] / split + table[:, 5] / devices
+                seconds = compute_seconds_array(
+                    self.device, kind, dtype, table[:, 3] / split, num_bytes
+                )
+                np.add.at(found, (table[:, 1].astype(int), table[:, 0].astype(int)), seconds)
+        return found[0, self.like], found[1, self.like]
+
+
+def _prefixes(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
+
+
+def _traffic(op: Op, fed: set[str], sums: set[Value]) -> tuple[float, float]:
+    """Bytes that the op reads and writes on one device, and those that are the same for all turns.
+
+    A lookup reads only the rows that it needs.
+    """
+    parts = [0.0, 0.0]
+    for index, spec in enumerate(op.call.outputs):
+        parts[(op.name, index) in sums] += spec.num_bytes
+    if op.call.target in LOOKUPS:
+        return 2 * parts[0], parts[1]
+    for value, spec in zip(op.operands, op.call.operands, strict=True):
+        parts[value[0] not in fed] += spec.num_bytes
+    return parts[0], parts[1]

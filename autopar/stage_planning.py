@@ -1,0 +1,417 @@
+"""Plans a pipeline of a given shape: cuts, each stage's own plan, the clock.
+
+The step is split over the microbatches where the sharding rules allow it without communication
+(`solver/microbatch.py`), cut into stages between blocks (`core/stages.py`), and each stage is
+solved as any other step, on the mesh of one pipeline rank. A stage takes what it receives in the
+layout that the stage before has settled. Equal stages of a folded graph that receive the same are
+solved once. The schedule then runs on the clock (`cost_model/pipeline.py`).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from autopar.codegen.microbatch import Microbatch, localise
+from autopar.codegen.stages import Staged, batch_bytes, cut_body, flying
+from autopar.core.blocks import block_of
+from autopar.core.constraints import Constraints
+from autopar.core.flights import flights
+from autopar.core.folding import every_instance
+from autopar.core.graph import TracedModel
+from autopar.core.placement import Layout
+from autopar.core.plan import NodePlan, PipelinePlan, Plan, SolverReport
+from autopar.core.schedule import Orders, actions
+from autopar.core.stage_folding import renumbered
+from autopar.core.stages import port_of
+from autopar.cost_model import Cluster
+from autopar.cost_model.stages import PipelinedTime, pipelined_time, transfer_seconds
+from autopar.errors import ConstraintError, InfeasiblePlanError
+from autopar.solver.ideal import BlockWork
+from autopar.solver.microbatch import split_in_time
+from autopar.solver.solve import solve
+
+__all__ = ["PipelineShape", "StagePlanner", "balanced_cuts", "stage_mesh"]
+
+T = TypeVar("T")
+_UNLIMITED = 1 << 62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineShape:
+    """What is settled of a pipeline before its stages are planned; `cuts` None: balanced."""
+
+    size: int
+    microbatches: int
+    schedule: str
+    chunks: int = 1
+    cuts: tuple[str, ...] | None = None
+
+    @property
+    def num_stages(self) -> int:
+        return self.size * self.chunks
+
+
+def stage_mesh(mesh_shape: Sequence[int], size: int) -> tuple[int, ...]:
+    """The mesh of one pipeline rank: the outer axes give their devices first.
+
+    Raises:
+        ConstraintError: the pipeline does not divide the devices.
+    """
+    left, shape = size, []
+    for axis in mesh_shape:
+        shared = math.gcd(axis, left)
+        left //= shared
+        shape.append(axis // shared)
+    if left != 1:
+        raise ConstraintError(
+            f"a pipeline of {size} ranks does not divide the {math.prod(mesh_shape)} devices of "
+            f"mesh {tuple(mesh_shape)}"
+        )
+    return tuple(n for n in shape if n > 1) or (1,)
+
+
+def balanced_cuts(work: BlockWork, shape: PipelineShape) -> tuple[str, ...]:
+    """Cuts that make the costliest stage as cheap as can be, by the blocks' own seconds.
+
+    Raises:
+        ConstraintError: there are fewer blocks than stages.
+    """
+    count, places = shape.num_stages, len(work.names) - sum(work.joint)
+    if places < count:
+        together = "" if places == len(work.names) else f" in {places} groups that repeat"
+        raise ConstraintError(
+            f"a pipeline of {shape.size} ranks × {shape.chunks} chunks needs {count} blocks, the "
+            f"model has {len(work.names)}{together}"
+        )
+    starts = _partition(work.whole(), count, work.joint)
+    return tuple(work.names[i] for i in starts)
+
+
+def _partition(costs: np.ndarray, count: int, joint: Sequence[bool]) -> list[int]:
+    """Starts of all parts but the first, so that the costliest of `count` runs costs least.
+
+    No part starts at an element that is `joint` with the one before.
+    """
+    total = np.concatenate([[0.0], np.cumsum(costs)])
+    size = len(costs)
+    allowed = np.array([*(not j for j in joint), True])
+    run = np.where(
+        (np.arange(size + 1)[:, None] < np.arange(size + 1)) & allowed[:, None],
+        total[None, :] - total[:, None],
+        np.inf,
+    )
+    best = np.where(np.arange(size + 1) == 0, 0.0, np.inf)
+    choices: list[np.ndarray] = []
+    for _ in range(count):
+        worst = np.maximum(best[:, None], run)  # the last part from `begin` to `end`
+        choices.append(worst.argmin(axis=0))
+        best = worst.min(axis=0)
+    starts: list[int] = []
+    end = size
+    for begin in reversed(choices[1:]):
+        end = int(begin[end])
+        starts.append(end)
+    return starts[::-1]
+
+
+class StagePlanner:
+    """Plans pipelines of one step; what several shapes have in common is made once.
+
+    Args:
+        traced: the step on the whole batch, folded or not.
+        cluster: all devices.
+        constraints: what is pinned inside the stages.
+        memory_limit: bytes per device; default: the device's memory.
+        optimizer: whose states count in memory.
+    """
+
+    def __init__(
+        self,
+        traced: TracedModel,
+        cluster: Cluster,
+        constraints: Constraints,
+        memory_limit: int | None,
+        optimizer: object,
+    ) -> None:
+        self.traced = traced
+        self.whole = cluster
+        self.constraints = constraints
+        self.limit = cluster.memory_bytes if memory_limit is None else int(memory_limit)
+        self.optimizer = optimizer
+        self.work = BlockWork(traced, cluster)
+        self._micros: dict[int, tuple[dict[str, NodePlan], Microbatch]] = {}
+        self._parts: dict[tuple[int, tuple[str, ...]], Staged] = {}
+        self._solved: dict[object, Plan | InfeasiblePlanError] = {}
+
+    def plan(self, shape: PipelineShape, *, free: bool = False) -> Plan:
+        """The plan of a step with a pipeline of a given shape.
+
+        Args:
+            shape: of the pipeline.
+            free: without the memory limit, hence without recomputation: soon found.
+
+        Raises:
+            ConstraintError: the model cannot be split or cut so.
+            InfeasiblePlanError: a stage does not fit.
+        """
+        mesh = stage_mesh(self.whole.mesh_shape, shape.size)
+        names = self.whole.axis_names[-len(mesh) :]
+        cluster = replace(self.whole, mesh_shape=mesh, axis_names=names)
+        orders = actions(shape.schedule, shape.size, shape.microbatches, shape.chunks)
+        time, _ = self.micro(shape.microbatches)
+        cuts = shape.cuts if shape.cuts is not None else balanced_cuts(self.work, shape)
+        if len(cuts) + 1 != shape.num_stages:
+            raise ConstraintError(
+                f"pipeline cuts make {len(cuts) + 1} stages, size {shape.size} × chunks "
+                f"{shape.chunks} are {shape.num_stages}"
+            )
+        return _Pipeliner(self, shape, cuts, cluster, orders, free).run(time)
+
+    def micro(self, microbatches: int) -> tuple[dict[str, NodePlan], Microbatch]:
+        """The step on one microbatch, and the placements of all ops over the microbatches.
+
+        Raises:
+            ConstraintError: the model cannot be split so.
+        """
+        if microbatches not in self._micros:
+            time = split_in_time(self.traced, self.whole, microbatches)
+            self._micros[microbatches] = time, localise(self.traced, time, microbatches)
+        return self._micros[microbatches]
+
+    def parts(self, microbatches: int, cuts: tuple[str, ...]) -> Staged:
+        """The step cut into stages."""
+        key = (microbatches, cuts)
+        if key not in self._parts:
+            self._parts[key] = cut_body(self.micro(microbatches)[1], cuts)
+        return self._parts[key]
+
+    def solve(
+        self,
+        parts: Staged,
+        cuts: tuple[str, ...],
+        kind: int,
+        cluster: Cluster,
+        chunks: int,
+        settled: Mapping[str, Layout],
+        free: bool,
+    ) -> Plan:
+        """The plan of a kind of stage that receives what is settled, within the limit or free.
+
+        Raises:
+            InfeasiblePlanError: it does not fit.
+        """
+        model = parts.stages.models[kind]
+        taken = {name: settled[name] for name in _port_names(model) if name in settled}
+        turns = (model.microbatches, model.flight)
+        limit = self.limit // chunks
+        key = (cuts, kind, *turns, cluster.mesh_shape, limit, free, tuple(taken.items()))
+        if key not in self._solved:
+            try:
+                plan = solve(
+                    model,
+                    cluster,
+                    constraints=self._inside(model),
+                    memory_limit=_UNLIMITED if free else limit,
+                    optimizer=self.optimizer,
+                    ports=taken,
+                )
+                self._solved[key] = replace(plan, memory_limit_bytes=limit)
+            except InfeasiblePlanError as error:
+                self._solved[key] = error
+        found = self._solved[key]
+        if isinstance(found, InfeasiblePlanError):
+            raise found
+        return found
+
+    def _inside(self, model: TracedModel) -> Constraints:
+        """The constraints of a stage: those that speak of its parameters."""
+        named = every_instance({s.target: None for s in model.parameters()}, model.repeats)
+        params = {
+            glob: wanted
+            for glob, wanted in self.constraints.params.items()
+            if fnmatch.filter(named, glob)
+        }
+        return replace(self.constraints, pipeline=None, params=params)
+
+
+class _Pipeliner:
+    """Plans the stages of one pipeline in their order, and runs them on the clock."""
+
+    def __init__(
+        self,
+        planner: StagePlanner,
+        shape: PipelineShape,
+        cuts: tuple[str, ...],
+        cluster: Cluster,
+        orders: Orders,
+        free: bool,
+    ) -> None:
+        self.free = free
+        self.planner = planner
+        self.traced = planner.traced
+        self.shape = shape
+        self.cuts = cuts
+        self.cluster = cluster
+        self.orders = orders
+        parts = planner.parts(shape.microbatches, cuts)
+        batch = batch_bytes(self.traced, parts.microbatch)
+        self.parts = flying(parts, flights(orders), batch)
+        self.limit = planner.limit
+
+    def run(self, time: Mapping[str, NodePlan]) -> Plan:
+        plans = self._solve()
+        shifted = [_shifted(self.parts, s, plan) for s, plan in enumerate(plans)]
+        size, turns = self.shape.size, self.shape.microbatches
+        transfer_s = transfer_seconds(self.parts.crossings(), shifted, self.cluster, size)
+        clock = pipelined_time(shifted, self.orders, transfer_s, turns)
+        return self._assembled(time, self.cuts, shifted, clock)
+
+    def _solve(self) -> list[Plan]:
+        settled: dict[str, Layout] = {}
+        plans: list[Plan] = []
+        for number, kind in enumerate(self.parts.kinds):
+            if number:
+                settled.update(self._handed(self.parts.kinds[number - 1], kind, settled))
+            try:
+                plan = self.planner.solve(
+                    self.parts,
+                    self.cuts,
+                    kind,
+                    self.cluster,
+                    self.shape.chunks,
+                    settled,
+                    self.free,
+                )
+            except InfeasiblePlanError as error:
+                raise InfeasiblePlanError(
+                    f"pipeline stage {number} of {self.shape.num_stages}: {error}",
+                    memory_limit_bytes=self.limit,
+                    required_bytes=(error.required_bytes or 0) * self.shape.chunks,
+                ) from error
+            plans.append(plan)
+            settled.update(_settled(self.parts.model(number), plan))
+        return plans
+
+    def _handed(self, below: int, kind: int, settled: Mapping[str, Layout]) -> dict[str, Layout]:
+        """Layouts of what a stage of one kind exchanges with the next, by the names of the next.
+
+        Raises:
+            ConstraintError: what one sends is not what the other takes.
+        """
+        if kind == below + 1:
+            return {}  # neighbours in the graph: the names are the same
+        found: dict[str, Layout] = {}
+        for phase in ("forward", "backward"):
+            ours = self.parts.crossing(below, below + 1, phase)
+            theirs = self.parts.crossing(kind - 1, kind, phase)
+            if [(t.shape, t.dtype) for t in ours] != [(t.shape, t.dtype) for t in theirs]:
+                raise ConstraintError(
+                    f"equal stages of the pipeline cut at {list(self.cuts)} exchange unlike values"
+                )
+            for mine, other in zip(ours, theirs, strict=True):
+                for name, twin in (
+                    (mine.value, other.value),
+                    (port_of(mine.value), port_of(other.value)),
+                ):
+                    if name in settled:
+                        found[twin] = settled[name]
+        return found
+
+    # --- the plan ------------------------------------------------------------------------------
+    def _assembled(
+        self,
+        time: Mapping[str, NodePlan],
+        cuts: tuple[str, ...],
+        plans: Sequence[Plan],
+        clock: PipelinedTime,
+    ) -> Plan:
+        shape, size = self.shape, self.shape.size
+        step_s = clock.predicted.step_time_s
+        slowest = max(plans, key=lambda p: p.predicted.step_time_s)
+        bound = max(sum(p.solver.bound for p in plans[rank::size]) for rank in range(size))
+        unlike = list({p.fingerprint: p for p in plans}.values())
+        merged: dict[str, Layout] = {}
+        for p in plans:
+            merged.update(p.parameters)
+        named = {s.target: None for s in self.traced.parameters()}
+        order = every_instance(named, self.traced.repeats)
+        return replace(
+            slowest,
+            fingerprint=self.traced.fingerprint(),
+            nodes={},
+            inputs={},
+            parameters={name: merged[name] for name in order},
+            shapes={k: v for p in plans for k, v in p.shapes.items()},
+            dtypes={k: v for p in plans for k, v in p.dtypes.items()},
+            modes={k: v for p in plans for k, v in p.modes.items()},
+            constraints=self.planner.constraints.to_dict(),
+            memory_limit_bytes=self.limit,
+            repeats=self.traced.repeats,
+            predicted=clock.predicted,
+            solver=SolverReport(
+                status="bounded" if size > 1 else slowest.solver.status,
+                objective=step_s,
+                bound=min(bound, step_s),
+                gap=max(0.0, 1 - bound / step_s),
+                seconds=sum(p.solver.seconds for p in unlike),
+                variables=sum(p.solver.variables for p in unlike),
+                constraints=sum(p.solver.constraints for p in unlike),
+            ),
+            pipeline=PipelinePlan(
+                size=size,
+                chunks=shape.chunks,
+                microbatches=shape.microbatches,
+                schedule=shape.schedule,
+                cuts=cuts,
+                time=time,
+                stages=tuple(plans),
+                bubble=clock.bubble,
+                slots=clock.slots,
+            ),
+        )
+
+
+def _settled(model: TracedModel, plan: Plan) -> dict[str, Layout]:
+    """Layouts of what goes over the cuts, by the port names of the stages that come later."""
+    found: dict[str, Layout] = {}
+    for spec in model.outputs:
+        if spec.kind == "sent" and not spec.accumulated:
+            found[spec.target] = plan.inputs[spec.port]
+    for given in model.inputs:
+        if given.kind == "received":
+            found[f"port.{given.node}"] = plan.inputs[given.node]
+    for name, layout in plan.parameters.items():
+        found[f"port.gradient of {name}"] = layout
+    return found
+
+
+def _port_names(model: TracedModel) -> list[str]:
+    """Names of the layouts that a stage shares with others."""
+    names = [s.node for s in model.inputs if s.kind == "received"]
+    return [*names, *dict.fromkeys(s.port for s in model.outputs if s.kind == "sent")]
+
+
+def _shifted(parts: Staged, stage: int, plan: Plan) -> Plan:
+    """The plan of a stage, with the names of its own parameters."""
+    by = parts.shifts[stage]
+    if not by:
+        return plan
+    blocks = {block_of(s.target) for s in parts.model(stage).parameters()}
+    (container,) = {b.container for b in blocks if b is not None}
+
+    def named(values: Mapping[str, T]) -> dict[str, T]:
+        return {renumbered(name, container, by): value for name, value in values.items()}
+
+    return replace(
+        plan,
+        parameters=named(plan.parameters),
+        shapes=named(plan.shapes),
+        dtypes=named(plan.dtypes),
+        modes=named(plan.modes),
+    )

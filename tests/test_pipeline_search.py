@@ -1,0 +1,217 @@
+"""Pipelines that nobody asked for: chosen where they win, and planned from folded graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.codegen.stage_unfolding import unfolded_plan
+from autopar.core.constraints import Constraints
+from autopar.core.graph import TracedModel
+from autopar.core.plan import Plan, SolverReport
+from autopar.core.stage_folding import outline
+from autopar.core.stages import block_order
+from autopar.cost_model import Cluster
+from autopar.errors import ConstraintError, InfeasiblePlanError
+from autopar.pipelining import plan_step
+from autopar.tracer.trace import trace
+from autopar.verification import verify
+from tests import zoo
+from tests.test_folding import gemma, gpt2, llama
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def stack(depth: int, width: int = 256) -> tuple[nn.Module, dict[str, Tensor], TracedModel]:
+    torch.manual_seed(0)
+    model = Stack(depth, width).double().train()
+    inputs = {"x": torch.randn(64, width).double()}
+    return model, inputs, trace(model, inputs, fold=True)
+
+
+def nodes_apart(latency_s: float = 2e-4, bandwidth: float = 1e9) -> Cluster:
+    """Two nodes of two devices, near each other inside a node and far from one to the other."""
+    cluster = Cluster.from_profile("cpu-gloo", nodes=2, devices_per_node=2)
+    near = replace(cluster.intra, latency_s=1e-6, base_latency_s=1e-6, bandwidth=1e11)
+    far = replace(near, latency_s=latency_s, base_latency_s=latency_s, bandwidth=bandwidth)
+    return replace(cluster, intra=near, inter=far)
+
+
+def planned(traced: TracedModel, cluster: Cluster, limit: int | None = None, **pins: Any) -> Plan:
+    return plan_step(traced, cluster, constraints=Constraints.parse(pins), memory_limit=limit)
+
+
+@pytest.mark.parametrize("depth", [4, 9])
+def test_a_pipeline_is_chosen_where_nodes_are_far_apart(depth: int) -> None:
+    model, inputs, traced = stack(depth)
+    assert bool(traced.repeats) == (depth == 9)
+    whole = planned(traced, nodes_apart(), pipeline="none")
+    plan = planned(traced, nodes_apart())
+    assert whole.pipeline is None
+    assert plan.pipeline is not None
+    assert plan.pipeline.size > 1
+    assert plan.predicted.step_time_s < whole.predicted.step_time_s
+    assert verify(plan, model, inputs).worst[1] <= 1e-9
+
+
+def test_none_is_chosen_where_devices_are_near() -> None:
+    traced = stack(4)[2]
+    assert planned(traced, nodes_apart(1e-6, 1e12)).pipeline is None
+    for build in (zoo.gpt2, zoo.vit):
+        model, inputs = build()
+        small = trace(model.train(), inputs)
+        assert planned(small, Cluster.from_profile("cpu-gloo")).pipeline is None
+
+
+def test_pins_that_take_all_devices_leave_no_pipeline() -> None:
+    traced = stack(4)[2]
+    for pins in ({"data": 4}, {"tensor": "1d"}, {"zero": 3}, {"pipeline": "none"}):
+        assert planned(traced, nodes_apart(), **pins).pipeline is None
+    plan = planned(traced, nodes_apart(), tensor={"mode": "1d", "size": 2})
+    assert plan.pipeline is not None
+    assert plan.mesh_shape == (2,)
+
+
+def test_microbatches_are_chosen_where_a_step_does_not_fit() -> None:
+    model, inputs, traced = stack(4, 32)
+    one = Cluster.from_profile("cpu-gloo", devices_per_node=1)
+    free = planned(traced, one, pipeline="none").predicted.peak_memory_bytes
+    with pytest.raises(InfeasiblePlanError) as told:
+        planned(traced, one, 1, pipeline="none")
+    assert told.value.required_bytes is not None
+    least = told.value.required_bytes - 1
+    assert least < free
+    plan = planned(traced, one, least)
+    assert plan.pipeline is not None
+    assert (plan.pipeline.size, plan.pipeline.microbatches > 1) == (1, True)
+    assert plan.predicted.peak_memory_bytes <= least
+    assert verify(plan, model, inputs).worst[1] <= 1e-9
+
+
+def test_the_choice_is_the_same_every_time() -> None:
+    plans = [planned(stack(9)[2], nodes_apart()).to_dict() for _ in range(2)]
+    assert _without_seconds(plans[0]) == _without_seconds(plans[1])
+
+
+def _without_seconds(value: Any) -> Any:
+    """How long the solver took differs from run to run."""
+    if isinstance(value, list):
+        return [_without_seconds(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    report = set(value) == set(SolverReport.__dataclass_fields__)
+    return {k: _without_seconds(v) for k, v in value.items() if not (report and k == "seconds")}
+
+
+def test_models_that_need_the_whole_batch_are_planned_in_one_piece() -> None:
+    far = nodes_apart()
+    model, inputs = zoo.resnet()
+    assert planned(trace(model.train(), inputs), far).pipeline is None
+
+
+TEXT = {"input_ids": 1 + torch.arange(64).reshape(4, 16), "labels": torch.ones(4, 16).long()}
+SHAPES = {
+    "three-stages": {"size": 3, "microbatches": 2, "schedule": "1f1b"},
+    "six-stages": {"size": 6, "microbatches": 4, "schedule": "zero-bubble"},
+    "interleaved": {"size": 3, "microbatches": 3, "schedule": "interleaved", "chunks": 2},
+    "one-stage": {"size": 1, "microbatches": 2},
+}
+
+
+@pytest.mark.parametrize("shape", ["three-stages", "six-stages", "one-stage"])
+@pytest.mark.parametrize("kind", ["none", "full"])
+def test_folded_stages_cost_what_whole_ones_do(shape: str, kind: str) -> None:
+    model = llama(18)
+    cluster = Cluster.from_profile("h100-sxm", devices_per_node=6)
+    pins: dict[str, Any] = {"pipeline": SHAPES[shape], "checkpoint": kind}
+    folded = trace(model, TEXT, training=True, fold=True)
+    whole = trace(model, TEXT, training=True)
+    assert len(folded.graph.nodes) < len(whole.graph.nodes)
+    short, long = planned(folded, cluster, **pins), planned(whole, cluster, **pins)
+    assert short.pipeline is not None
+    assert long.pipeline is not None
+    assert short.pipeline.cuts == long.pipeline.cuts
+    assert short.predicted.step_time_s == pytest.approx(long.predicted.step_time_s, rel=1e-9)
+    assert short.predicted.peak_memory_bytes == long.predicted.peak_memory_bytes
+    assert list(short.parameters) == list(long.parameters)
+    for mine, other in zip(short.pipeline.stages, long.pipeline.stages, strict=True):
+        assert mine.predicted.step_time_s == pytest.approx(other.predicted.step_time_s, rel=1e-9)
+        assert set(mine.parameters) == set(other.parameters)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma"])
+def test_folded_stages_give_the_same_numbers(name: str) -> None:
+    build = {"llama": lambda: llama(9), "gpt2": lambda: gpt2(8), "gemma": lambda: gemma(14)}[name]
+    torch.manual_seed(0)
+    model = build().double().train()
+    labels = TEXT["labels"].clone()
+    labels[0, 3:] = -100
+    inputs = {**TEXT, "labels": labels}
+    folded = trace(model, inputs, fold=True)
+    cluster = Cluster.from_profile("cpu-gloo", devices_per_node=6)
+    plan = planned(folded, cluster, pipeline={"size": 3, "microbatches": 2})
+    assert plan.repeats
+    assert Plan.from_dict(plan.to_dict()).pipeline is not None
+    found = verify(plan, model, inputs)
+    assert len(found.gradients) == len(list(model.parameters()))
+    assert found.worst[1] < 1e-6  # the losses compute in float32
+
+
+def test_a_folded_plan_is_unfolded_for_the_whole_program() -> None:
+    model = llama(18)
+    cluster = Cluster.from_profile("cpu-gloo", devices_per_node=3)
+    options: dict[str, Any] = {"training": True}
+    folded, whole = trace(model, TEXT, **options, fold=True), trace(model, TEXT, **options)
+    plan = planned(folded, cluster, pipeline=SHAPES["three-stages"])
+    full = unfolded_plan(plan, folded, whole)
+    assert full.pipeline is not None
+    assert not full.repeats
+    assert full.fingerprint == whole.fingerprint()
+    for stage in full.pipeline.stages:
+        assert len(stage.nodes) > 0
+        assert not stage.repeats
+
+
+def test_equal_stages_are_made_once_and_cuts_spare_what_repeats_together() -> None:
+    body = trace(llama(26), TEXT, training=True, fold=True)
+    names = [f"model.layers.{n}" for n in (5, 10, 15, 19, 23)]
+    found = outline(body, names)
+    assert found.kinds == (0, 1, 1, 2, 2, 3)
+    assert found.shifts == (0, 0, 5, 0, 4, 0)
+    assert [len(r) for r in found.repeats] == [1, 1, 0, 0]
+    assert len(block_order(body)) == 4
+    local = trace(gemma(14), TEXT, training=True, fold=True)
+    with pytest.raises(ConstraintError, match="repeat together"):
+        outline(local, ["model.layers.5"])
+
+
+def test_parallelize_plans_in_one_piece_until_it_has_seen_a_batch() -> None:
+    parsed = Constraints.parse({"pipeline": "none"})
+    assert parsed.to_dict() == {"pipeline": {"size": 1, "microbatches": 1}}
+    with pytest.raises(ConstraintError, match="give a size"):
+        Constraints.parse({"pipeline": "off"})
+    model, inputs, _ = stack(4)
+    assert autopar.plan(model, nodes_apart(), inputs, constraints={"pipeline": 1}).num_devices == 4
