@@ -156,7 +156,10 @@ class _Search:
         here: PipelineShape | None = None
         while len(tried) < _MOST:
             beside = [s for s in shapes if s not in tried and (here is None or _beside(here, s))]
-            beside = [s for s in beside if shapes[s] < min(limit_s, _seconds(best))]
+            # no shape is taken to come nearer to its bound than those that were planned
+            over = min((_seconds(p) / shapes[s] for s, p in tried.items() if p and shapes[s]),
+                       default=1.0)  # fmt: skip
+            beside = [s for s in beside if over * shapes[s] < min(limit_s, _seconds(best))]
             if not beside:
                 break
             shape = _next(here, best, beside, shapes)
