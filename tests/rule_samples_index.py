@@ -34,6 +34,11 @@ GATHERS = [
     ),
     case("take", lambda x, i: aten.take.default(x, i), rand(4, 6), ints(24, 8, 2)),
     case(
+        "inverse_permutation",
+        torch.ops.autopar.inverse_permutation.default,
+        lambda: torch.randperm(8),
+    ),
+    case(
         "scatter",
         lambda x, i, s: aten.scatter.src(x, 1, i, s),
         rand(4, 8),
