@@ -19,7 +19,8 @@ from rich.table import Table
 import autopar
 from autopar.core.constraints import Constraints
 from autopar.core.graph import TracedModel
-from autopar.solver.solve import solve
+from autopar.pipelining import plan_step
+from autopar.scheduling import scheduled
 from autopar.tracer.trace import trace
 from benchmarks.planner import ROWS, Row
 
@@ -27,6 +28,9 @@ DEFAULT = [
     "gpt2-1.5b@8", "llama3-8b@8", "llama3-8b@32x8", "llama3-70b@32x8", "llama3-405b@64x8",
     "mixtral-8x7b@32x8", "vit-22b@32x8", "t5-11b@32x8", "gpt3-175b@32x8",
 ]  # fmt: skip
+
+
+_STAGES = 4  # of hand-written pipelines, with as many microbatches as serve best
 
 
 def hand_written(mesh: tuple[int, ...]) -> dict[str, dict[str, Any]]:
@@ -44,6 +48,11 @@ def hand_written(mesh: tuple[int, ...]) -> dict[str, dict[str, Any]]:
         plans["Megatron TP+SP, DDP"] = {"data": devices // node, **tensor, "zero": 0}
         plans["Megatron TP+SP, ZeRO-1"] = {"data": devices // node, **tensor, "zero": 1}
         plans["TP+SP, FSDP"] = {"data": devices // node, **tensor, "zero": 3}
+    stages = {"pipeline": {"size": _STAGES, "schedule": "1f1b"}}
+    plans["PP, ZeRO-1"] = {**stages, "data": devices // _STAGES, "zero": 1}
+    if devices > node:
+        groups = devices // node // _STAGES
+        plans["PP, TP+SP, ZeRO-1"] = {**stages, "data": groups, **tensor, "zero": 1}
     return plans
 
 
@@ -63,7 +72,8 @@ def price(traced: TracedModel, row: Row, wanted: dict[str, Any] | None) -> dict[
         row.profile, nodes=row.nodes, devices_per_node=row.devices_per_node, mesh_shape=row.mesh
     )
     try:
-        plan = solve(traced, cluster, constraints=Constraints.parse(wanted))
+        plan = plan_step(traced, cluster, constraints=Constraints.parse(wanted))
+        plan = scheduled(plan, traced)
     except autopar.InfeasiblePlanError as error:
         return {"result": "does not fit", "needs_gib": (error.required_bytes or 0) / 2**30}
     except autopar.ConstraintError as error:
@@ -71,10 +81,16 @@ def price(traced: TracedModel, row: Row, wanted: dict[str, Any] | None) -> dict[
     return {
         "result": "plan",
         "step_s": plan.predicted.step_time_s,
-        "comm_s": plan.predicted.comm_time_s,
+        "comm_s": plan.predicted.exposed_time_s,
+        "pipeline": _shape(plan),
         "peak_gib": plan.predicted.peak_memory_bytes / 2**30,
         "gap": plan.solver.gap,
     }
+
+
+def _shape(plan: autopar.Plan) -> str:
+    p = plan.pipeline
+    return f"{p.size} ranks, {p.microbatches} turns, {p.schedule}" if p else ""
 
 
 def compare(name: str) -> dict[str, Any]:
@@ -88,7 +104,9 @@ def compare(name: str) -> dict[str, Any]:
 
 
 def _table(name: str, results: dict[str, Any]) -> Table:
-    table = Table("plan", "step (s)", "communication (s)", "peak (GiB)", "× autopar", title=name)
+    table = Table(
+        "plan", "step (s)", "exposed (s)", "peak (GiB)", "× autopar", "pipeline", title=name
+    )
     chosen = results["autopar"].get("step_s")
     for plan, found in results.items():
         if found["result"] != "plan":
@@ -97,7 +115,7 @@ def _table(name: str, results: dict[str, Any]) -> Table:
             continue
         ratio = f"{found['step_s'] / chosen:.3f}" if chosen else ""
         cells = [found[k] for k in ("step_s", "comm_s", "peak_gib")]
-        table.add_row(plan, *(f"{x:.4g}" for x in cells), ratio)
+        table.add_row(plan, *(f"{x:.4g}" for x in cells), ratio, found["pipeline"])
     return table
 
 

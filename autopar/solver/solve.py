@@ -71,9 +71,9 @@ def solve(
         ConstraintError: the constraints cannot hold, or nothing is left without `without`.
         InfeasiblePlanError: nothing fits; carries the smallest limit that would.
     """
-    note_orders(traced.graph)
     wanted = constraints or Constraints()
     roles = assign_mesh(wanted, cluster.mesh_shape)
+    note_orders(traced.graph)
     planned = _with_roles(cluster, roles)
     limit = planned.memory_bytes if memory_limit is None else int(memory_limit)
     tried: list[_Found] = []
