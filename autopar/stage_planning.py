@@ -83,6 +83,8 @@ def balanced_cuts(work: BlockWork, shape: PipelineShape) -> tuple[str, ...]:
         ConstraintError: there are fewer blocks than stages.
     """
     count, places = shape.num_stages, len(work.names) - sum(work.joint)
+    if count == 1:
+        return ()
     if places < count:
         together = "" if places == len(work.names) else f" in {places} groups that repeat"
         raise ConstraintError(

@@ -98,7 +98,10 @@ def _interface(graph: fx.Graph) -> tuple[list[str], list[str]]:
 
 
 def _complete(graph: fx.Graph, tangents: Collection[str]) -> None:
-    """Give new nodes a fake value, and the phase and origin of the node that they precede."""
+    """Give new nodes a fake value, and the phase and origin of the node that they precede.
+
+    What leaves the program leaves it in the phase in which it is known.
+    """
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     following: dict[str, str] = {}
     for node in reversed(nodes):
@@ -106,6 +109,9 @@ def _complete(graph: fx.Graph, tangents: Collection[str]) -> None:
             following = {key: node.meta[key] for key in ("phase", "origin") if key in node.meta}
         else:
             node.meta.update(following or _last(nodes))
+            if any(user.op == "output" for user in node.users):
+                known = [n.meta["phase"] for n in node.all_input_nodes if "phase" in n.meta]
+                node.meta["phase"] = max(known, key=_PHASES.index, default=node.meta["phase"])
     for node in nodes:
         if "val" not in node.meta:
             mode = _fake_mode(graph)

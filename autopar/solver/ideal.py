@@ -67,7 +67,7 @@ class BlockWork:
         ]
         held = list(dict.fromkeys(captured for _, captured in whole))
         self.like = np.array([held.index(captured) for _, captured in whole], dtype=int)
-        self.count = len(held)
+        self.count = max(len(held), 1)
         self.groups = self._groups(traced, held)
 
     def _groups(self, traced: TracedModel, held: list[Block]) -> dict[tuple[str, str], list[_Work]]:
@@ -86,7 +86,7 @@ class BlockWork:
             if inside is not None and forward:
                 current = inside
             # behind the blocks: what the head does in the backward follows it
-            owner = inside if inside is not None else current if forward else len(held) - 1
+            owner = inside if inside is not None else current if forward else self.count - 1
             kind = op_class(op.call)
             if kind == "view":
                 continue
