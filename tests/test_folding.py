@@ -177,7 +177,9 @@ def _inner(name: str, node: Any, step: Any, at: Cluster) -> Any:
     raise AssertionError(f"no candidate of {name} is the plan's")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "gemma" else n for n in CASES]
+)
 def test_folded_plan_gives_the_same_numbers(name: str) -> None:
     model = CASES[name][0]().double()
     plan = autopar.plan(model, Cluster.from_profile("cpu-gloo", devices_per_node=2), TEXT)

@@ -99,8 +99,9 @@ def check(name: str, plan: Plan) -> None:
         assert plan.solver.gap <= 0.01
 
 
-# eight ranks take longest: beside these, they are in the slow run
-_EIGHT = ("gpt2", "llama", "vit")
+# these models in all modes and all models in these modes; the others are in the slow run
+_IN_ALL = ("gpt2", "llama", "vit")
+_FOR_ALL = ("dp", "zero3", "1d")
 
 
 def _cases() -> list[Any]:
@@ -108,7 +109,7 @@ def _cases() -> list[Any]:
         pytest.param(
             name,
             mode,
-            marks=[pytest.mark.slow] if MODES[mode][0] > 4 and name not in _EIGHT else [],
+            marks=[] if name in _IN_ALL or mode in _FOR_ALL else [pytest.mark.slow],
         )
         for mode in MODES
         for name in zoo.MODELS
