@@ -97,8 +97,10 @@ def _scheduled_stages(plan: Plan, traced: TracedModel) -> Plan:
         if like is not None:  # equal stages of a folded graph share a plan
             stages.append(replace(stage, predicted=like.predicted))
             continue
-        program = emit_turns([parts.model(number)], stage, [0] * len(stage.mesh_shape))
-        stages.append(_scheduled_stage(stage, program, cluster, p.microbatches, splits))
+        own = parts.named(number, stage, back=True)
+        program = emit_turns([parts.model(number)], own, [0] * len(stage.mesh_shape))
+        found = _scheduled_stage(own, program, cluster, p.microbatches, splits)
+        stages.append(parts.named(number, found))
     transfer_s = transfer_seconds(parts.crossings(), stages, cluster, p.size)
     clock = pipelined_time(stages, orders, transfer_s, p.microbatches)
     pipeline = replace(p, stages=tuple(stages), bubble=clock.bubble, slots=clock.slots)

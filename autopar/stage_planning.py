@@ -19,7 +19,6 @@ import numpy as np
 
 from autopar.codegen.microbatch import Microbatch, localise
 from autopar.codegen.stages import Staged, batch_bytes, cut_body, flying
-from autopar.core.blocks import block_of
 from autopar.core.constraints import Constraints
 from autopar.core.flights import flights
 from autopar.core.folding import every_instance
@@ -27,7 +26,6 @@ from autopar.core.graph import TracedModel
 from autopar.core.placement import Layout
 from autopar.core.plan import NodePlan, PipelinePlan, Plan, SolverReport
 from autopar.core.schedule import Orders, actions
-from autopar.core.stage_folding import renumbered
 from autopar.core.stages import port_of
 from autopar.cost_model import Cluster
 from autopar.cost_model.stages import PipelinedTime, pipelined_time, transfer_seconds
@@ -268,7 +266,7 @@ class _Pipeliner:
 
     def run(self, time: Mapping[str, NodePlan]) -> Plan:
         plans = self._solve()
-        shifted = [_shifted(self.parts, s, plan) for s, plan in enumerate(plans)]
+        shifted = [self.parts.named(s, plan) for s, plan in enumerate(plans)]
         size, turns = self.shape.size, self.shape.microbatches
         transfer_s = transfer_seconds(self.parts.crossings(), shifted, self.cluster, size)
         clock = pipelined_time(shifted, self.orders, transfer_s, turns)
@@ -397,23 +395,3 @@ def _port_names(model: TracedModel) -> list[str]:
     """Names of the layouts that a stage shares with others."""
     names = [s.node for s in model.inputs if s.kind == "received"]
     return [*names, *dict.fromkeys(s.port for s in model.outputs if s.kind == "sent")]
-
-
-def _shifted(parts: Staged, stage: int, plan: Plan) -> Plan:
-    """The plan of a stage, with the names of its own parameters."""
-    by = parts.shifts[stage]
-    if not by:
-        return plan
-    blocks = {block_of(s.target) for s in parts.model(stage).parameters()}
-    (container,) = {b.container for b in blocks if b is not None}
-
-    def named(values: Mapping[str, T]) -> dict[str, T]:
-        return {renumbered(name, container, by): value for name, value in values.items()}
-
-    return replace(
-        plan,
-        parameters=named(plan.parameters),
-        shapes=named(plan.shapes),
-        dtypes=named(plan.dtypes),
-        modes=named(plan.modes),
-    )

@@ -222,3 +222,17 @@ def test_parallelize_plans_in_one_piece_until_it_has_seen_a_batch() -> None:
         Constraints.parse({"pipeline": "off"})
     model, inputs, _ = stack(4)
     assert autopar.plan(model, nodes_apart(), inputs, constraints={"pipeline": 1}).num_devices == 4
+
+
+def test_stages_that_share_a_graph_hide_communication_under_their_own_names() -> None:
+    """The second and the third of four stages have one graph, with the second's blocks."""
+    model = llama(32)
+    cluster = Cluster.from_profile("h100-sxm", devices_per_node=8)
+    pins = {"pipeline": {"size": 4, "microbatches": 2}, "data": 2, "zero": 1}
+    plan = autopar.plan(model, cluster, TEXT, constraints=pins, cache=False)
+    assert plan.pipeline is not None
+    names = [set(stage.parameters) for stage in plan.pipeline.stages]
+    assert set.union(*names) == {name for name, _ in model.named_parameters()}
+    assert sum(map(len, names)) == len(set.union(*names))
+    assert "model.layers.16.mlp.up_proj.weight" in names[2]
+    assert all(stage.predicted.hidden_time_s > 0 for stage in plan.pipeline.stages)

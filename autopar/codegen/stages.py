@@ -5,19 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import fx
 
 from autopar.codegen.microbatch import Microbatch, localise
+from autopar.core.blocks import block_of
 from autopar.core.flights import Flight, flights, most
 from autopar.core.graph import TracedModel
-from autopar.core.plan import NodePlan, PipelinePlan
+from autopar.core.plan import NodePlan, PipelinePlan, Plan
 from autopar.core.schedule import actions
-from autopar.core.stage_folding import extended, outline
+from autopar.core.stage_folding import extended, outline, renumbered
 from autopar.core.stages import Stages, Transfer, cut
 
 __all__ = ["Staged", "batch_bytes", "cut_body", "flying", "staged", "staged_as_planned"]
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +43,25 @@ class Staged:
     def model(self, stage: int) -> TracedModel:
         """The graph of a stage of the pipeline, or of one that is equal to it."""
         return self.stages.models[self.kinds[stage]]
+
+    def named(self, stage: int, plan: Plan, back: bool = False) -> Plan:
+        """The plan of a stage's graph with the names of the stage's own parameters, or back."""
+        by = -self.shifts[stage] if back else self.shifts[stage]
+        if not by:
+            return plan
+        blocks = {block_of(s.target) for s in self.model(stage).parameters()}
+        (container,) = {b.container for b in blocks if b is not None}
+
+        def named(values: Mapping[str, T]) -> dict[str, T]:
+            return {renumbered(name, container, by): value for name, value in values.items()}
+
+        return replace(
+            plan,
+            parameters=named(plan.parameters),
+            shapes=named(plan.shapes),
+            dtypes=named(plan.dtypes),
+            modes=named(plan.modes),
+        )
 
     def crossing(self, below: int, above: int, phase: str) -> list[Transfer]:
         """What goes over a cut of the graph, in one phase."""
