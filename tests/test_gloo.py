@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar.runtime.pipeline import PipelinedStep
 from tests import handwritten as hw
 from tests import zoo
 from tests.dist import run_ranks
@@ -42,8 +44,7 @@ def train(
     )
     with traffic_on(parallel) as traffic:
         parallel.train_step(**inputs)
-    sent = bytes_of(traffic.total())
-    assert sent == bytes_of(parallel.plan.predicted.comm_bytes)
+    assert_as_planned(traffic, parallel)
     parallel.zero_grad()
     losses = optimize(parallel, inputs)
     sharded = any(p.is_shard for layout in parallel.plan.parameters.values() for p in layout)
@@ -285,9 +286,29 @@ def test_batch_norm_in_training_and_evaluation() -> None:
 
 def traffic_on(parallel: autopar.ParallelModule) -> Traffic:
     """A counter for the process groups of the module's mesh."""
-    mesh = parallel.mesh
+    step = parallel.first_step
+    mesh = step.mesh.stage if isinstance(step, PipelinedStep) else parallel.mesh
     axes = {mesh.get_group(axis).group_name: axis for axis in range(mesh.ndim)}
-    return Traffic(axes, mesh.mesh.shape)
+    return Traffic(axes, parallel.plan.mesh_shape)
+
+
+def assert_as_planned(traffic: Traffic, parallel: autopar.ParallelModule) -> None:
+    """What a rank sent is what its plan, or the plans of its pipeline stages, predict."""
+    step = parallel.first_step
+    if not isinstance(step, PipelinedStep):
+        assert bytes_of(traffic.total()) == bytes_of(parallel.plan.predicted.comm_bytes)
+        return
+    expected: Counter[tuple[int, str]] = Counter()
+    for stage in step.programs:
+        expected.update(bytes_of(step.pipeline.stages[stage].predicted.comm_bytes))
+    assert bytes_of(traffic.total()) == expected
+    leaving = [t for t in step.transfers if t.source in step.programs]
+    turns = sum(
+        step.pipeline.microbatches if t.phase in ("forward", "backward") else 1
+        for t in leaving
+        if t.target % step.pipeline.size != step.mesh.rank
+    )
+    assert len(traffic.sent) == turns
 
 
 def bytes_of_a_run(rank: int, constraints: Any) -> tuple[Any, Any]:

@@ -69,12 +69,19 @@ PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
     "turns": (1, {"pipeline": {"size": 1, "microbatches": 4}}),
     "turns-zero3": (2, {"pipeline": {"size": 1, "microbatches": 2}, "data": 2, "zero": 3}),
     "gpipe": (2, {"pipeline": {"size": 2, "microbatches": 4, "schedule": "gpipe"}}),
-    "1f1b": (2, {"pipeline": {"size": 2, "microbatches": 4}}),
+    "1f1b": (2, {"pipeline": {"size": 2, "microbatches": 4, "schedule": "1f1b"}}),
     "zero-bubble": (2, {"pipeline": {"size": 2, "microbatches": 4, "schedule": "zero-bubble"}}),
-    "1f1b-zero1": (4, {"pipeline": {"size": 2, "microbatches": 2}, "data": 2, "zero": 1}),
+    "1f1b-zero1": (
+        4,
+        {"pipeline": {"size": 2, "microbatches": 2, "schedule": "1f1b"}, "data": 2, "zero": 1},
+    ),
     "1f1b-1d-full": (
         4,
-        {"pipeline": {"size": 2, "microbatches": 4}, "tensor": "1d", "checkpoint": "full"},
+        {
+            "pipeline": {"size": 2, "microbatches": 4, "schedule": "1f1b"},
+            "tensor": "1d",
+            "checkpoint": "full",
+        },
     ),
 }
 _QUICK = ("turns-zero3", "gpipe", "1f1b")

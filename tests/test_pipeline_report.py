@@ -138,7 +138,7 @@ def profiled(rank: int, path: str) -> tuple[float, float]:
 
     torch.set_num_threads(1)
     model, inputs, _ = built("plain")
-    constraints = {"pipeline": {"size": 2, "microbatches": 2}}
+    constraints = {"pipeline": {"size": 2, "microbatches": 2, "schedule": "1f1b"}}
     mesh = init_device_mesh("cpu", (2,))
     parallel = autopar.parallelize(model, mesh, inputs, constraints=constraints, cache=False)
     plain = float(parallel.train_step(**inputs))

@@ -60,7 +60,10 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "turns-tensor": (2, {"pipeline": {"microbatches": 2}, "tensor": {"mode": "1d", "size": 2}}),
     "pp2-zero0": (4, {"pipeline": {"size": 2, "microbatches": 2}, "data": 2, "zero": 0}),
     "pp2-zero2": (4, {"pipeline": {"size": 2, "microbatches": 2}, "data": 2, "zero": 2}),
-    "pp2-zero3": (4, {"pipeline": {"size": 2, "microbatches": 4}, **ZERO3}),
+    "pp2-zero3": (
+        4,
+        {"pipeline": {"size": 2, "microbatches": 4, "schedule": "1f1b"}, **ZERO3},
+    ),
     "gpipe-zero1": (
         4,
         {

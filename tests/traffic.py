@@ -21,6 +21,8 @@ from autopar.verification import whole_inputs
 __all__ = ["Traffic", "bytes_of", "traffic_of_a_rank"]
 
 c10d = torch.ops._c10d_functional
+# a pipeline's receives, and the loss that its last rank shares
+_RECEIVING = {torch.ops.c10d.recv_.default, torch.ops.c10d.broadcast_.default}
 
 
 class Traffic(TorchDispatchMode):
@@ -42,6 +44,7 @@ class Traffic(TorchDispatchMode):
         self.alone = alone
         self.bytes: Counter[tuple[int, str]] = Counter()
         self.count: Counter[tuple[int, str]] = Counter()
+        self.sent: Counter[int] = Counter()  # bytes to other pipeline ranks, by tag
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace = func._schema.name.split("::")[0]
@@ -51,6 +54,10 @@ class Traffic(TorchDispatchMode):
                 return _answer(func, args)
         elif namespace == "_c10d_functional" and self.alone:
             return args[0]
+        elif func is torch.ops.c10d.send.default:
+            self.sent[args[3]] += sum(x.numel() * x.element_size() for x in args[0])
+        elif func in _RECEIVING:
+            pass  # counted by who sends
         elif namespace in ("c10d", "_c10d_functional_autograd", "symm_mem"):
             raise AssertionError(f"{func} is not counted")
         return func(*args, **(kwargs or {}))

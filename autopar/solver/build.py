@@ -313,8 +313,10 @@ class _Builder:
             )
         memory = np.array([self._state_bytes(name, layout) for layout in layouts])
         self.storages[name] = layouts
-        # a tie goes to the smaller share
-        cost = memory * 1e-21 + [self._offload_seconds(name, layout) for layout in layouts]
+        # a tie goes to the smaller share, then to one whose gather needs no copy into rank order
+        packed = [any(p.is_shard and (p.dim or p.split > 1) for p in x) for x in layouts]
+        cost = memory * 1e-21 * (1.0 + np.array(packed))
+        cost = cost + [self._offload_seconds(name, layout) for layout in layouts]
         self.problem.add_node(name, cost * self.copies[name], memory * self.copies[name])
 
     def _offload_seconds(self, name: str, layout: Layout) -> float:
