@@ -39,6 +39,7 @@ from autopar.runtime.plain_state import has_plain, load_plain
 from autopar.runtime.profile import profile_step
 from autopar.runtime.scaler import LossScaler
 from autopar.runtime.shards import take_shard
+from autopar.runtime.stage_gradients import count_all_stages
 from autopar.runtime.state import to_dtensor
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ class _InTurns(torch.autograd.Function):
         loss: Tensor,
         tangent: float,
         gradients: Sequence[Tensor | None],
+        anchor: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
         ctx.tangent = tangent
@@ -129,7 +131,7 @@ class _InTurns(torch.autograd.Function):
         factor = float(grad) / ctx.tangent
         if factor != 1.0:
             gradients = [None if g is None else g * factor for g in gradients]
-        return (None, None, None, *gradients)
+        return (None, None, None, None, *gradients)
 
 
 def _called_twice() -> RuntimeError:
@@ -264,6 +266,8 @@ class ParallelModule(nn.Module):
         for entry in self._names:
             _register(self, entry.name, values[entry.owner], entry.persistent)
         self._parameter_order = list(parameters)
+        if isinstance(step, PipelinedStep) and step.pipeline.size > 1:
+            count_all_stages(self.parameters(), step.line())
         if step.plan.offload == "optimizer":
             offload(parameters.values())
         self._steps[signature] = step
@@ -418,7 +422,10 @@ class ParallelModule(nn.Module):
                 for name in self._parameter_order
             ]
             parameters = [self.parameter(name) for name in self._parameter_order]
-            outputs[index] = _InTurns.apply(outputs[index], tangent, gradients, *parameters)
+            # it requires a gradient on ranks too whose stages have no trainable parameter
+            anchor = torch.zeros((), requires_grad=True)
+            loss = outputs[index]
+            outputs[index] = _InTurns.apply(loss, tangent, gradients, anchor, *parameters)
         return pytree.tree_unflatten(outputs, step.traced.out_spec)
 
     def _whole(self, step: PipelinedStep, args: Any, kwargs: Any, tangent: float) -> dict[str, Any]:

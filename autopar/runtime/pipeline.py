@@ -32,6 +32,7 @@ from autopar.core.schedule import Action, actions
 from autopar.core.stages import Transfer
 from autopar.runtime.inductor import compile_parts
 from autopar.runtime.shards import take_shard
+from autopar.runtime.stage_gradients import Line
 from autopar.runtime.turns import StageValues, Strided, microbatch_inputs, stages_at_turns
 
 __all__ = ["PARTS", "PipelineMesh", "PipelineResult", "PipelinedStep", "own_plan"]
@@ -174,6 +175,14 @@ class PipelinedStep:
         kinds = {"P", *(action.kind for action in self.order)}
         kinds |= {"R"} if self.traced.training else set()
         return tuple(part for kind, part in PARTS.items() if kind in kinds)
+
+    def line(self) -> Line:
+        """The ranks that hold the stages, for what counts the gradients of all."""
+        reached = {spec.target for spec in self.traced.outputs if spec.kind == "gradient"}
+        size = self.pipeline.size
+        held = [own_plan(self.plan, rank).parameters.keys() for rank in range(size)]
+        without = tuple(rank for rank in range(size) if not reached & held[rank])
+        return Line(self.mesh.line, without)
 
     def part(self, stage: int, name: str) -> Callable[[list[Any]], Sequence[Any]]:
         """What runs a part: on a list of what it reads, which is emptied; yields what it writes."""

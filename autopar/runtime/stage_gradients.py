@@ -1,0 +1,135 @@
+"""Gradients of a pipeline's stages, in whose norm torch's own functions count all stages.
+
+A rank of a pipeline holds some of the parameters, so `torch.nn.utils.clip_grad_norm_` on what it
+holds would clip each stage by a norm of its own. It takes the norm of each gradient, stacks these,
+and takes the norm of the stack: here that last one is of the stacks of all stages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import AutoparError
+from autopar.runtime.lost import naming_lost_ranks
+
+__all__ = ["Line", "StageGradient", "StageNorm", "count_all_stages"]
+
+_NORMS = {torch.linalg.vector_norm, torch.norm, Tensor.norm, torch._foreach_norm}
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The ranks that hold the stages of one model.
+
+    Attributes:
+        group: one rank of each pipeline rank.
+        without: pipeline ranks none of whose parameters get gradients.
+    """
+
+    group: dist.ProcessGroup
+    without: tuple[int, ...] = ()
+
+
+class StageGradient(DTensor):
+    """The gradient of one stage's parameter, on the mesh of the stage.
+
+    Attributes:
+        line: the ranks that hold the other stages.
+    """
+
+    line: Line
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+        if func not in _NORMS:
+            return found
+        first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
+        if isinstance(found, (list, tuple)):
+            return [_norm(x, first.line) for x in found]
+        return _norm(found, first.line) if found.dim() == 0 else found
+
+
+class StageNorm(Tensor):
+    """Norm of one stage's gradient, or several of them stacked: whose norm is that of all stages.
+
+    Attributes:
+        line: the ranks that hold the stages.
+    """
+
+    line: Line
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+        if func is torch.stack:
+            return _norm(found, args[0][0].line)
+        if func in (Tensor.to, Tensor.cpu, Tensor.cuda):
+            return _norm(found, args[0].line)
+        if func in _NORMS and isinstance(args[0], StageNorm) and args[0].dim() == 1:
+            given = {**dict(zip(("self", "ord"), args, strict=False)), **(kwargs or {})}
+            order = given.get("ord", given.get("p", 2.0))
+            return _of_all_stages(found, 2.0 if order == "fro" else float(order), args[0].line)
+        return found
+
+
+def _norm(value: Tensor, line: Line) -> StageNorm:
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    found = whole.as_subclass(StageNorm)
+    found.line = line
+    return found
+
+
+def _of_all_stages(norm: Tensor, order: float, line: Line) -> Tensor:
+    """The norm over all stages of what each has the norm of. Collective."""
+    if line.without:
+        raise AutoparError(
+            f"no parameter of pipeline ranks {list(line.without)} gets a gradient, so that "
+            "torch.nn.utils.clip_grad_norm_ finds no norm there: call the parallel module's own "
+            "clip_grad_norm_(max_norm)"
+        )
+    wide = norm.to(torch.float64)
+    infinite = math.isinf(order)
+    total = wide if infinite else wide**order
+    with naming_lost_ranks("in the norm of all gradients"):
+        dist.all_reduce(
+            total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=line.group
+        )
+    return (total if infinite else total ** (1.0 / order)).to(norm.dtype)
+
+
+def count_all_stages(parameters: Iterable[nn.Parameter], line: Line) -> None:
+    """From now on let the gradients of these parameters stand in a norm with other stages'."""
+
+    def mark(parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and not isinstance(gradient, StageGradient):
+            # not a new tensor: sums over several backwards go on in this one
+            gradient.__class__ = StageGradient
+            cast(StageGradient, gradient).line = line
+
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(mark)
