@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from autopar.core.folding import every_instance, same_for_all_instances
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
-from autopar.errors import AutoparError, PlanMismatchError
+from autopar.errors import AutoparError, ConstraintError, PlanMismatchError
 from autopar.runtime.agree import agree
 from autopar.runtime.inductor import compile_program
 from autopar.runtime.module import CompiledStep
@@ -292,10 +293,22 @@ class Planner:
 
     def _solve(self, traced: TracedModel) -> Plan:
         described = self.cluster or Cluster.from_mesh(self.mesh)
-        constraints = self.constraints
-        if self.first is not None:
-            described, constraints = _like(self.first, described, traced.training)
-        return solved(traced, described, constraints, self.memory_limit, self.optimizer, self.cache)
+        if self.first is None:
+            return self._solved(traced, described, self.constraints)
+        described, like = _like(self.first, described, traced.training)
+        if like.pipeline is None or not traced.training:
+            return self._solved(traced, described, like)
+        refused: ConstraintError | None = None
+        for pin in _fewer_turns(like.pipeline, traced):  # a short batch, as the last of an epoch
+            try:
+                return self._solved(traced, described, replace(like, pipeline=pin))
+            except ConstraintError as error:
+                refused = refused or error
+        assert refused is not None
+        raise refused
+
+    def _solved(self, traced: TracedModel, cluster: Cluster, constraints: Constraints) -> Plan:
+        return solved(traced, cluster, constraints, self.memory_limit, self.optimizer, self.cache)
 
     def _check_given(self, chosen: Plan, traced: TracedModel) -> None:
         if chosen.num_devices != self.mesh.size():
@@ -327,11 +340,22 @@ def _like(first: Plan, cluster: Cluster, training: bool) -> tuple[Cluster, Const
     pin = PipelinePin(
         size=p.size,
         microbatches=p.microbatches if training else 1,
-        schedule=p.schedule if training or p.chunks > 1 else "gpipe",
+        schedule=p.schedule if training else "gpipe",
         chunks=p.chunks,
         cuts=p.cuts,
     )
     return described, Constraints(params=params, pipeline=pin, offload=first.offload)
+
+
+def _fewer_turns(pin: PipelinePin, traced: TracedModel) -> Iterator[PipelinePin]:
+    """The pin with as many microbatches, then with fewer, of those that may divide a batch."""
+    assert pin.microbatches is not None
+    batches = [s.shape[0] for s in traced.inputs if s.kind == "input" and s.shape]
+    for turns in range(pin.microbatches, 0, -1):
+        if turns == 1 or any(batch % turns == 0 for batch in batches):
+            whole = pin.size is None or turns % pin.size == 0
+            schedule = pin.schedule if whole or pin.schedule != "interleaved" else "gpipe"
+            yield replace(pin, microbatches=turns, schedule=schedule)
 
 
 def _as_example(value: Tensor) -> Tensor:

@@ -106,6 +106,8 @@ class _Localiser:
         self.specs = {s.node: s for s in traced.inputs}
         self.weighted = dependents(traced, "parameter")
         self.fed = dependents(traced, "input", "seed")
+        # the loss's own gradient comes with each turn, though it is the same at all
+        self.arrives = self.fed | dependents(traced, "tangent")
         self.graph = fx.Graph()
         self.builder = Builder(
             self.graph,
@@ -280,7 +282,7 @@ class _Localiser:
     def _describe(self, node: fx.Node, before: fx.Node | None) -> None:
         """Origin of the new nodes; those that no input reaches run once a step."""
         origin = node_info(self.traced, node)
-        hoisted = node.name not in self.fed and self._is_whole(node)
+        hoisted = node.name not in self.arrives and self._is_whole(node)
         if hoisted:
             origin = replace(origin, phase="forward")
         for new in reversed(self.graph.nodes):

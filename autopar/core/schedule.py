@@ -11,7 +11,8 @@ the step:
 ============  ======================  ============================================================
 schedule      idle share              paper
 ============  ======================  ============================================================
-gpipe         (p-1) / (m+p-1)         Huang et al. 2018, arXiv 1811.06965
+gpipe         (p-1) / (v m+p-1)       Huang et al. 2018, arXiv 1811.06965; with chunks m >= p, and
+                                      breadth first, Lamy-Poirier 2022, arXiv 2211.05953
 1f1b          the same                Narayanan et al. 2020, arXiv 2006.09503
 interleaved   (p-1) / (v m+p-1)       Narayanan et al. 2021, arXiv 2104.04473
 zero-bubble   (p-1) / (3m+p-1)        ZB-H1 of Qi et al. 2023, arXiv 2401.10241; F = I = W, m >= p
@@ -121,7 +122,7 @@ def actions(
         ranks: pipeline ranks.
         microbatches: of one step.
         chunks: stages of a rank, so there are ``ranks * chunks``; more than 1 for "interleaved"
-            only.
+            and "gpipe" only.
 
     Returns:
         For each rank its actions in order.
@@ -136,12 +137,14 @@ def actions(
         return tuple(_interleaved(r, ranks, microbatches, chunks) for r in range(ranks))
     if schedule == "zero-bubble":
         return tuple(_zero_bubble(r, ranks, microbatches) for r in range(ranks))
+    if schedule == "gpipe":
+        return tuple(_breadth_first(r, ranks, microbatches, chunks) for r in range(ranks))
     return tuple(
         tuple(
             _one_forward_one_backward(
                 [Action("F", r, i) for i in range(microbatches)],
                 [Action("B", r, i) for i in range(microbatches)],
-                microbatches if schedule == "gpipe" else ranks - r - 1,
+                ranks - r - 1,
             )
         )
         for r in range(ranks)
@@ -185,6 +188,8 @@ def _check(schedule: str, ranks: int, microbatches: int, chunks: int) -> None:
             raise ConstraintError(f"pipeline schedule {schedule!r}: {name} is {number}, need >= 1")
     if schedule in _ADDED:
         return
+    if schedule == "gpipe":
+        return
     if schedule != "interleaved":
         if chunks != 1:
             raise ConstraintError(
@@ -215,6 +220,14 @@ def _one_forward_one_backward(
         yield forward
         yield backward
     yield from backwards[len(forwards) - warmup :]
+
+
+def _breadth_first(rank: int, ranks: int, microbatches: int, chunks: int) -> tuple[Action, ...]:
+    """All forwards, then all backwards; of each stage of a rank all before those of the next."""
+    stages = range(rank, ranks * chunks, ranks)
+    turns = range(microbatches)
+    forwards = [Action("F", stage, i) for stage in stages for i in turns]
+    return (*forwards, *(Action("B", stage, i) for stage in reversed(stages) for i in turns))
 
 
 def _interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> tuple[Action, ...]:

@@ -266,6 +266,8 @@ class ParallelModule(nn.Module):
         for entry in self._names:
             _register(self, entry.name, values[entry.owner], entry.persistent)
         self._parameter_order = list(parameters)
+        if isinstance(step, PipelinedStep):
+            step.warn_of_dropped_outputs()
         if isinstance(step, PipelinedStep) and step.pipeline.size > 1:
             count_all_stages(self.parameters(), step.line())
         if step.plan.offload == "optimizer":

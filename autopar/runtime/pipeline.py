@@ -11,6 +11,7 @@ one that comes later in the schedule.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
 
 from autopar.codegen.fusion import Fusion
 from autopar.codegen.stages import Staged
@@ -175,6 +177,23 @@ class PipelinedStep:
         kinds = {"P", *(action.kind for action in self.order)}
         kinds |= {"R"} if self.traced.training else set()
         return tuple(part for kind, part in PARTS.items() if kind in kinds)
+
+    def warn_of_dropped_outputs(self) -> None:
+        """Say what a training step does not return, where no one asked for microbatches."""
+        kept = {None, str(self.traced.loss_index)}
+        spec = [s for s in self.traced.outputs if s.kind == "output"]
+        dropped = [s for s in spec if s.node is not None and s.target not in kept]
+        if not dropped or not self.traced.training or self.plan.constraints.get("pipeline"):
+            return
+        tree = pytree.tree_unflatten(list(range(len(spec))), self.traced.out_spec)
+        paths = {index: pytree.keystr(path) for path, index in pytree.tree_leaves_with_path(tree)}
+        names = ", ".join(paths[int(s.target)] or "its output" for s in dropped)
+        warnings.warn(
+            f"the plan runs in {self.pipeline.microbatches} microbatches: a training step returns "
+            f"the loss, and None in place of {names}. Pass constraints={{'pipeline': 'none'}} to "
+            "autopar.parallelize to have them.",
+            stacklevel=2,
+        )
 
     def line(self) -> Line:
         """The ranks that hold the stages, for what counts the gradients of all."""
