@@ -23,8 +23,9 @@ from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.planning import Planner, check_emitted, solved, traced_for
 from autopar.runtime.agree import agree
+from autopar.runtime.compiled_step import input_signature
 from autopar.runtime.inductor import check_backend
-from autopar.runtime.module import ParallelModule, StateName, input_signature
+from autopar.runtime.module import ParallelModule, StateName
 from autopar.runtime.optimizers import guard_optimizers
 from autopar.runtime.pipeline import own_plan
 from autopar.runtime.state import check_devices, materialize

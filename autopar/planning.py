@@ -26,8 +26,8 @@ from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, ConstraintError, PlanMismatchError
 from autopar.runtime.agree import agree
+from autopar.runtime.compiled_step import CompiledStep
 from autopar.runtime.inductor import compile_program
-from autopar.runtime.module import CompiledStep
 from autopar.runtime.pipeline import PipelinedStep, PipelineMesh
 from autopar.runtime.turns import stages_at_turns
 from autopar.scheduling import scheduled

@@ -7,13 +7,11 @@ checkpoints are used as in single-device code.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,55 +19,27 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils import _pytree as pytree
 
-from autopar._compat import dtensor_like, dtensor_placements, module_has_hooks
-from autopar.codegen.emit import Program, emit
-from autopar.codegen.fusion import Fusion
-from autopar.codegen.listing import program_text
-from autopar.core.graph import InputSpec, TracedModel
+from autopar._compat import dtensor_like, module_has_hooks
 from autopar.core.placement import Layout, Replicate
 from autopar.core.plan import Plan
 from autopar.errors import AutoparError
+from autopar.runtime.compiled_step import CompiledStep, input_signature, step_text
 from autopar.runtime.data import ShardedLoader
 from autopar.runtime.gradients import clip_gradients
-from autopar.runtime.inductor import CompiledProgram
 from autopar.runtime.lost import beat, naming_lost_ranks
 from autopar.runtime.offload import offload
 from autopar.runtime.pipeline import PipelinedStep
 from autopar.runtime.plain_state import has_plain, load_plain
 from autopar.runtime.profile import profile_step
+from autopar.runtime.running import Run, StepFunction, TurnsFunction, feed, whole_values
 from autopar.runtime.scaler import LossScaler
-from autopar.runtime.shards import take_shard
 from autopar.runtime.stage_gradients import count_all_stages
 from autopar.runtime.state import to_dtensor
 
 if TYPE_CHECKING:
     from autopar.runtime.checkpoint import SaveHandle
 
-__all__ = ["CompiledStep", "ParallelModule", "StateName"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompiledStep:
-    """A traced step with its plan and this rank's program, for one input signature.
-
-    `compiled` runs in place of the program's graphs, where a backend made it.
-    """
-
-    traced: TracedModel
-    plan: Plan
-    program: Program
-    fusion: Fusion
-    compiled: CompiledProgram | None = None
-
-    @property
-    def forward(self) -> Callable[..., Any]:
-        """The program's forward, compiled where it is."""
-        return self.program.forward if self.compiled is None else self.compiled.forward
-
-    @property
-    def backward(self) -> Callable[..., Any] | None:
-        """The program's backward, compiled where it is; None for inference."""
-        return self.program.backward if self.compiled is None else self.compiled.backward
+__all__ = ["ParallelModule", "StateName"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,134 +52,6 @@ class StateName:
 
 
 Compile = Callable[[Any, Any, bool, bool], "CompiledStep | PipelinedStep"]
-
-
-class _Step(torch.autograd.Function):
-    """The emitted program as one differentiable call on (parameters, inputs)."""
-
-    @staticmethod
-    def forward(ctx: Any, run: _Run, *parameters: Tensor) -> Any:
-        results, saved = run.forward()
-        ctx.run = run
-        # not save_for_backward: autograd would hold all of it until the backward has ended
-        run.saved = list(saved)
-        differentiable = run.differentiable
-        outputs = tuple(results)
-        ctx.mark_non_differentiable(
-            *(o for i, o in enumerate(outputs) if isinstance(o, Tensor) and i not in differentiable)
-        )
-        ctx.set_materialize_grads(False)
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        gradients = ctx.run.backward(grads)
-        return (None, *gradients)
-
-
-class _InTurns(torch.autograd.Function):
-    """A step in microbatches, whose gradients are there when its loss is."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        loss: Tensor,
-        tangent: float,
-        gradients: Sequence[Tensor | None],
-        anchor: Tensor,
-        *parameters: Tensor,
-    ) -> Tensor:
-        ctx.tangent = tangent
-        ctx.gradients = list(gradients)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        if ctx.gradients is None:
-            raise _called_twice()
-        gradients, ctx.gradients = ctx.gradients, None
-        factor = float(grad) / ctx.tangent
-        if factor != 1.0:
-            gradients = [None if g is None else g * factor for g in gradients]
-        return (None, None, None, None, *gradients)
-
-
-def _called_twice() -> RuntimeError:
-    return RuntimeError(
-        "backward was called twice on one step of a parallel module: its activations are freed by "
-        "the first call. Call the module again, or add the losses up first."
-    )
-
-
-class _Run:
-    """One execution of a step: inputs bound, results and gradients wrapped."""
-
-    def __init__(self, module: ParallelModule, step: CompiledStep, feed: Sequence[Tensor]) -> None:
-        self.module = module
-        self.step = step
-        self.feed = feed
-        self.saved: list[Any] | None = None
-        self.tangents = [s for s, _ in step.program.inputs if s.kind == "tangent"]
-        self.differentiable = {int(s.target) for s in self.tangents}
-
-    def forward(self) -> tuple[list[Any], Sequence[Any]]:
-        program = self.step.program
-        with naming_lost_ranks("in the forward"):
-            values = self.step.forward(*self.feed)
-        count = program.num_results
-        return self._wrapped(values[:count]), values[count:]
-
-    def _wrapped(self, values: Sequence[Any]) -> list[Any]:
-        """User outputs: sharded ones as DTensors; buffers are stored on the way."""
-        out: list[Any] = []
-        for value, (spec, layout) in zip(values, self.step.program.outputs, strict=False):
-            if spec.kind == "buffer":
-                self.module._set_buffer(spec.target, value)
-            elif spec.node is None:
-                out.append(spec.constant)
-            elif any(not p.is_replicate for p in layout):
-                shape = _global_shape(value, layout, self.step.plan.mesh_shape)
-                out.append(to_dtensor(value, shape, layout, self.module.mesh))
-            else:
-                out.append(value)
-        return out
-
-    def backward(self, grads: Sequence[Tensor | None]) -> list[Any]:
-        program, plan = self.step.program, self.step.plan
-        run = self.step.backward
-        assert run is not None
-        if self.saved is None:
-            raise _called_twice()
-        values, self.saved = self.saved, None
-        tangents = []
-        for spec, layout in program.inputs:
-            if spec.kind == "tangent":
-                grad = grads[int(spec.target)]
-                if grad is None:
-                    grad = torch.zeros(spec.shape, dtype=spec.dtype, device=self.module.device)
-                tangents.append(take_shard(grad, layout, plan.mesh_shape, self.module.coords))
-        values += tangents
-        with naming_lost_ranks("in the backward"):
-            values = run(values)
-        found: dict[str, Tensor] = {}
-        held: set[int] = set()
-        outputs = program.outputs[program.num_results :]
-        for value, (output, layout) in zip(values, outputs, strict=True):
-            value = value.contiguous()
-            if value.data_ptr() in held:  # of two parameters that are only added
-                value = value.clone()
-            held.add(value.data_ptr())
-            name = output.target
-            found[name] = self.module._gradient(name, value, layout, plan.shapes[name])
-        return [found.get(name) for name in self.module._parameter_order]
-
-
-def _global_shape(value: Tensor, layout: Layout, mesh_shape: Sequence[int]) -> tuple[int, ...]:
-    shape = list(value.shape)
-    for placement, size in zip(layout, mesh_shape, strict=True):
-        if placement.is_shard:
-            shape[placement.dim] *= size
-    return tuple(shape)
 
 
 class ParallelModule(nn.Module):
@@ -389,11 +231,10 @@ class ParallelModule(nn.Module):
         step = self._step_for(args, kwargs)
         if isinstance(step, PipelinedStep):
             return self._in_turns(step, args, kwargs)
-        feed = self._feed(step, args, kwargs)
-        run = _Run(self, step, feed)
+        run = Run(self, step, feed(self, step, args, kwargs))
         if step.traced.training and torch.is_grad_enabled():
             parameters = [self.parameter(n) for n in self._parameter_order]
-            results: Sequence[Any] = _Step.apply(run, *parameters)
+            results: Sequence[Any] = StepFunction.apply(run, *parameters)
         else:
             with torch.no_grad():
                 results, _ = run.forward()
@@ -404,7 +245,7 @@ class ParallelModule(nn.Module):
         # scaled from the start: half-precision gradients would underflow on their way
         scaler = self.loss_scaler
         tangent = scaler.get_scale() if scaler is not None else 1.0
-        whole = self._whole(step, args, kwargs, tangent)
+        whole = whole_values(self, step, args, kwargs, tangent)
         with naming_lost_ranks("in a step of the pipeline"):
             found = step.run(whole)
         for name, value in found.buffers.items():
@@ -427,28 +268,8 @@ class ParallelModule(nn.Module):
             # it requires a gradient on ranks too whose stages have no trainable parameter
             anchor = torch.zeros((), requires_grad=True)
             loss = outputs[index]
-            outputs[index] = _InTurns.apply(loss, tangent, gradients, anchor, *parameters)
+            outputs[index] = TurnsFunction.apply(loss, tangent, gradients, anchor, *parameters)
         return pytree.tree_unflatten(outputs, step.traced.out_spec)
-
-    def _whole(self, step: PipelinedStep, args: Any, kwargs: Any, tangent: float) -> dict[str, Any]:
-        """Local parameters of this rank, and whole values of all else, by placeholder."""
-        flat = iter([x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)])
-        whole: dict[str, Any] = {}
-        seed = self._seed + self._calls
-        if step.traced.training:
-            self._calls += 1
-        everywhere: Layout = tuple(Replicate() for _ in step.plan.mesh_shape)
-        for spec in step.traced.inputs:
-            if spec.kind == "tangent":
-                value = torch.full(spec.shape, tangent, dtype=spec.dtype, device=self.device)
-                whole[spec.node] = value
-            elif spec.kind == "input":  # the caller's own: nothing writes to it
-                given = next(flat)
-                given = given.full_tensor() if isinstance(given, DTensor) else given
-                whole[spec.node] = given.to(self.device)
-            elif spec.kind != "parameter" or spec.target in self._parameter_order:
-                whole[spec.node] = self._local(spec, everywhere, step, flat, seed)
-        return whole
 
     def _gradient(
         self, name: str, value: Tensor, layout: Layout, shape: tuple[int, ...]
@@ -494,7 +315,7 @@ class ParallelModule(nn.Module):
     @torch.no_grad()
     def _without_autograd(self, step: CompiledStep, index: int, args: Any, kwargs: Any) -> Tensor:
         """Both programs in turn: autograd has one node here, and takes a while for each DTensor."""
-        run = _Run(self, step, self._feed(step, args, kwargs))
+        run = Run(self, step, feed(self, step, args, kwargs))
         results, saved = run.forward()
         run.saved = list(saved)
         loss = results[index]
@@ -541,26 +362,7 @@ class ParallelModule(nn.Module):
         """
         if not self._steps:
             raise AutoparError("there is no program before the first call; pass example_inputs")
-        step = self.first_step
-        if isinstance(step, PipelinedStep):
-            self._print_stages(step)
-            return
-        program = step.program
-        if rank is not None:
-            shape = step.plan.mesh_shape
-            if not 0 <= rank < math.prod(shape):
-                raise AutoparError(f"rank {rank}: the mesh {shape} has {math.prod(shape)} ranks")
-            coords = [int(c) for c in np.unravel_index(rank, shape)]
-            program = emit(
-                step.traced, step.plan, coords, passes=program.passes, fusion=step.fusion
-            )
-        print(program_text(program, step.traced, step.plan), end="")
-
-    def _print_stages(self, step: PipelinedStep) -> None:
-        for stage, program in step.programs.items():
-            for part in ("prepare", "forward", "backward", "finish"):
-                print(f"# stage {stage}: {part}")
-                print(program.parts[part].module.code)
+        print(step_text(self.first_step, rank), end="")
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -589,54 +391,6 @@ class ParallelModule(nn.Module):
                 self.install(step, signature)
             self._steps[signature] = step
         return self._steps[signature]
-
-    def _feed(self, step: CompiledStep, args: Any, kwargs: Any) -> list[Tensor]:
-        """Local value of every placeholder of the forward program."""
-        flat = iter([x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)])
-        seed = self._seed + self._calls
-        if step.traced.training:
-            self._calls += 1
-        feed: list[Tensor] = []
-        for spec, layout in step.program.inputs:
-            if spec.kind == "tangent":
-                continue
-            feed.append(self._local(spec, layout, step, flat, seed))
-        return feed
-
-    def _local(
-        self,
-        spec: InputSpec,
-        layout: Layout,
-        step: CompiledStep | PipelinedStep,
-        flat: Any,
-        seed: int,
-    ) -> Tensor:
-        if spec.kind == "parameter":
-            return self.parameter(spec.target)._local_tensor.detach()
-        if spec.kind == "buffer":
-            return self.get_buffer(spec.target)
-        if spec.kind == "constant":
-            return step.traced.state_values[spec.target].to(self.device)
-        if spec.kind == "seed":
-            return torch.tensor(seed, device=self.device)
-        value = next(flat)
-        if isinstance(value, DTensor):
-            here = value.device_mesh == self.mesh
-            if here and list(value.placements) == dtensor_placements(layout):
-                local: Tensor = value._local_tensor
-                return local
-            return take_shard(value.full_tensor(), layout, step.plan.mesh_shape, self.coords)
-        assert isinstance(value, Tensor)
-        return take_shard(value.to(self.device), layout, step.plan.mesh_shape, self.coords)
-
-
-def input_signature(args: Any, kwargs: Any) -> Any:
-    """What a compiled step is for: structure, shapes, dtypes and constants of the inputs."""
-    leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
-    described = tuple(
-        (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves
-    )
-    return described, str(spec)
 
 
 def _register(root: nn.Module, path: str, value: Tensor, persistent: bool) -> None:

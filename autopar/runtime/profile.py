@@ -33,7 +33,8 @@ from autopar.core.trace_events import (
 from autopar.runtime.pipeline import PARTS, PipelinedStep
 
 if TYPE_CHECKING:
-    from autopar.runtime.module import CompiledStep, ParallelModule
+    from autopar.runtime.compiled_step import CompiledStep
+    from autopar.runtime.module import ParallelModule
 
 __all__ = ["Interval", "Stopwatch", "TimedGraph", "TimedPart", "profile_step"]
 

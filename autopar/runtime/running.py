@@ -1,0 +1,217 @@
+"""One execution of a step: inputs bound, programs run, results and gradients wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autopar._compat import dtensor_placements
+from autopar.core.graph import InputSpec
+from autopar.core.placement import Layout, Replicate
+from autopar.runtime.compiled_step import CompiledStep
+from autopar.runtime.lost import naming_lost_ranks
+from autopar.runtime.pipeline import PipelinedStep
+from autopar.runtime.shards import take_shard
+from autopar.runtime.state import to_dtensor
+
+if TYPE_CHECKING:
+    from autopar.runtime.module import ParallelModule
+
+__all__ = ["Run", "StepFunction", "TurnsFunction", "feed", "whole_values"]
+
+
+class StepFunction(torch.autograd.Function):
+    """The emitted program as one differentiable call on (parameters, inputs)."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, *parameters: Tensor) -> Any:
+        results, saved = run.forward()
+        ctx.run = run
+        # not save_for_backward: autograd would hold all of it until the backward has ended
+        run.saved = list(saved)
+        differentiable = run.differentiable
+        outputs = tuple(results)
+        ctx.mark_non_differentiable(
+            *(o for i, o in enumerate(outputs) if isinstance(o, Tensor) and i not in differentiable)
+        )
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        gradients = ctx.run.backward(grads)
+        return (None, *gradients)
+
+
+class TurnsFunction(torch.autograd.Function):
+    """A step in microbatches, whose gradients are there when its loss is."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss: Tensor,
+        tangent: float,
+        gradients: Sequence[Tensor | None],
+        anchor: Tensor,
+        *parameters: Tensor,
+    ) -> Tensor:
+        ctx.tangent = tangent
+        ctx.gradients = list(gradients)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.gradients is None:
+            raise _called_twice()
+        gradients, ctx.gradients = ctx.gradients, None
+        factor = float(grad) / ctx.tangent
+        if factor != 1.0:
+            gradients = [None if g is None else g * factor for g in gradients]
+        return (None, None, None, None, *gradients)
+
+
+def _called_twice() -> RuntimeError:
+    return RuntimeError(
+        "backward was called twice on one step of a parallel module: its activations are freed by "
+        "the first call. Call the module again, or add the losses up first."
+    )
+
+
+class Run:
+    """One execution of a step: inputs bound, results and gradients wrapped."""
+
+    def __init__(self, module: ParallelModule, step: CompiledStep, given: Sequence[Tensor]) -> None:
+        self.module = module
+        self.step = step
+        self.given = given
+        self.saved: list[Any] | None = None
+        self.tangents = [s for s, _ in step.program.inputs if s.kind == "tangent"]
+        self.differentiable = {int(s.target) for s in self.tangents}
+
+    def forward(self) -> tuple[list[Any], Sequence[Any]]:
+        program = self.step.program
+        with naming_lost_ranks("in the forward"):
+            values = self.step.forward(*self.given)
+        count = program.num_results
+        return self._wrapped(values[:count]), values[count:]
+
+    def _wrapped(self, values: Sequence[Any]) -> list[Any]:
+        """User outputs: sharded ones as DTensors; buffers are stored on the way."""
+        out: list[Any] = []
+        for value, (spec, layout) in zip(values, self.step.program.outputs, strict=False):
+            if spec.kind == "buffer":
+                self.module._set_buffer(spec.target, value)
+            elif spec.node is None:
+                out.append(spec.constant)
+            elif any(not p.is_replicate for p in layout):
+                shape = _global_shape(value, layout, self.step.plan.mesh_shape)
+                out.append(to_dtensor(value, shape, layout, self.module.mesh))
+            else:
+                out.append(value)
+        return out
+
+    def backward(self, grads: Sequence[Tensor | None]) -> list[Any]:
+        program, plan = self.step.program, self.step.plan
+        run = self.step.backward
+        assert run is not None
+        if self.saved is None:
+            raise _called_twice()
+        values, self.saved = self.saved, None
+        tangents = []
+        for spec, layout in program.inputs:
+            if spec.kind == "tangent":
+                grad = grads[int(spec.target)]
+                if grad is None:
+                    grad = torch.zeros(spec.shape, dtype=spec.dtype, device=self.module.device)
+                tangents.append(take_shard(grad, layout, plan.mesh_shape, self.module.coords))
+        values += tangents
+        with naming_lost_ranks("in the backward"):
+            values = run(values)
+        found: dict[str, Tensor] = {}
+        held: set[int] = set()
+        outputs = program.outputs[program.num_results :]
+        for value, (output, layout) in zip(values, outputs, strict=True):
+            value = value.contiguous()
+            if value.data_ptr() in held:  # of two parameters that are only added
+                value = value.clone()
+            held.add(value.data_ptr())
+            name = output.target
+            found[name] = self.module._gradient(name, value, layout, plan.shapes[name])
+        return [found.get(name) for name in self.module._parameter_order]
+
+
+def _global_shape(value: Tensor, layout: Layout, mesh_shape: Sequence[int]) -> tuple[int, ...]:
+    shape = list(value.shape)
+    for placement, size in zip(layout, mesh_shape, strict=True):
+        if placement.is_shard:
+            shape[placement.dim] *= size
+    return tuple(shape)
+
+
+def feed(module: ParallelModule, step: CompiledStep, args: Any, kwargs: Any) -> list[Tensor]:
+    """Local value of every placeholder of the forward program."""
+    flat = iter([x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)])
+    seed = module._seed + module._calls
+    if step.traced.training:
+        module._calls += 1
+    given: list[Tensor] = []
+    for spec, layout in step.program.inputs:
+        if spec.kind == "tangent":
+            continue
+        given.append(_local(module, spec, layout, step, flat, seed))
+    return given
+
+
+def whole_values(
+    module: ParallelModule, step: PipelinedStep, args: Any, kwargs: Any, tangent: float
+) -> dict[str, Any]:
+    """Local parameters of this rank, and whole values of all else, by placeholder."""
+    flat = iter([x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)])
+    whole: dict[str, Any] = {}
+    seed = module._seed + module._calls
+    if step.traced.training:
+        module._calls += 1
+    everywhere: Layout = tuple(Replicate() for _ in step.plan.mesh_shape)
+    for spec in step.traced.inputs:
+        if spec.kind == "tangent":
+            value = torch.full(spec.shape, tangent, dtype=spec.dtype, device=module.device)
+            whole[spec.node] = value
+        elif spec.kind == "input":  # the caller's own: nothing writes to it
+            given = next(flat)
+            given = given.full_tensor() if isinstance(given, DTensor) else given
+            whole[spec.node] = given.to(module.device)
+        elif spec.kind != "parameter" or spec.target in module._parameter_order:
+            whole[spec.node] = _local(module, spec, everywhere, step, flat, seed)
+    return whole
+
+
+def _local(
+    module: ParallelModule,
+    spec: InputSpec,
+    layout: Layout,
+    step: CompiledStep | PipelinedStep,
+    flat: Any,
+    seed: int,
+) -> Tensor:
+    if spec.kind == "parameter":
+        return module.parameter(spec.target)._local_tensor.detach()
+    if spec.kind == "buffer":
+        return module.get_buffer(spec.target)
+    if spec.kind == "constant":
+        return step.traced.state_values[spec.target].to(module.device)
+    if spec.kind == "seed":
+        return torch.tensor(seed, device=module.device)
+    value = next(flat)
+    if isinstance(value, DTensor):
+        here = value.device_mesh == module.mesh
+        if here and list(value.placements) == dtensor_placements(layout):
+            local: Tensor = value._local_tensor
+            return local
+        return take_shard(value.full_tensor(), layout, step.plan.mesh_shape, module.coords)
+    assert isinstance(value, Tensor)
+    return take_shard(value.to(module.device), layout, step.plan.mesh_shape, module.coords)
