@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
@@ -101,3 +101,46 @@ def refused(rank: int) -> None:
 
 def test_what_does_not_fit_is_named_and_changes_nothing() -> None:
     run_ranks(refused, 1)
+
+
+TAKEN = ("plan", "mesh", "names", "device", "coords", "compiled", "parameter", "buffer")
+
+
+class Collides(nn.Module):
+    """Children and buffers with the names of a parallel module's own attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in TAKEN:
+            self.add_module(name, nn.Linear(8, 8))
+        self.register_buffer("loss_scaler", torch.linspace(1, 2, 8))
+        self.register_buffer("random_state", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in TAKEN:
+            x = torch.tanh(self._modules[name](x))  # type: ignore[misc]
+        with torch.no_grad():
+            self._buffers["random_state"] += x.mean(0)  # type: ignore[operator]
+        return (x * self._buffers["loss_scaler"]).square().mean()
+
+
+def collides(rank: int) -> None:
+    torch.manual_seed(0)
+    model, x = Collides(), torch.randn(8, 8)
+    mesh = init_device_mesh("cpu", (2,))
+    parallel = autopar.parallelize(model, mesh, x, constraints=PLANS[0], cache=False)
+    loss = parallel.train_step(x)
+    expected = model(x)
+    expected.backward()
+    assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-5)
+    state = model.state_dict()
+    assert list(parallel.state_dict()) == list(state)
+    assert torch.allclose(whole(parallel.state_dict()["random_state"]), state["random_state"])
+    gradients = {name: whole(p.grad) for name, p in parallel.named_parameters()}
+    for name, p in model.named_parameters():
+        assert torch.allclose(gradients[name], p.grad, atol=1e-6), name
+    parallel.load_state_dict(model.state_dict())
+
+
+def test_a_model_may_use_the_names_of_a_parallel_module() -> None:
+    run_ranks(collides, 2)

@@ -170,13 +170,29 @@ class ParallelModule(nn.Module):
 
     def parameter(self, name: str) -> DTensor:
         """`get_parameter`, without walking the path each time."""
-        if name not in self._owners:
-            path, _, leaf = name.rpartition(".")
-            self._owners[name] = self.get_submodule(path), leaf
-        owner, leaf = self._owners[name]
+        owner, leaf = self._owner(name)
         found = owner._parameters[leaf]
         assert isinstance(found, DTensor)
         return found
+
+    def buffer(self, name: str) -> Tensor:
+        """`get_buffer`, without walking the path each time."""
+        owner, leaf = self._owner(name)
+        found = owner._buffers[leaf]
+        assert found is not None
+        return found
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        # not by attributes: a model may have a child of the name of something here
+        if name not in self._owners:
+            *parents, leaf = name.split(".")
+            owner: nn.Module = self
+            for parent in parents:
+                child = owner._modules[parent]
+                assert child is not None
+                owner = child
+            self._owners[name] = owner, leaf
+        return self._owners[name]
 
     def saved_tensors(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers that this rank holds, each tied one once, by FQN."""
@@ -223,7 +239,7 @@ class ParallelModule(nn.Module):
 
     def _set_buffer(self, name: str, value: Tensor) -> None:
         with torch.no_grad():
-            self.get_buffer(name).copy_(value)
+            self.buffer(name).copy_(value)
 
     # --- running -------------------------------------------------------------------------------
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -401,9 +417,12 @@ def _register(root: nn.Module, path: str, value: Tensor, persistent: bool) -> No
         child = module._modules.get(name)
         if child is None:
             child = nn.Module()
-            module.add_module(name, child)
+            module._modules[name] = child
         module = child
+    # not by torch's functions, which refuse a name that `ParallelModule` has an attribute of
     if isinstance(value, nn.Parameter):
-        module.register_parameter(leaf, value)
-    else:
-        module.register_buffer(leaf, value, persistent=persistent)
+        module._parameters[leaf] = value
+        return
+    module._buffers[leaf] = value
+    if not persistent:
+        module._non_persistent_buffers_set.add(leaf)

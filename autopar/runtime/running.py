@@ -201,7 +201,7 @@ def _local(
     if spec.kind == "parameter":
         return module.parameter(spec.target)._local_tensor.detach()
     if spec.kind == "buffer":
-        return module.get_buffer(spec.target)
+        return module.buffer(spec.target)
     if spec.kind == "constant":
         return step.traced.state_values[spec.target].to(module.device)
     if spec.kind == "seed":
