@@ -309,6 +309,14 @@ def sharded_adafactor(rank: int) -> None:
     optimizer.step()
 
 
+def pipelined_lbfgs(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    pins = {"pipeline": {"size": 3, "microbatches": 2}}
+    model, batch = hw.Mlp(layers=3), hw.vectors()
+    module = autopar.parallelize(model, mesh, batch, constraints=pins)
+    torch.optim.LBFGS(module.parameters()).step(lambda: module.train_step(**batch))
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [
@@ -320,6 +328,7 @@ def sharded_adafactor(rank: int) -> None:
         (failing_trace, ["no such feature"]),
         (mixed_devices, ["layers.0.0.weight", "head.weight", "meta"]),
         (sharded_adafactor, ["Adafactor", "norm", "zero"]),
+        (pipelined_lbfgs, ["LBFGS", "pipeline", "none"]),
         (impossible_plan, ["no plan fits", "smallest limit"]),
     ],
     ids=lambda x: getattr(x, "__name__", ""),

@@ -16,13 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.errors import AutoparError
 from autopar.runtime.lost import naming_lost_ranks
 
-__all__ = ["Line", "StageGradient", "StageNorm", "count_all_stages"]
+__all__ = ["Line", "StageGradient", "StageNorm", "count_all_stages", "is_of_a_stage"]
 
 _NORMS = {torch.linalg.vector_norm, torch.norm, Tensor.norm, torch._foreach_norm}
+
+
+_lines: Any = WeakTensorKeyDictionary()  # by parameter of a stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,5 +135,11 @@ def count_all_stages(parameters: Iterable[nn.Parameter], line: Line) -> None:
             cast(StageGradient, gradient).line = line
 
     for parameter in parameters:
+        _lines[parameter] = line
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(mark)
+
+
+def is_of_a_stage(parameter: Tensor) -> bool:
+    """True if the parameter is one of a pipeline's, of which this rank has some."""
+    return parameter in _lines
