@@ -1,0 +1,81 @@
+"""What an exported program reads: descriptors of its placeholders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.core.graph import InputSpec
+from autopar.errors import TraceError
+from autopar.tracer.capture import PREFIX
+from autopar.tracer.cleanup import tied_parameters
+
+__all__ = ["check_no_input_mutation", "input_specs"]
+
+
+def check_no_input_mutation(exported: Any) -> None:
+    """Refuse a forward that writes to its inputs or parameters.
+
+    Raises:
+        TraceError: it does; names what.
+    """
+    mutated = exported.graph_signature.user_inputs_to_mutate
+    if mutated:
+        names = ", ".join(sorted(set(mutated.values())))
+        raise TraceError(
+            f"the forward changes its input {names} in place. Clone it first, so that the "
+            "caller's tensor stays as it was on every rank."
+        )
+    for spec in exported.graph_signature.output_specs:
+        if spec.kind.name == "PARAMETER_MUTATION":
+            raise TraceError(
+                f"the forward changes its parameter {spec.target.removeprefix(PREFIX)} in "
+                "place. Compute a new tensor from it (torch.nn.utils.parametrize does), or "
+                "change it between steps."
+            )
+
+
+def input_specs(exported: Any, model: nn.Module) -> tuple[list[InputSpec], set[str]]:
+    """Descriptors of a graph's placeholders, in order, and names of those that are no tensors."""
+    signature = exported.graph_signature
+    trainable = {
+        name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)
+    }
+    owner = dict(tied_parameters(model))
+    specs: list[InputSpec] = []
+    plain: set[str] = set()
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    for node in exported.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        value = node.meta.get("val")
+        is_tensor = isinstance(value, Tensor)
+        if not is_tensor:
+            plain.add(node.name)
+        shape = tuple(int(s) for s in value.shape) if is_tensor else ()
+        dtype = value.dtype if is_tensor else torch.int64
+        kind: Any = "input"
+        target = node.name
+        if node.name in signature.inputs_to_parameters:
+            kind = "parameter"
+            target = signature.inputs_to_parameters[node.name].removeprefix(PREFIX)
+            target = owner.get(target, target)
+        elif node.name in signature.inputs_to_buffers:
+            target = signature.inputs_to_buffers[node.name].removeprefix(PREFIX)
+            kind = "buffer" if target in buffers else "constant"
+        elif node.name in signature.inputs_to_lifted_tensor_constants:
+            kind = "constant"
+            target = signature.inputs_to_lifted_tensor_constants[node.name]
+        specs.append(
+            InputSpec(
+                node=node.name,
+                kind=kind,
+                target=target,
+                shape=shape,
+                dtype=dtype,
+                trainable=kind == "parameter" and trainable.get(target, False),
+            )
+        )
+    return specs, plain
