@@ -102,7 +102,7 @@ def _scheduled_stages(plan: Plan, traced: TracedModel) -> Plan:
         found = _scheduled_stage(own, program, cluster, p.microbatches, splits)
         stages.append(parts.named(number, found))
     transfer_s = transfer_seconds(parts.crossings(), stages, cluster, p.size)
-    clock = pipelined_time(stages, orders, transfer_s, p.microbatches)
+    clock = pipelined_time(stages, orders, transfer_s, p.microbatches, plan.predicted.memory)
     pipeline = replace(p, stages=tuple(stages), bubble=clock.bubble, slots=clock.slots)
     return replace(plan, predicted=clock.predicted, pipeline=pipeline)
 

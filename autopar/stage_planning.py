@@ -28,6 +28,7 @@ from autopar.core.plan import NodePlan, PipelinePlan, Plan, SolverReport
 from autopar.core.schedule import Orders, actions
 from autopar.core.stages import port_of
 from autopar.cost_model import Cluster
+from autopar.cost_model.rank_memory import rank_memory
 from autopar.cost_model.stages import PipelinedTime, pipelined_time, transfer_seconds
 from autopar.errors import ConstraintError, InfeasiblePlanError
 from autopar.solver.ideal import BlockWork
@@ -38,6 +39,7 @@ __all__ = ["PipelineShape", "StagePlanner", "balanced_cuts", "stage_mesh"]
 
 T = TypeVar("T")
 _UNLIMITED = 1 << 62
+_SHARINGS = 4  # rounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,11 +199,10 @@ class StagePlanner:
         cuts: tuple[str, ...],
         kind: int,
         cluster: Cluster,
-        chunks: int,
         settled: Mapping[str, Layout],
-        free: bool,
+        limit: int | None,
     ) -> Plan:
-        """The plan of a kind of stage that receives what is settled, within the limit or free.
+        """The plan of a kind of stage that receives what is settled, within a limit if there is.
 
         Raises:
             InfeasiblePlanError: it does not fit.
@@ -209,19 +210,18 @@ class StagePlanner:
         model = parts.stages.models[kind]
         taken = {name: settled[name] for name in _port_names(model) if name in settled}
         turns = (model.microbatches, model.flight)
-        limit = self.limit // chunks
-        key = (cuts, kind, *turns, cluster.mesh_shape, limit, free, tuple(taken.items()))
+        key = (cuts, kind, *turns, cluster.mesh_shape, limit, tuple(taken.items()))
         if key not in self._solved:
             try:
                 plan = solve(
                     model,
                     cluster,
                     constraints=self._inside(model),
-                    memory_limit=_UNLIMITED if free else limit,
+                    memory_limit=_UNLIMITED if limit is None else limit,
                     optimizer=self.optimizer,
                     ports=taken,
                 )
-                self._solved[key] = replace(plan, memory_limit_bytes=limit)
+                self._solved[key] = replace(plan, memory_limit_bytes=limit or self.limit)
             except InfeasiblePlanError as error:
                 self._solved[key] = error
         found = self._solved[key]
@@ -263,16 +263,77 @@ class _Pipeliner:
         batch = batch_bytes(self.traced, parts.microbatch)
         self.parts = flying(parts, flights(orders), batch)
         self.limit = planner.limit
+        self.stuck = 0  # the stage that did not fit last
 
     def run(self, time: Mapping[str, NodePlan]) -> Plan:
-        plans = self._solve()
+        plans = self._fitting()
         shifted = [self.parts.named(s, plan) for s, plan in enumerate(plans)]
         size, turns = self.shape.size, self.shape.microbatches
         transfer_s = transfer_seconds(self.parts.crossings(), shifted, self.cluster, size)
-        clock = pipelined_time(shifted, self.orders, transfer_s, turns)
-        return self._assembled(time, self.cuts, shifted, clock)
+        memory = rank_memory(self.orders, [p.predicted.held for p in plans])
+        highest = max(memory, key=lambda kinds: sum(kinds.values()))
+        clock = pipelined_time(shifted, self.orders, transfer_s, turns, highest)
+        peaks = tuple(sum(kinds.values()) for kinds in memory)
+        return self._assembled(time, self.cuts, shifted, clock, peaks)
 
-    def _solve(self) -> list[Plan]:
+    def _fitting(self) -> list[Plan]:
+        """Plans of the stages, of which those of each rank fit the limit together.
+
+        The stages of a rank do not peak at once. So each gets what it would take of a rank without
+        a limit, and less if that is too much; in the end so little that they may peak at once.
+        """
+        count, chunks = len(self.parts.kinds), self.shape.chunks
+        if self.free:
+            return self._solve([None] * count)
+        if chunks > 1:
+            found = self._together()
+            if found is not None:
+                return found
+        return self._solve([self.limit // chunks] * count)
+
+    def _together(self) -> list[Plan] | None:
+        """Plans of stages whose highest moments are not the same; None if none were found."""
+        plans = self._solve([None] * len(self.parts.kinds))
+        limits = [p.predicted.peak_memory_bytes for p in plans]
+        least: dict[int, int] = {}
+        for _ in range(_SHARINGS):
+            peaks = self._peaks(plans)
+            if max(peaks) <= self.limit:
+                return plans
+            limits = self._shares(limits, peaks, least)
+            for _ in range(len(self.parts.stages.models)):
+                try:
+                    plans = self._solve(limits)
+                    break
+                except InfeasiblePlanError as error:
+                    kind = self.parts.kinds[self.stuck]
+                    least[kind] = (error.required_bytes or 0) // self.shape.chunks
+                    limits = self._shares(limits, [self.limit], least)
+            else:
+                return None
+        return plans if max(self._peaks(plans)) <= self.limit else None
+
+    def _peaks(self, plans: Sequence[Plan]) -> list[int]:
+        memory = rank_memory(self.orders, [p.predicted.held for p in plans])
+        return [sum(kinds.values()) for kinds in memory]
+
+    def _shares(
+        self, limits: Sequence[int], peaks: Sequence[int], least: Mapping[int, int]
+    ) -> list[int]:
+        """Limits with which ranks of these peaks would just fit, none below what its kind needs."""
+        shares: dict[int, int] = {}
+        for number, kind in enumerate(self.parts.kinds):
+            peak = max(peaks[number % len(peaks)], self.limit)
+            share = max(limits[number] * self.limit // peak, least.get(kind, 0))
+            shares[kind] = min(share, shares.get(kind, share))
+        return [shares[kind] for kind in self.parts.kinds]
+
+    def _solve(self, limits: Sequence[int | None]) -> list[Plan]:
+        """Plans of the stages, each within a limit of its own.
+
+        Raises:
+            InfeasiblePlanError: one does not fit.
+        """
         settled: dict[str, Layout] = {}
         plans: list[Plan] = []
         for number, kind in enumerate(self.parts.kinds):
@@ -280,15 +341,10 @@ class _Pipeliner:
                 settled.update(self._handed(self.parts.kinds[number - 1], kind, settled))
             try:
                 plan = self.planner.solve(
-                    self.parts,
-                    self.cuts,
-                    kind,
-                    self.cluster,
-                    self.shape.chunks,
-                    settled,
-                    self.free,
+                    self.parts, self.cuts, kind, self.cluster, settled, limits[number]
                 )
             except InfeasiblePlanError as error:
+                self.stuck = number
                 raise InfeasiblePlanError(
                     f"pipeline stage {number} of {self.shape.num_stages}: {error}",
                     memory_limit_bytes=self.limit,
@@ -330,11 +386,13 @@ class _Pipeliner:
         cuts: tuple[str, ...],
         plans: Sequence[Plan],
         clock: PipelinedTime,
+        peaks: tuple[int, ...],
     ) -> Plan:
         shape, size = self.shape, self.shape.size
         step_s = clock.predicted.step_time_s
         slowest = max(plans, key=lambda p: p.predicted.step_time_s)
         bound = max(sum(p.solver.bound for p in plans[rank::size]) for rank in range(size))
+        plans = [replace(p, predicted=replace(p.predicted, held=None)) for p in plans]
         unlike = list({p.fingerprint: p for p in plans}.values())
         merged: dict[str, Layout] = {}
         for p in plans:
@@ -373,6 +431,7 @@ class _Pipeliner:
                 stages=tuple(plans),
                 bubble=clock.bubble,
                 slots=clock.slots,
+                peaks=peaks,
             ),
         )
 

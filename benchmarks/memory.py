@@ -19,6 +19,7 @@ import itertools
 import json
 import math
 import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ WORLD = 4
 ABOVE, BELOW = 0.05, 0.02
 _VOCAB, _BATCH, _LENGTH = 512, 16, 32
 MODELS = ("gpt2", "llama")
+_AT_ONCE = 6  # rows that one start of the ranks runs
 
 
 def build(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -90,6 +92,9 @@ def pipelines() -> list[dict[str, Any]]:
         {"pipeline": {**two, "schedule": "gpipe"}, "data": 2, "zero": 1},
         {"pipeline": {**two, "schedule": "1f1b"}, "data": 2, "zero": 1},
         {"pipeline": {**two, "schedule": "1f1b"}, "data": 2, "zero": 3, "checkpoint": "full"},
+        {"pipeline": {**two, "schedule": "interleaved", "chunks": 2}, "tensor": "1d"},
+        {"pipeline": {**two, "schedule": "interleaved", "chunks": 2}, "data": 2, "zero": 1},
+        {"pipeline": {**two, "schedule": "zero-bubble"}, "tensor": "1d", "checkpoint": "full"},
         {"pipeline": {"size": 4, "microbatches": 4, "schedule": "gpipe"}},
         {"pipeline": {"size": 4, "microbatches": 8, "schedule": "1f1b"}},
         {"pipeline": {"size": 4, "microbatches": 8, "schedule": "zero-bubble"}},
@@ -97,13 +102,12 @@ def pipelines() -> list[dict[str, Any]]:
 
 
 def predicted_of(parallel: autopar.ParallelModule) -> int:
-    """Predicted peak of this rank: of its stages, where there is a pipeline."""
+    """Predicted peak of this rank."""
     plan: Plan = parallel.plan
     step = parallel.first_step
     if not isinstance(step, PipelinedStep):
         return plan.predicted.peak_memory_bytes
-    stages = step.pipeline.stages[step.mesh.rank :: step.pipeline.size]
-    return sum(stage.predicted.peak_memory_bytes for stage in stages)
+    return step.pipeline.peaks[step.mesh.rank]
 
 
 def measure(parallel: autopar.ParallelModule, inputs: dict[str, Any]) -> tuple[int, int]:
@@ -122,8 +126,12 @@ def measure(parallel: autopar.ParallelModule, inputs: dict[str, Any]) -> tuple[i
     return kept, live.peak_bytes
 
 
-def run_rank(rank: int, device: str, name: str, constraints: Any) -> dict[str, Any]:
-    """One rank's part of a row."""
+def run_rank(rank: int, device: str, name: str, chosen: Any) -> list[dict[str, Any]]:
+    """One rank's part of some rows."""
+    return [_row(name, constraints) for constraints in chosen]
+
+
+def _row(name: str, constraints: dict[str, Any]) -> dict[str, Any]:
     model, inputs = build(name)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parallel = autopar.parallelize(model, mesh, inputs, constraints=constraints, cache=False)
@@ -155,17 +163,27 @@ def name_of(constraints: dict[str, Any]) -> str:
 def rows(models: list[str], chosen: list[dict[str, Any]], show: Any) -> list[dict[str, Any]]:
     """Run the plans; a pipeline has one row for each of its ranks."""
     found = []
-    for name, constraints in itertools.product(models, chosen):
-        ranks = on_ranks(run_rank, WORLD, "cpu", name, constraints)
-        size = constraints.get("pipeline", {}).get("size", 1)
-        for stage in range(size):
-            share = ranks[stage * WORLD // size : (stage + 1) * WORLD // size]
-            row = max(share, key=lambda r: r["measured"])
-            about = {"model": name, "plan": name_of(constraints), "stage": stage}
-            about["checkpoint"] = constraints.get("checkpoint", "none")
-            found.append({**about, **row, "constraints": constraints})
-            show(found[-1])
+    for name, first in itertools.product(models, range(0, len(chosen), _AT_ONCE)):
+        some = chosen[first : first + _AT_ONCE]
+        ranks = on_ranks(run_rank, WORLD, "cpu", name, some)
+        for constraints, results in zip(some, zip(*ranks, strict=True), strict=True):
+            for row in _of_stages(name, constraints, results):
+                found.append(row)
+                show(row)
     return found
+
+
+def _of_stages(
+    name: str, constraints: dict[str, Any], results: Sequence[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Of the ranks of each pipeline rank, the one that peaks highest."""
+    size = constraints.get("pipeline", {}).get("size", 1)
+    for stage in range(size):
+        share = results[stage * WORLD // size : (stage + 1) * WORLD // size]
+        row = max(share, key=lambda r: r["measured"])
+        about = {"model": name, "plan": name_of(constraints), "stage": stage}
+        about["checkpoint"] = constraints.get("checkpoint", "none")
+        yield {**about, **row, "constraints": constraints}
 
 
 def _line(row: dict[str, Any]) -> list[str]:

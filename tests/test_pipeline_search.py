@@ -111,6 +111,26 @@ def test_microbatches_are_chosen_where_a_step_does_not_fit() -> None:
     assert verify(plan, model, inputs).worst[1] <= 1e-9
 
 
+@pytest.mark.parametrize("share", [1.0, pytest.param(0.9, marks=pytest.mark.slow)])
+def test_stages_of_a_rank_fit_together_though_not_each_at_its_peak(share: float) -> None:
+    model, inputs = zoo.gpt2(layers=4)
+    traced = trace(model.train(), inputs)
+    two = Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    pin = {"size": 2, "chunks": 2, "microbatches": 2, "schedule": "interleaved"}
+    free = planned(traced, two, pipeline=pin)
+    assert free.pipeline is not None
+    most = free.predicted.peak_memory_bytes
+    assert most == max(free.pipeline.peaks)
+    apart = [p.predicted.peak_memory_bytes for p in free.pipeline.stages]
+    assert most < max(sum(apart[rank::2]) for rank in range(2))
+    limit = int(share * most)
+    tight = planned(traced, two, limit, pipeline=pin)
+    assert tight.predicted.peak_memory_bytes <= limit
+    if share == 1.0:
+        assert tight.predicted == free.predicted
+    assert tight.predicted.step_time_s >= free.predicted.step_time_s
+
+
 def test_the_choice_is_the_same_every_time() -> None:
     plans = [planned(stack(9)[2], nodes_apart()).to_dict() for _ in range(2)]
     assert _without_seconds(plans[0]) == _without_seconds(plans[1])
@@ -135,13 +155,17 @@ def test_models_that_need_the_whole_batch_are_planned_in_one_piece() -> None:
 TEXT = {"input_ids": 1 + torch.arange(64).reshape(4, 16), "labels": torch.ones(4, 16).long()}
 SHAPES = {
     "three-stages": {"size": 3, "microbatches": 2, "schedule": "1f1b"},
+    "two-stages": {"size": 2, "microbatches": 4, "schedule": "zero-bubble"},
     "six-stages": {"size": 6, "microbatches": 4, "schedule": "zero-bubble"},
     "interleaved": {"size": 3, "microbatches": 3, "schedule": "interleaved", "chunks": 2},
     "one-stage": {"size": 1, "microbatches": 2},
 }
 
 
-_LONG = [pytest.param(shape, marks=pytest.mark.slow) for shape in ("six-stages", "one-stage")]
+_LONG = [
+    pytest.param(shape, marks=pytest.mark.slow)
+    for shape in ("two-stages", "six-stages", "one-stage")
+]
 
 
 @pytest.mark.parametrize("shape", ["three-stages", *_LONG])
@@ -161,6 +185,8 @@ def test_folded_stages_cost_what_whole_ones_do(shape: str, kind: str) -> None:
     # the first backward makes the sums of a folded block's gradients all at once
     least = long.predicted.peak_memory_bytes
     assert least <= short.predicted.peak_memory_bytes <= 1.01 * least
+    for mine, other in zip(short.pipeline.peaks, long.pipeline.peaks, strict=True):
+        assert other <= mine <= 1.01 * other
     assert list(short.parameters) == list(long.parameters)
     for mine, other in zip(short.pipeline.stages, long.pipeline.stages, strict=True):
         assert mine.predicted.step_time_s == pytest.approx(other.predicted.step_time_s, rel=1e-9)

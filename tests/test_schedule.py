@@ -8,9 +8,11 @@ from collections import Counter
 
 import pytest
 
-from autopar.core.flights import arrived, flights
+from autopar.core.flights import ALL, INPUT, NONE, arrived, flights, moments
+from autopar.core.held import Held
 from autopar.core.schedule import SCHEDULES, Action, actions, in_flight
 from autopar.cost_model.pipeline import ScheduleError, simulate_pipeline
+from autopar.cost_model.rank_memory import rank_memory
 from autopar.errors import ConstraintError
 
 EQUAL = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
@@ -176,8 +178,103 @@ def test_what_is_waited_for_has_arrived_however_ranks_are_delayed(schedule, p, m
 
 
 @pytest.mark.parametrize(("schedule", "p", "m", "v"), GRID)
-def test_what_is_in_flight_is_split_where_sums_of_gradients_begin(schedule, p, m, v):
+def test_the_moments_of_a_rank_hold_what_is_in_flight(schedule, p, m, v):
     orders = actions(schedule, p, m, v)
-    for flight, most in zip(flights(orders), in_flight(orders).stages, strict=True):
-        assert max(flight.first, flight.later) == most
-        assert flight.first >= 1 and (flight.later > 0) == (m > 1 or schedule == "zero-bubble")
+    held = in_flight(orders)
+    for rank, found in enumerate(moments(orders)):
+        assert [moment.action for moment in found] == list(orders[rank])
+        of_rank = [sum(o.waiting + o.delayed for o in f.held.values()) for f in found]
+        assert 1 + max(of_rank) == held.ranks[rank]
+        for s in range(rank, p * v, p):
+            own = [f.held[s] for f in found if f.action.stage == s]
+            assert 1 + max(o.waiting + o.delayed for o in own) == held.stages[s]
+            assert all(o.delayed == 0 for o in own) or schedule == "zero-bubble"
+        last = found[-1]
+        assert all(o.waiting == o.delayed == 0 for o in last.held.values())
+
+
+@pytest.mark.parametrize(("schedule", "p", "m", "v"), GRID)
+def test_a_flight_holds_no_less_than_any_moment(schedule, p, m, v):
+    orders = actions(schedule, p, m, v)
+    found = flights(orders)
+    assert all(f.splits == (schedule == "zero-bubble") for f in found)
+    for moment in (moment for rank in moments(orders) for moment in rank):
+        stage = moment.action.stage
+        now = moment.held[stage]
+        begun = [a for a in orders[stage % p] if a.stage == stage]
+        begun = begun[: begun.index(moment.action)]
+        sums = ALL if any(a.kind in "BW" for a in begun) else NONE
+        sums = max(sums, INPUT if any(a.kind == "I" for a in begun) else NONE)
+        assert moment.sums[stage] == sums
+        part = {"F": 0, "B": 1, "I": 1, "W": 2}[moment.action.kind]
+        most = found[stage].rows[sums][part]
+        assert most is not None and most.most(now) == most
+        assert found[stage].part(part).most(now) == found[stage].part(part)
+        assert 1 + now.waiting + now.delayed <= found[stage].microbatches
+
+
+@pytest.mark.parametrize(("schedule", "p", "m", "v"), GRID)
+def test_a_rank_peaks_where_its_stages_do_so_together(schedule, p, m, v):
+    """The memory of ranks against a replay of what each action allocates and frees."""
+    orders, draw = actions(schedule, p, m, v), random.Random(7)
+    held = [_random_held(draw, schedule == "zero-bubble") for _ in range(p * v)]
+    found = rank_memory(orders, held)
+    for rank, there in enumerate(arrived(orders)):
+        own = {s: held[s] for s in range(rank, p * v, p)}
+        assert sum(found[rank].values()) == _replayed(orders[rank], there, own, p * v)
+
+
+def _random_held(draw, splits):
+    idle, extra = draw.randrange(100), [draw.randrange(50) for _ in range(3)]
+    sums = (draw.randrange(20), draw.randrange(20) if splits else 0)
+    tops = {}
+    for begun in (NONE, INPUT, ALL):
+        there = idle + sum(sums[:begun])
+        after_backward = idle + sum(sums[: max(begun, INPUT)])
+        tops[begun, -1] = tops[begun, 0] = {"all": there + extra[0]}
+        tops[begun, 1] = {"all": after_backward + extra[1]}
+        tops[begun, 2] = {"all": idle + sum(sums) + extra[2]}
+        tops[begun, 3] = {"all": idle + sum(sums)}
+    waiting, delayed = {"all": draw.randrange(9)}, {"all": draw.randrange(9)}
+    return Held(
+        batch=0,
+        idle={"all": idle},
+        waiting=waiting,
+        delayed=delayed,
+        up=draw.randrange(5),
+        down=draw.randrange(5),
+        sums=sums,
+        tops=tops,
+        after={"all": 0},
+    )
+
+
+def _replayed(order, there, own, stages):
+    """Bytes of a rank at its highest moment, one action after the other."""
+    live = sum(h.idle["all"] for h in own.values())
+    most = max(live - h.idle["all"] + h.tops[NONE, -1]["all"] for h in own.values())
+    made = dict.fromkeys(own, NONE)
+    for action, landed in zip(order, there, strict=True):
+        for sent in landed:
+            live -= _sent_bytes(own[sent.stage], sent, stages)
+        s = action.stage
+        h = own[s]
+        kept = h.waiting if action.kind in "BI" else h.delayed if action.kind == "W" else None
+        live -= kept["all"] if kept is not None else 0
+        begun = h.idle["all"] + sum(h.sums[: made[s]])
+        part = {"F": 0, "B": 1, "I": 1, "W": 2}[action.kind]
+        most = max(most, live - begun + h.tops[made[s], part]["all"])
+        if action.kind != "F":
+            now = max(made[s], INPUT if action.kind == "I" else ALL)
+            live += sum(h.sums[:now]) - sum(h.sums[: made[s]])
+            made[s] = now
+        live += h.waiting["all"] if action.kind == "F" else 0
+        live += h.delayed["all"] if action.kind == "I" else 0
+        live += _sent_bytes(h, action, stages)
+    return max(most, sum(h.idle["all"] + sum(h.sums) for h in own.values()))
+
+
+def _sent_bytes(held, action, stages):
+    if action.kind == "F":
+        return held.up if action.stage + 1 < stages else 0
+    return held.down if action.kind in "BI" and action.stage else 0

@@ -7,40 +7,97 @@ others had. So what is held does not depend on timing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from autopar.core.schedule import Action, Orders
 
-__all__ = ["Flight", "arrived", "flights", "most"]
+__all__ = ["ALL", "INPUT", "NONE", "Flight", "Moment", "Others", "arrived", "flights", "moments",
+           "most", "parts_of"]  # fmt: skip
+
+NONE, INPUT, ALL = range(3)
+"""Which sums of gradients a stage has: none, those that input gradients yield by the way, all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """What one stage holds of other microbatches than the one that runs.
+
+    Attributes:
+        waiting: microbatches whose backward has not begun.
+        delayed: microbatches whose backward has run but for the weight gradients.
+        up: values on their way to the next stage.
+        down: values on their way to the stage before.
+    """
+
+    waiting: int = 0
+    delayed: int = 0
+    up: int = 0
+    down: int = 0
+
+    def most(self, other: Others | None) -> Others:
+        """What is no less than either."""
+        if other is None:
+            return self
+        return Others(
+            max(self.waiting, other.waiting),
+            max(self.delayed, other.delayed),
+            max(self.up, other.up),
+            max(self.down, other.down),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """What one stage holds at most.
+    """What one stage holds at most of other microbatches, while each part of one runs.
 
     Attributes:
-        first: microbatches in flight until its first backward has ended.
-        later: microbatches in flight after that, when sums of gradients are there.
-        up: values of other turns that are on their way to the next stage while a forward runs, and
-            while a backward does.
-        down: the same to the stage before.
+        splits: the backward runs in two parts.
+        rows: by the sums that there are (`NONE`, `INPUT`, `ALL`), for the forward, the backward
+            (its input gradients if it is split) and the weight gradients; None for a part that
+            never runs with such sums.
     """
 
-    first: int = 1
-    later: int = 0
-    up: tuple[int, int] = (0, 0)
-    down: tuple[int, int] = (0, 0)
+    splits: bool = False
+    rows: tuple[tuple[Others | None, ...], ...] = (
+        (Others(), Others(), None),
+        (None, None, None),
+        (None, None, None),
+    )
+
+    def part(self, part: int) -> Others:
+        """The most while a part runs, whatever sums there are."""
+        found = Others()
+        for row in self.rows:
+            found = found.most(row[part])
+        return found
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches that are in flight at once."""
+        parts = [self.part(part) for part in range(3)]
+        return 1 + max(p.waiting + p.delayed for p in parts)
 
 
 def most(held: Iterable[Flight]) -> Flight:
     """What holds no less than any of these."""
     found = list(held)
-    ways = [
-        (max(pair[0] for pair in pairs), max(pair[1] for pair in pairs))
-        for pairs in ([f.up for f in found], [f.down for f in found])
-    ]
-    return Flight(max(f.first for f in found), max(f.later for f in found), ways[0], ways[1])
+    best: dict[tuple[int, int], Others] = {}
+    for flight in found:
+        _join(best, {(s, p): o for s, row in enumerate(flight.rows) for p, o in enumerate(row)})
+    return Flight(any(f.splits for f in found), _rows(best))
+
+
+def _join(
+    best: dict[tuple[int, int], Others], more: Mapping[tuple[int, int], Others | None]
+) -> None:
+    for key, others in more.items():
+        if others is not None:
+            best[key] = others.most(best.get(key))
+
+
+def _rows(best: Mapping[tuple[int, int], Others]) -> tuple[tuple[Others | None, ...], ...]:
+    return tuple(tuple(best.get((sums, part)) for part in range(3)) for sums in range(3))
 
 
 def _source(action: Action, num_stages: int) -> tuple[str, int, int] | None:
@@ -118,40 +175,80 @@ def _is_there(
     return where is not None and clock[where[0]] > where[1]
 
 
-def flights(orders: Orders) -> tuple[Flight, ...]:
-    """What each stage holds at most, from the orders of all ranks."""
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What a rank holds while an action runs.
+
+    Attributes:
+        action: that runs.
+        held: of each stage of the rank, without the microbatch that runs.
+        sums: of each, which sums of gradients there are.
+    """
+
+    action: Action
+    held: Mapping[int, Others]
+    sums: Mapping[int, int] = field(default_factory=dict)
+
+
+def moments(orders: Orders) -> tuple[tuple[Moment, ...], ...]:
+    """What each rank holds while each of its actions runs."""
     stages = 1 + max((a.stage for order in orders for a in order), default=-1)
-    first, later = [0] * stages, [0] * stages
-    ahead = {(s, way): [0, 0] for s in range(stages) for way in ("up", "down")}
     known = arrived(orders)
-    for rank, order in enumerate(orders):
-        live = [0] * stages
-        summed = [False] * stages
-        held: list[Action] = []
-        for position, action in enumerate(order):
-            s = action.stage
-            held = [a for a in held if a not in known[rank][position]]
-            for (other, way), most in ahead.items():
-                number = sum(_way(a, stages) == (other, way) for a in held)
-                late = action.kind != "F"
-                most[late] = max(most[late], number)
-            live[s] += action.kind == "F"
-            counts = later if summed[s] else first
-            counts[s] = max(counts[s], live[s])
-            summed[s] = summed[s] or action.kind != "F"
-            live[s] -= action.kind in ("B", "W")
-            if _sent(action, stages) is not None:
-                held.append(action)
     return tuple(
-        Flight(first[s], later[s], _pair(ahead[s, "up"]), _pair(ahead[s, "down"]))
-        for s in range(stages)
+        tuple(_moments(order, there, stages)) for order, there in zip(orders, known, strict=True)
     )
 
 
-def _way(action: Action, stages: int) -> tuple[int, str] | None:
+def _moments(
+    order: Sequence[Action], there: Sequence[Sequence[Action]], stages: int
+) -> Iterator[Moment]:
+    held = {a.stage: Others() for a in order}
+    sums = dict.fromkeys(held, NONE)
+    for action, landed in zip(order, there, strict=True):
+        for sent in landed:
+            held[sent.stage] = _moved(held[sent.stage], sent, -1, stages)
+        s = action.stage
+        if action.kind == "W":
+            held[s] = replace(held[s], delayed=held[s].delayed - 1)
+        elif action.kind != "F":
+            held[s] = replace(held[s], waiting=held[s].waiting - 1)
+        yield Moment(action, dict(held), dict(sums))
+        if action.kind == "F":
+            held[s] = replace(held[s], waiting=held[s].waiting + 1)
+        elif action.kind == "I":
+            held[s] = replace(held[s], delayed=held[s].delayed + 1)
+        if action.kind != "F":
+            sums[s] = max(sums[s], INPUT if action.kind == "I" else ALL)
+        held[s] = _moved(held[s], action, 1, stages)
+
+
+def _moved(others: Others, action: Action, by: int, stages: int) -> Others:
+    """With one more or less value on its way that an action has sent."""
     sent = _sent(action, stages)
-    return None if sent is None else (sent[1], sent[0])
+    if sent is None:
+        return others
+    if sent[0] == "up":
+        return replace(others, up=others.up + by)
+    return replace(others, down=others.down + by)
 
 
-def _pair(counts: list[int]) -> tuple[int, int]:
-    return counts[0], counts[1]
+def flights(orders: Orders) -> tuple[Flight, ...]:
+    """What each stage holds at most, from the orders of all ranks."""
+    stages = 1 + max((a.stage for order in orders for a in order), default=-1)
+    splits = {a.stage for order in orders for a in order if a.kind == "I"}
+    best: list[dict[tuple[int, int], Others]] = [{} for _ in range(stages)]
+    for rank in moments(orders):
+        for moment in rank:
+            s = moment.action.stage
+            for part in parts_of(moment.action, s in splits):
+                # the sums of weights are made beside those that their input gradients made
+                sums = max(moment.sums[s], INPUT) if part == 2 else moment.sums[s]
+                _join(best[s], {(sums, part): moment.held[s]})
+    return tuple(Flight(s in splits, _rows(best[s])) for s in range(stages))
+
+
+def parts_of(action: Action, splits: bool) -> tuple[int, ...]:
+    """Parts of a microbatch that an action runs: 0 forward, 1 backward, 2 weight gradients."""
+    if action.kind == "B" and splits:
+        return 1, 2
+    return ({"F": 0, "B": 1, "I": 1, "W": 2}[action.kind],)

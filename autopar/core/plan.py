@@ -11,6 +11,7 @@ from typing import Any
 
 from autopar.core.constraints import Constraints
 from autopar.core.graph import Repeat
+from autopar.core.held import Held
 from autopar.core.placement import Layout, parse_placement
 from autopar.core.timeline import PipelineSlot, Timeline
 from autopar.errors import PlanMismatchError
@@ -81,6 +82,7 @@ class Prediction:
         offload_s: what updating on the host takes longer than on the device, transfers included.
         host_bytes: optimizer states in host memory.
         bubble_s: what a rank of a pipeline waits for other ranks.
+        held: of a stage while its pipeline is planned, what it holds when; not saved.
     """
 
     step_time_s: float
@@ -95,6 +97,7 @@ class Prediction:
     offload_s: float = 0.0
     host_bytes: int = 0
     bubble_s: float = 0.0
+    held: Held | None = None
 
     @property
     def hidden_time_s(self) -> float:
@@ -139,6 +142,7 @@ class PipelinePlan:
         stages: the plan of each stage, on the mesh of a pipeline rank.
         bubble: share of the step in which ranks stand idle, as simulated.
         slots: what each rank does when, in order of start.
+        peaks: predicted peak memory of each rank, all its stages together.
     """
 
     size: int
@@ -150,6 +154,7 @@ class PipelinePlan:
     stages: tuple[Plan, ...]
     bubble: float = 0.0
     slots: tuple[PipelineSlot, ...] = ()
+    peaks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +226,7 @@ class Plan:
 
         What is known of a parameter is one row under its name: layout, shape, dtype, mode.
         """
-        bare = replace(self.predicted, timeline=Timeline())
+        bare = replace(self.predicted, timeline=Timeline(), held=None)
         plain = asdict(
             replace(self, predicted=bare, nodes={}, parameters={}, inputs={}, pipeline=None)
         )
@@ -368,6 +373,7 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
         pipeline["cuts"] = tuple(pipeline["cuts"])
         pipeline["time"] = _nodes(pipeline["time"])
         pipeline["slots"] = tuple(PipelineSlot(*row) for row in pipeline.get("slots", ()))
+        pipeline["peaks"] = tuple(pipeline.get("peaks", ()))
         pipeline["stages"] = tuple(Plan.from_dict(stage) for stage in pipeline["stages"])
         fields["pipeline"] = PipelinePlan(**pipeline)
     fields["inputs"] = {name: _parse(x) for name, x in data["inputs"].items()}

@@ -81,7 +81,11 @@ def transfer_seconds(
 
 
 def pipelined_time(
-    plans: Sequence[Plan], orders: Orders, transfer_s: Sequence[float], microbatches: int
+    plans: Sequence[Plan],
+    orders: Orders,
+    transfer_s: Sequence[float],
+    microbatches: int,
+    memory: Mapping[str, int],
 ) -> PipelinedTime:
     """Run the stages' plans on the clock.
 
@@ -90,6 +94,7 @@ def pipelined_time(
         orders: of each rank.
         transfer_s: as `transfer_seconds` gives them.
         microbatches: of a step.
+        memory: bytes by kind of the rank that peaks highest (`rank_memory`).
     """
     size = len(orders)
     simulated = simulate_pipeline(orders, [action_seconds(p) for p in plans], list(transfer_s))
@@ -115,7 +120,7 @@ def pipelined_time(
         slots += _once(own[rank], rank, size, begin_s, begin_s + simulated.finish_s(rank))
     idle_s = sum(step_s - busy for busy in busy_s)
     return PipelinedTime(
-        predicted=_predicted(own, busy_s, step_s),
+        predicted=_predicted(own, busy_s, step_s, memory),
         bubble=idle_s / (size * step_s) if step_s else 0.0,
         slots=tuple(sorted(slots, key=lambda s: (s.start_s, s.rank))),
     )
@@ -138,14 +143,13 @@ def _once(
         end_s += seconds
 
 
-def _predicted(own: Sequence[Sequence[Plan]], busy_s: Sequence[float], step_s: float) -> Prediction:
-    def peak(rank: int) -> int:
-        return sum(p.predicted.peak_memory_bytes for p in own[rank])
-
+def _predicted(
+    own: Sequence[Sequence[Plan]],
+    busy_s: Sequence[float],
+    step_s: float,
+    memory: Mapping[str, int],
+) -> Prediction:
     slowest = [p.predicted for p in own[max(range(len(own)), key=busy_s.__getitem__)]]
-    memory: Counter[str] = Counter()
-    for plan in own[max(range(len(own)), key=peak)]:
-        memory.update(plan.predicted.memory)
     num_axes = max(len(p.hidden_comm_s) for p in slowest)
     hidden = [sum(p.hidden_comm_s[axis] for p in slowest if p.hidden_comm_s)
               for axis in range(num_axes)]  # fmt: skip
@@ -161,7 +165,7 @@ def _predicted(own: Sequence[Sequence[Plan]], busy_s: Sequence[float], step_s: f
         comm_time_s=comm_s,
         hidden_comm_s=tuple(hidden),
         bubble_s=max(0.0, step_s - compute_s - (comm_s - sum(hidden)) - offload_s),
-        peak_memory_bytes=max(peak(rank) for rank in range(len(own))),
+        peak_memory_bytes=sum(memory.values()),
         memory=dict(memory),
         comm_bytes=_comm_bytes(slowest),
         timeline=_timeline(slowest),

@@ -22,9 +22,11 @@ from autopar.core.timeline import Alternative, OpPhase, PlannedOp, PlannedSpan, 
 from autopar.core.work import op_class
 from autopar.cost_model import Cluster, moments
 from autopar.solver.build import StepProblem
-from autopar.solver.price import Decision, Pricing, Schedule, highest, lasting_bytes
+from autopar.solver.footprint import Schedule, highest, lasting_bytes
+from autopar.solver.order import FoldedSpan, folded_spans
+from autopar.solver.price import Decision, Pricing
 from autopar.solver.problem import Assignment, ChoiceProblem
-from autopar.solver.step import FoldedSpan, Op, Step, folded_spans
+from autopar.solver.step import Op, Step
 
 __all__ = ["other_states", "timeline"]
 

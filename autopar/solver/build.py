@@ -27,10 +27,11 @@ from autopar.cost_model import (
 )
 from autopar.errors import ConstraintError
 from autopar.solver.candidates import Candidate, Pricer, expand
+from autopar.solver.order import sums_of_turns
 from autopar.solver.pins import Pins
 from autopar.solver.problem import Array, ChoiceProblem, Indices
 from autopar.solver.reductions import GradientSums
-from autopar.solver.step import ALONE, Bucket, Op, Step, Value, storage_of, sums_of_turns
+from autopar.solver.step import ALONE, Bucket, Op, Step, Value, storage_of
 
 __all__ = ["MoveCosts", "StepProblem", "build_problem"]
 

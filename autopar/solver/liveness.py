@@ -19,19 +19,17 @@ from autopar.core.redistribute import packing_fraction, path
 from autopar.core.strategy import TensorSpec
 from autopar.cost_model import optimizer_state_bytes
 from autopar.solver.build import StepProblem
-from autopar.solver.problem import Array, ChoiceProblem, Row
-from autopar.solver.step import (
+from autopar.solver.order import (
     FoldedSpan,
-    Op,
-    Step,
-    Value,
     folded_spans,
-    input_bytes,
     leaving,
     ordered,
+    part_starts,
     sums_of_turns,
     turning_sends,
 )
+from autopar.solver.problem import Array, ChoiceProblem, Row
+from autopar.solver.step import Op, Step, Value, input_bytes
 
 __all__ = ["Liveness", "priced"]
 
@@ -68,6 +66,9 @@ class Liveness:
         self._fractions: dict[tuple[Layout, Layout], float] = {}
         self.spans = folded_spans(step, self.order)
         self.residents = self._residents()
+        # what is held while hoisted ops run, then by part, then when all is done
+        parts = [self._of_others(part) for part in range(3)] if step.in_turns else [Row()] * 3
+        self.others = (Row(), *parts, Row())
 
     def _read_ends(self) -> None:
         """Last op that reads a value or anything that shows it."""
@@ -109,7 +110,7 @@ class Liveness:
         return row
 
     def _between_turns(self, row: Row) -> None:
-        """Sums of gradients, what goes between stages, and other microbatches in flight."""
+        """Sums of gradients, what goes between stages, and hoisted values of folded blocks."""
         step, blocks = self.step, self.step.blocks
         sums = sums_of_turns(step)
         values = (*step.gradients.values(), *(s.value for s in step.sends))
@@ -119,31 +120,39 @@ class Liveness:
                 layouts = [c.outputs[value[1]] for c in self.built.candidates[owner]]
                 sizes = self._bytes(step.specs[value], layouts)
                 row.add(owner, sizes * blocks.copies(value[0]))
-        flight = blocks.traced.flight
-        in_flight = max(flight.first, flight.later)
-        for send, late in turning_sends(step):
-            times = max(flight.down if late else flight.up)
-            row.add(
-                send.port,
-                times * self._bytes(step.ports[send.port], self.built.storages[send.port]),
-            )
         for name, spec in step.ports.items():
             if (name, 0) in step.specs:
-                once = step.is_hoisted(name) or blocks.traced.info[name].phase == "backward"
-                sizes = self._bytes(spec, self.built.storages[name])
-                row.add(name, sizes * (1 if once else in_flight))
-        backward = next((p for p, op in enumerate(self.order) if op.backward), len(self.order))
-        for op in self.order[:backward]:
-            others = blocks.copies(op.name) * (in_flight - 1)
-            if step.is_hoisted(op.name):
-                others = blocks.copies(op.name) - 1
-            if others:
-                self._held_by_others(row, op, others, backward)
+                row.add(name, self._bytes(spec, self.built.storages[name]))
+        first, backward, _ = part_starts(step, self.order)
+        for op in self.order[:first]:
+            if blocks.copies(op.name) > 1:
+                self._held_by_others(row, op, blocks.copies(op.name) - 1, backward)
 
-    def _held_by_others(self, row: Row, op: Op, times: int, backward: int) -> None:
-        """What an op's other runs keep for the backward."""
+    def _of_others(self, part: int) -> Row:
+        """At most what is held of other microbatches while a part of one runs."""
+        row, step = Row(), self.step
+        flight = step.blocks.traced.flight.part(part)
+        for send, is_late in turning_sends(step):
+            number = flight.down if is_late else flight.up
+            if number:
+                layouts = self.built.storages[send.port]
+                row.add(send.port, number * self._bytes(step.ports[send.port], layouts))
+        for name, spec in step.ports.items():
+            if (name, 0) in step.specs and not step.is_hoisted(name):
+                is_late = step.blocks.traced.info[name].phase == "backward"
+                number = flight.delayed + (0 if is_late else flight.waiting)
+                if number:
+                    row.add(name, number * self._bytes(spec, self.built.storages[name]))
+        first, backward, weight = part_starts(step, self.order)
+        for times, cut in ((flight.waiting, backward), (flight.delayed, weight)):
+            for op in self.order[first:cut] if times else ():
+                self._held_by_others(row, op, times * step.blocks.copies(op.name), cut)
+        return row
+
+    def _held_by_others(self, row: Row, op: Op, times: int, cut: int) -> None:
+        """What an op's other runs keep for the ops from a position on."""
         for index, spec in enumerate(op.call.outputs):
-            if self.ends.get((op.name, index), -1) < backward:
+            if self.ends.get((op.name, index), -1) < cut:
                 continue
             if op.view:
                 self._copies(row, op, times)
@@ -168,6 +177,7 @@ class Liveness:
         """Live bytes while the op at `position` of the order runs; before all if negative."""
         residents = self.residents
         row = Row(residents.constant, dict(residents.nodes), dict(residents.edges))
+        row.add_row(self.others[self._part(position)])
         for born, op in enumerate(self.order[: position + 1]):
             view = op.view
             if not view:
@@ -183,20 +193,19 @@ class Liveness:
                 self._gradient(row, name, just=False)
         return row
 
+    def _part(self, position: int) -> int:
+        """Index in `others` of what is held while an op runs."""
+        starts = (*part_starts(self.step, self.order), len(self.order))
+        return sum(position >= start for start in starts)
+
     def _others(self, row: Row, span: FoldedSpan, position: int) -> None:
-        """What the instances that are not in the graph keep; see `price`."""
+        """What the instances that are not in the graph keep; see `footprint`."""
         if span.first <= position <= span.last:
             for name in span.saved:
-                op = self.step.ops[name]
-                for index, spec in enumerate(op.call.outputs):
-                    if self.ends.get((name, index), -1) < span.backward:
-                        continue
-                    if not op.view:
-                        owner = self.built.classes[name]
-                        layouts = [c.outputs[index] for c in self.built.candidates[owner]]
-                        row.add(owner, (span.times - 1) * self._bytes(spec, layouts))
-                    else:
-                        self._copies(row, op, span.times - 1)
+                self._held_by_others(row, self.step.ops[name], span.times - 1, span.backward)
+        if span.middle < position <= span.last:
+            for name in span.inputs:
+                self._held_by_others(row, self.step.ops[name], span.times - 1, span.weight)
         if position > span.last and not self.step.in_turns:
             for name in span.parameters:
                 if name in self.step.gradients:

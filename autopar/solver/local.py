@@ -14,7 +14,8 @@ from autopar.core.plan import NodePlan, Plan
 from autopar.core.recompute import recomputed
 from autopar.core.strategy import TensorSpec
 from autopar.core.work import LOOKUPS, global_flops, op_class
-from autopar.solver.step import Op, Step, build_step, ordered, unview
+from autopar.solver.order import ordered
+from autopar.solver.step import Op, Step, build_step, unview
 
 __all__ = ["local_program"]
 

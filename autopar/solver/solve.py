@@ -28,11 +28,13 @@ from autopar.solver.breakdown import timeline
 from autopar.solver.build import StepProblem, build_problem
 from autopar.solver.exclude import Excluded, exclude
 from autopar.solver.fit import Fit, MemorySearch
+from autopar.solver.footprint import held_bytes
 from autopar.solver.ilp import Infeasible, Solution
+from autopar.solver.input_layouts import input_layouts
 from autopar.solver.liveness import Liveness
 from autopar.solver.modes import mode_names
 from autopar.solver.pins import Pins
-from autopar.solver.price import Decision, input_layouts, price
+from autopar.solver.price import Decision, Pricing, price
 from autopar.solver.rules.own_order import note_orders
 from autopar.solver.step import Step, build_step
 
@@ -216,6 +218,7 @@ def _as_plan(
         phases=best.price.phases,
         offload_s=best.price.offload_s,
         host_bytes=best.price.host_bytes,
+        held=held_bytes(Pricing(step, planned, best.decision), found.search.optimizer),
     )
     nodes = {
         name: NodePlan(inputs=c.inputs, outputs=c.outputs, variants=c.variants)
@@ -236,7 +239,7 @@ def _as_plan(
         shapes=whole({s.target: s.shape for s in parameters}),
         dtypes=whole({s.target: str(s.dtype).removeprefix("torch.") for s in parameters}),
         inputs={
-            **input_layouts(step, best.decision, len(planned.mesh_shape)),
+            **input_layouts(step, best.decision.candidates, len(planned.mesh_shape)),
             **{name: best.decision.storages[name] for name in step.ports},
         },
         modes=whole(mode_names(step, found.pins, best.decision)),

@@ -22,17 +22,11 @@ from autopar.core.work import is_view
 __all__ = [
     "ALONE",
     "Bucket",
-    "FoldedSpan",
     "Op",
     "Send",
     "Step",
     "Value",
-    "folded_spans",
     "input_bytes",
-    "leaving",
-    "ordered",
-    "sums_of_turns",
-    "turning_sends",
 ]
 
 _ALIAS = torch.ops.aten.alias.default
@@ -172,96 +166,10 @@ class Step:
                 yield value, op, index
 
 
-def ordered(step: Step) -> list[Op]:
-    """The ops in execution order: what is hoisted, the forward, then the backward."""
-    hoisted = [op for op in step.ops.values() if step.is_hoisted(op.name)]
-    ops = [op for op in step.ops.values() if not step.is_hoisted(op.name)]
-    return hoisted + [op for op in ops if not op.backward] + [op for op in ops if op.backward]
-
-
-@dataclass(frozen=True, slots=True)
-class FoldedSpan:
-    """The time in which blocks that stand for others run.
-
-    Attributes:
-        times: how many instances there are.
-        saved: forward ops of the blocks; what the backward reads of them is kept by each instance.
-        parameters: of the blocks.
-        first, last: positions in the order of their first and last op.
-        backward: position at which the backward pass begins.
-    """
-
-    times: int
-    saved: tuple[str, ...]
-    parameters: tuple[str, ...]
-    first: int
-    last: int
-    backward: int
-
-
-def folded_spans(step: Step, order: list[Op]) -> list[FoldedSpan]:
-    """The span of each repeat of a folded graph."""
-    backward = next((p for p, op in enumerate(order) if op.backward), len(order))
-    spans: list[FoldedSpan] = []
-    for repeat in step.blocks.traced.repeats:
-        inside = [
-            (p, op)
-            for p, op in enumerate(order)
-            if step.blocks.repeat_of(op.name) == repeat and not step.is_hoisted(op.name)
-        ]
-        positions = [p for p, _ in inside]
-        spans.append(
-            FoldedSpan(
-                times=repeat.times,
-                saved=tuple(op.name for _, op in inside if not op.backward),
-                parameters=tuple(n for n in step.parameters if step.blocks.repeat_of(n) == repeat),
-                first=min(positions),
-                last=max(positions),
-                backward=backward,
-            )
-        )
-    return spans
-
-
-def sums_of_turns(step: Step) -> set[str]:
-    """Ops whose results are added up over the microbatches: contributions to gradients."""
-    if not step.in_turns:
-        return set()
-    sent = {o.node for o in step.blocks.traced.outputs if o.kind == "sent" and o.accumulated}
-    return {value[0] for value in step.gradients.values()} | {n for n in sent if n is not None}
-
-
-def turning_sends(step: Step) -> list[tuple[Send, bool]]:
-    """What goes to another stage at each turn, and whether the backward makes it."""
-    sums = sums_of_turns(step)
-    return [
-        (send, step.ops[send.value[0]].backward)
-        for send in step.sends
-        if send.value[0] in step.ops
-        and send.value[0] not in sums
-        and not step.is_hoisted(send.value[0])
-    ]
-
-
-def leaving(step: Step, order: list[Op]) -> list[tuple[Value, int]]:
-    """What leaves a microbatch, and the position in the order up to which it lives there.
-
-    Contributions to gradients are added up at once; a part of the step sends when it has ended.
-    """
-    born = {op.name: p for p, op in enumerate(order)}
-    backward = next((p for p, op in enumerate(order) if op.backward), len(order))
-    sums = [*step.gradients.values(), *(s.value for s in step.sends)]
-    found = [(value, born[value[0]]) for value in sums if value[0] in born]
-    for send, late in turning_sends(step):
-        found.append((send.value, (len(order) if late else backward) - 1))
-    found += [(s.value, len(order)) for s in step.sends if step.is_hoisted(s.value[0])]
-    return found
-
-
 def input_bytes(step: Step) -> int:
     """Bytes of the global batch, which the caller holds, and at most of the copy that is read."""
     traced = step.blocks.traced
-    copies = 1 + max(traced.flight.first, traced.flight.later) if step.in_turns else 2
+    copies = 1 + traced.flight.microbatches if step.in_turns else 2
     return traced.batch_bytes + sum(
         TensorSpec(spec.shape, spec.dtype).num_bytes * (copies if spec.kind == "input" else 1)
         for spec in step.inputs.values()
