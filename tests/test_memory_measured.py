@@ -99,7 +99,7 @@ PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
     "zero-bubble-zero3": (
         4,
         {
-            "pipeline": {"size": 2, "microbatches": 4, "schedule": "zero-bubble"},
+            "pipeline": {"size": 2, "microbatches": 2, "schedule": "zero-bubble"},
             "data": 2,
             "zero": 3,
         },

@@ -113,8 +113,10 @@ def test_microbatches_are_chosen_where_a_step_does_not_fit() -> None:
 
 @pytest.mark.parametrize("share", [1.0, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_stages_of_a_rank_fit_together_though_not_each_at_its_peak(share: float) -> None:
-    model, inputs = zoo.gpt2(layers=4)
-    traced = trace(model.train(), inputs)
+    traced = stack(4, 32)[2]
+    if share < 1.0:  # with blocks that are worth computing again
+        model, inputs = zoo.gpt2(layers=8)
+        traced = trace(model.train(), inputs)
     two = Cluster.from_profile("cpu-gloo", devices_per_node=2)
     pin = {"size": 2, "chunks": 2, "microbatches": 2, "schedule": "interleaved"}
     free = planned(traced, two, pipeline=pin)
@@ -123,12 +125,14 @@ def test_stages_of_a_rank_fit_together_though_not_each_at_its_peak(share: float)
     assert most == max(free.pipeline.peaks)
     apart = [p.predicted.peak_memory_bytes for p in free.pipeline.stages]
     assert most < max(sum(apart[rank::2]) for rank in range(2))
-    limit = int(share * most)
-    tight = planned(traced, two, limit, pipeline=pin)
-    assert tight.predicted.peak_memory_bytes <= limit
+    tight = planned(traced, two, int(share * most), pipeline=pin)
+    assert tight.pipeline is not None
+    assert max(tight.pipeline.peaks) == tight.predicted.peak_memory_bytes <= share * most
     if share == 1.0:
         assert tight.predicted == free.predicted
-    assert tight.predicted.step_time_s >= free.predicted.step_time_s
+    else:  # more than half of the limit each, where that is what a stage needs
+        parts = [p.predicted.peak_memory_bytes for p in tight.pipeline.stages]
+        assert max(parts) > share * most / 2
 
 
 def test_the_choice_is_the_same_every_time() -> None:

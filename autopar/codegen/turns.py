@@ -29,6 +29,7 @@ from autopar.codegen.emit import _Emitter, check_traffic, count_collectives
 from autopar.codegen.fusion import GENERATED, Fusion, fuse
 from autopar.codegen.partition import EmptiesItsList, copy_part
 from autopar.codegen.passes import check_passes, run_passes
+from autopar.codegen.passes.order import reorder
 from autopar.codegen.redistribute import emit_redistribution
 from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info, resolve
 from autopar.core.placement import Layout
@@ -162,6 +163,8 @@ class _TurnEmitter(_Emitter):
         self.builder.phase = "finish"
         self._finish()
         self.graph.output(tuple(node for node, _, _ in self.leaving))
+        if self.traced.flight.splits:
+            _inputs_first(self.graph, [node for node, spec, _ in self.leaving if _is_sent(spec)])
         check_traffic(count_collectives(self.graph), self.plan)
         graph = run_passes(
             self.graph,
@@ -328,9 +331,7 @@ def _parts(
         for spec, _, name in outputs
         if spec.kind == "sent" and nodes[name].meta["phase"] == "backward"
     }
-    needed = _ancestors([nodes[name] for name in sorted(sent)], set(body["backward"]))
-    # both results of an op are taken out where it runs
-    needed |= {n for n in body["backward"] if n.target is operator.getitem and n.args[0] in needed}
+    needed = _needed([nodes[name] for name in sorted(sent)], body["backward"])
     body["input"] = [n for n in body["backward"] if n in needed]
     body["weight"] = [n for n in body["backward"] if n not in needed]
     summed = set(sums)
@@ -339,6 +340,30 @@ def _parts(
         part: _part(inside, leaving, set() if part == "finish" else summed)
         for part, inside in body.items()
     }
+
+
+def _is_sent(spec: OutputSpec) -> bool:
+    return spec.kind == "sent" and not spec.accumulated
+
+
+def _inputs_first(graph: fx.Graph, sent: Iterable[fx.Node]) -> None:
+    """Put what the backward sends, and what that needs, before the rest, as it will run.
+
+    Passes then see what lives when: gathers are issued no earlier than memory allows.
+    """
+    nodes = list(graph.nodes)
+    backward = [n for n in nodes if n.meta.get("phase") == "backward" and n.op == "call_function"]
+    needed = _needed([n for n in sent if n.meta.get("phase") == "backward"], backward)
+    inside = set(backward)
+    last = max((i for i, n in enumerate(nodes) if n in inside), default=0)
+    late = [n for n in backward if n not in needed]
+    reorder(graph, {n: last + (i + 1) / (len(late) + 1) for i, n in enumerate(late)})
+
+
+def _needed(ends: Iterable[fx.Node], among: Sequence[fx.Node]) -> set[fx.Node]:
+    """Ends and what they are made of; both results of an op are taken out where it runs."""
+    found = _ancestors(ends, set(among))
+    return found | {n for n in among if n.target is operator.getitem and n.args[0] in found}
 
 
 def _ancestors(ends: Iterable[fx.Node], among: set[fx.Node]) -> set[fx.Node]:
