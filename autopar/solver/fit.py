@@ -225,7 +225,8 @@ class MemorySearch:
         elif price:
             self._prices = {free.price.peak.index: price}
         if not self._is_hopeless():
-            self._round(free, _FIRST_ROUNDS)
+            # the ILP waits until the bounds of all problems say which one to spend it on
+            self._round(free, _FIRST_ROUNDS, recombine=False)
         return self.best
 
     def finish(self, beat: float) -> Fit | None:
@@ -249,7 +250,7 @@ class MemorySearch:
             self._recombine()
         return self.best
 
-    def _round(self, free: Fit, rounds: int) -> None:
+    def _round(self, free: Fit, rounds: int, recombine: bool = True) -> None:
         """Prices on the rows, for the whole problem."""
         if not self.relaxed.columns:
             self.relaxed.column(free.solution.chosen)
@@ -257,7 +258,8 @@ class MemorySearch:
             self._root = Part({}, self._prices, self.bound, self.relaxed.columns[0])
         self._root = self._bounded(self._root, {}, rounds)
         self.bound = max(self.bound, self._root.bound if self._root else math.inf)
-        self._recombine()
+        if recombine or math.isinf(self.target):
+            self._recombine()
 
     def _proved(self, bound: float) -> bool:
         return bound >= self.target * (1 - _PROVED)

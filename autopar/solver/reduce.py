@@ -4,7 +4,8 @@
 - Dominated states go (Goldstein 1994, "Efficient rotamer elimination…"): state s if some s' has
   cost and memory no larger and Σ_edges max_t (C[s', t] − C[s, t]) does not eat the advantage.
 - A node without memory and with one or two neighbours is folded into them: its best state is a
-  function of theirs (the R1 and R2 reductions of PBQP, Scholz and Eckstein 2002).
+  function of theirs (the R1 and R2 reductions of PBQP, Scholz and Eckstein 2002). So is a node with
+  one state, whatever its neighbours.
 
 Folding keeps the optimum and, through `expand`, gives back every folded node's state.
 """
@@ -122,11 +123,13 @@ class _Reducer:
         return True
 
     def fold(self, node: Hashable) -> bool:
-        """Fold a node with at most two neighbours; False if it has to stay."""
+        """Fold a node with one state or at most two neighbours; False if it has to stay."""
         neighbours = tuple(self.adjacent[node])
-        if node in self.memory or node in self.fixed:
+        if node in self.memory or node in self.fixed or len(self.adjacent) == 1:
             return False
-        if len(neighbours) > 2 or len(self.adjacent) == 1:
+        if len(self.costs[node]) == 1:
+            return self.settle(node)
+        if len(neighbours) > 2:
             return False
         own = self.costs[node]
         if not neighbours:
@@ -153,6 +156,15 @@ class _Reducer:
         del self.adjacent[node], self.costs[node]
         numbers = tuple(self.kept[other] for other in neighbours)
         self.folds.append((node, neighbours, numbers, best))
+        return True
+
+    def settle(self, node: Hashable) -> bool:
+        """Make what a node's only state costs with its neighbours a part of their costs."""
+        self.offset += float(self.costs.pop(node)[0])
+        for other, matrix in self.adjacent.pop(node).items():
+            self.costs[other] = self.costs[other] + matrix[0]
+            del self.adjacent[other][node]
+        self.folds.append((node, (), (), np.asarray(0)))
         return True
 
     def run(self, changed_nodes: Iterable[Hashable]) -> None:

@@ -25,7 +25,7 @@ from autopar.solver.reduce import Reduced, reduce_problem
 
 __all__ = ["Allowed", "Column", "Relaxation"]
 
-_ILP_SECONDS = 60.0  # rarely reached, so that the same input gives the same plan
+_AMONG_GAP = 1e-3  # relative to the seconds of the fastest plan that fits
 _JOINED = 3  # plans
 _REPAIRS = (1.0, 3.0, 10.0, 30.0, 100.0)
 
@@ -85,6 +85,7 @@ class Relaxation:
         self.rows: dict[int, Row] = {}
         self.columns: list[Column] = []
         self._core: _Core | None = None
+        self._recombined: set[tuple[tuple[int, ...], ...]] = set()
 
     def add_row(self, position: int) -> bool:
         """The row of the op at a position; False if it is known."""
@@ -132,7 +133,8 @@ class Relaxation:
         known = self._nearest(prices, scale, allowed or {})
         found = solve_problem(problem, exact=False, reduced=reduced, known=known)
         column = self.column(core.reduced.expand(found.chosen))
-        return column, found.bound + scale * core.reduced.offset
+        always = sum(price * core.rows[position].constant for position, price in prices.items())
+        return column, found.bound + scale * core.reduced.offset + always
 
     def _nearest(
         self, prices: Mapping[int, float], scale: float, allowed: Allowed
@@ -171,11 +173,18 @@ class Relaxation:
         return self.column(core.reduced.expand(chosen))
 
     def recombine(self, columns: list[Column], limit: float) -> Column | None:
-        """The best plan of the states that some plans are made of; None if the ILP finds none."""
+        """The best plan of the states that some plans are made of.
+
+        None if the ILP finds none, or has been run on these states.
+        """
         core = self.core
         inward = [c for c in (core.inward(column.chosen) for column in columns) if c is not None]
         keep = {n: np.unique([c[n] for c in inward]) for n in core.reduced.problem.costs}
-        if not inward:
+        key = (tuple(core.rows), *(tuple(states.tolist()) for states in keep.values()))
+        if not inward or key in self._recombined:
             return None
-        chosen = solve_among(core.reduced.problem, keep, core.rows.values(), limit, _ILP_SECONDS)
+        self._recombined.add(key)
+        fitting = [c.seconds for c in self.columns if c.peak <= limit]
+        gap = _AMONG_GAP * min(fitting or [c.seconds for c in columns])
+        chosen = solve_among(core.reduced.problem, keep, core.rows.values(), limit, gap)
         return None if chosen is None else self.column(core.reduced.expand(chosen))
