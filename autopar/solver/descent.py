@@ -33,6 +33,35 @@ class _State:
             for (i, j), matrix in edges.items():
                 self.pairs[i].append((j, index, matrix))
                 self.pairs[j].append((i, index, matrix.T))
+        self.near = {n: {n, *(other for other, _, _ in found)} for n, found in self.pairs.items()}
+        self.moves = 0
+        self.moved: dict[Hashable, int] = {}  # at which move a node changed last
+        self.failed: dict[tuple[Hashable, ...], tuple[int, Array]] = {}
+
+    @property
+    def slack(self) -> Array:
+        """Bytes by which each row may grow."""
+        return np.asarray(np.maximum(self.limit, self.totals) - self.totals)
+
+    def fails(self, *nodes: Hashable) -> bool:
+        """True if moving these nodes failed and would again: nothing near moved, no row fell."""
+        known = self.failed.get(nodes)
+        if known is None:
+            return False
+        since, slack = known
+        if since == self.moves:
+            return True
+        moved = any(self.moved.get(n, 0) > since for node in nodes for n in self.near[node])
+        return not moved and bool((self.slack <= slack).all())
+
+    def note(self, *nodes: Hashable, moved: bool) -> bool:
+        """Remember whether moving these nodes helped."""
+        if moved:
+            self.moves += 1
+            self.moved.update(dict.fromkeys(nodes, self.moves))
+        else:
+            self.failed[nodes] = self.moves, self.slack
+        return moved
 
     def table(self, node: Hashable, but: Hashable | None = None) -> Array:
         """(1 + rows, states): seconds and bytes of each state, the neighbours being as chosen."""
@@ -58,18 +87,22 @@ class _State:
 
     def one(self, node: Hashable) -> bool:
         """Move one node to a better state."""
+        if self.fails(node):
+            return False
         table = self.table(node)
         with np.errstate(invalid="ignore"):
             change = table - table[:, self.chosen[node]][:, None]
         best = self.better(change)
         if best is None:
-            return False
+            return self.note(node, moved=False)
         self.totals += change[1:, best]
         self.chosen[node] = best
-        return True
+        return self.note(node, moved=True)
 
     def two(self, i: Hashable, j: Hashable, between: list[tuple[int, Array]]) -> bool:
         """Move both ends of an edge to a better pair of states."""
+        if self.fails(i, j):
+            return False
         left, right = self.table(i, but=j), self.table(j, but=i)
         if left.shape[0] * left.shape[1] * right.shape[1] > _PAIR_ENTRIES:
             return False
@@ -80,11 +113,11 @@ class _State:
             change = total - total[:, self.chosen[i], self.chosen[j]][:, None, None]
         best = self.better(change)
         if best is None:
-            return False
+            return self.note(i, j, moved=False)
         s, t = divmod(best, total.shape[2])
         self.totals += change[1:, s, t]
         self.chosen[i], self.chosen[j] = s, t
-        return True
+        return self.note(i, j, moved=True)
 
     def between(self, i: Hashable, j: Hashable) -> list[tuple[int, Array]]:
         return [(index, matrix) for other, index, matrix in self.pairs[i] if other == j]

@@ -185,7 +185,8 @@ class MemorySearch:
         weights: dict[int, float] = {}
         lightest = free
         for turn in range(_LEAST_ROUNDS):
-            if lightest.peak <= self.limit or self._is_hopeless():
+            # where nothing fits, the least memory is what the user is told
+            if lightest.peak <= self.limit or self.bound >= self.target:
                 break
             wanted = heaviest_weights(self.relaxed.columns, list(self.relaxed.rows))
             weights = {p: 0.5 * (w + weights.get(p, w)) for p, w in wanted.items()}
@@ -326,13 +327,18 @@ class MemorySearch:
         for _ in range(_RECOMBINATIONS):
             if self.done:
                 return
-            column = self.relaxed.recombine(self._nearest(), self.limit)
+            column = self.relaxed.recombine(self._nearest(), self.limit, self._worthwhile())
             before = len(self.relaxed.rows)
             if column is None:
                 return
             self.consider(column)
             if len(self.relaxed.rows) == before:
                 return
+
+    def _worthwhile(self) -> float:
+        """Seconds that a plan must stay below: by more where another problem has the best one."""
+        own = self.best is not None and self.best.solution.objective <= self.beat
+        return self.target * (1 - (0.0 if own else _CLOSE))
 
     def _nearest(self) -> list[Column]:
         """Unlike plans: the lightest, the fastest, those near the limit, and the least priced."""

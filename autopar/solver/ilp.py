@@ -26,7 +26,7 @@ __all__ = ["Infeasible", "Solution", "solve_among", "solve_problem"]
 _ILP_VARIABLES = 60_000
 _AMONG_GAP = 1e-3
 _OPTIMAL = 1e-6
-_EFFORT = 200_000  # rows × nodes of the ILP
+_EFFORT = 40_000  # rows × nodes of the ILP
 _LEAST_NODES = 20
 
 
@@ -74,13 +74,16 @@ class _HiGHS(pulp.HiGHS):
         return pulp.LpStatusOptimal, pulp.LpSolutionIntegerFeasible
 
 
-def _run(program: Program, gap: float) -> tuple[str, float]:
+def _run(program: Program, gap: float, below: float = math.inf) -> tuple[str, float]:
     """Solve to a gap in seconds; returns the status and the proved bound.
+
+    Only solutions that cost less than `below` are looked for; the bound is then of no use.
 
     Effort is limited by nodes, fewer of them where each has more rows, as a clock would make plans
     depend on the machine.
     """
     nodes = max(_LEAST_NODES, _EFFORT // max(program.prob.numConstraints(), 1))
+    ceiling = below * SECONDS - program.constants[0]
     # relative gaps would be of an objective without the constant that tables share
     solver: pulp.LpSolver = _HiGHS(
         msg=False,
@@ -89,6 +92,7 @@ def _run(program: Program, gap: float) -> tuple[str, float]:
         threads=1,
         random_seed=0,
         mip_max_nodes=nodes,
+        **({"objective_bound": ceiling} if math.isfinite(ceiling) else {}),
     )
     if not solver.available():
         solver = pulp.PULP_CBC_CMD(msg=False, gapAbs=gap * SECONDS, maxNodes=nodes)
@@ -200,20 +204,24 @@ def solve_among(
     rows: Iterable[Row],
     limit: float,
     gap: float,
+    below: float = math.inf,
 ) -> dict[Hashable, int] | None:
     """An assignment of the given states under memory rows, within a gap of the best in seconds.
 
-    None if none was found.
+    None if none was found that costs less than `below` seconds.
     """
     costs = {n: c[keep[n]] for n, c in problem.costs.items()}
     edges = {(i, j): m[np.ix_(keep[i], keep[j])] for (i, j), m in problem.edges.items()}
     among = [row.among(keep) for row in rows]
     program = Program(ChoiceProblem(costs, {}, edges), among, limit)
     try:
-        _run(program, gap)
+        _run(program, gap, below)
     except Infeasible:
         return None
-    return {n: int(keep[n][state]) for n, state in program.states().items()}
+    states = program.states()
+    if evaluate(program.problem, states)[0] >= below:
+        return None
+    return {n: int(keep[n][state]) for n, state in states.items()}
 
 
 def _closed(lower: float, upper: float) -> bool:

@@ -172,10 +172,10 @@ class Relaxation:
         chosen = descend(core.reduced.problem, rows, limit, chosen)
         return self.column(core.reduced.expand(chosen))
 
-    def recombine(self, columns: list[Column], limit: float) -> Column | None:
+    def recombine(self, columns: list[Column], limit: float, below: float) -> Column | None:
         """The best plan of the states that some plans are made of.
 
-        None if the ILP finds none, or has been run on these states.
+        None if the ILP finds none of less than `below` seconds, or has been run on these states.
         """
         core = self.core
         inward = [c for c in (core.inward(column.chosen) for column in columns) if c is not None]
@@ -186,5 +186,5 @@ class Relaxation:
         self._recombined.add(key)
         fitting = [c.seconds for c in self.columns if c.peak <= limit]
         gap = _AMONG_GAP * min(fitting or [c.seconds for c in columns])
-        chosen = solve_among(core.reduced.problem, keep, core.rows.values(), limit, gap)
+        chosen = solve_among(core.reduced.problem, keep, core.rows.values(), limit, gap, below)
         return None if chosen is None else self.column(core.reduced.expand(chosen))
