@@ -27,7 +27,7 @@ from autopar.runtime.compiled_step import input_signature
 from autopar.runtime.inductor import check_backend
 from autopar.runtime.module import ParallelModule, StateName
 from autopar.runtime.optimizers import guard_optimizers
-from autopar.runtime.pipeline import own_plan
+from autopar.runtime.pipeline_mesh import own_plan
 from autopar.runtime.state import check_devices, materialize
 from autopar.tracer.precision import low_dtype, sum_dtype
 from autopar.tracer.trace import normalize_inputs

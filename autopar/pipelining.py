@@ -27,9 +27,10 @@ from autopar.core.stages import block_order
 from autopar.cost_model import Cluster, CollectiveKind
 from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError
 from autopar.scheduling import scheduled
+from autopar.solver.pipeline_shape import PipelineShape, balanced_cuts, stage_mesh
 from autopar.solver.problem import Array
 from autopar.solver.solve import solve
-from autopar.stage_planning import PipelineShape, StagePlanner, balanced_cuts, stage_mesh
+from autopar.stage_planning import StagePlanner
 
 __all__ = ["plan_step"]
 

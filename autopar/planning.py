@@ -28,7 +28,8 @@ from autopar.errors import AutoparError, ConstraintError, PlanMismatchError
 from autopar.runtime.agree import agree
 from autopar.runtime.compiled_step import CompiledStep
 from autopar.runtime.inductor import compile_program
-from autopar.runtime.pipeline import PipelinedStep, PipelineMesh
+from autopar.runtime.pipeline import PipelinedStep
+from autopar.runtime.pipeline_mesh import PipelineMesh
 from autopar.runtime.turns import stages_at_turns
 from autopar.scheduling import scheduled
 from autopar.tracer.fold import find_repeats
