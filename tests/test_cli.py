@@ -46,6 +46,19 @@ def with_inputs():
 def without_inputs():
     return Net()
 
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean()
+
+def deep():
+    return Deep(), {"x": torch.randn(64, 64)}
+
 def number():
     return 3
 
@@ -135,7 +148,7 @@ def test_image_model(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_infeasible_memory_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    message = failing(plan_args("gpt2", *TOKENS, "--memory-limit", "1KiB"), capsys)
+    message = failing(plan_args("deep", "--memory-limit", "1KiB"), capsys)
     assert "no plan fits" in message
     assert "smallest limit" in message
     assert "bytes" in message
@@ -244,8 +257,8 @@ def test_runs_as_a_module() -> None:
 
 
 def test_frontier(capsys: pytest.CaptureFixture[str]) -> None:
-    base = ["plan", "--model", "cli_models:gpt2", "--cluster", "h100-sxm"]
-    base += ["--devices-per-node", "2", "--batch-size", "8", "--seq-len", "16"]
+    base = ["plan", "--model", "cli_models:deep", "--cluster", "h100-sxm"]
+    base += ["--devices-per-node", "2"]
     assert main([*base, "--frontier", "3", "--width", "100"]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if "iB" in line]
     assert 2 <= len(rows) <= 3
