@@ -353,7 +353,10 @@ def with_optimizer(rank: int, path: str, name: str, world: int, load: bool) -> l
     return [evaluated, *train(2)]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    ["adafactor", *(pytest.param(n, marks=pytest.mark.slow) for n in ("momentum", "amsgrad"))],
+)
 def test_any_optimizer_buffers_and_the_scaler(tmp_path: Path, name: str) -> None:
     expected = run_ranks(with_optimizer, 4, str(tmp_path), name, 4, False)[0]
     assert len(set(expected)) == 3

@@ -122,18 +122,21 @@ CASES = {
 }
 
 
-def _is_slow(name: str, mesh: tuple[int, ...], kind: str) -> bool:
-    """Two axes and the larger models take longest."""
-    return (name == "gemma" and len(mesh) > 1) or (
-        name == "t5" and (len(mesh), kind) != (1, "none")
-    )
+# the other combinations are in the slow run
+_QUICK = {
+    ("llama", (8,), "none"),
+    ("llama", (2, 4), "full"),
+    ("gpt2", (8,), "selective"),
+    ("gpt2", (2, 4), "none"),
+    ("gemma", (8,), "none"),
+}
 
 
 def _cost_cases() -> list[Any]:
     return [
         pytest.param(
             name, mesh, kind,
-            marks=[pytest.mark.slow] if _is_slow(name, mesh, kind) else [],
+            marks=[] if (name, mesh, kind) in _QUICK else [pytest.mark.slow],
             id=f"{kind}-{mesh}-{name}",
         )
         for kind in ("none", "selective", "full")
@@ -178,7 +181,8 @@ def _inner(name: str, node: Any, step: Any, at: Cluster) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "gemma" else n for n in CASES]
+    "name",
+    [n if n in ("llama", "gpt2") else pytest.param(n, marks=pytest.mark.slow) for n in CASES],
 )
 def test_folded_plan_gives_the_same_numbers(name: str) -> None:
     model = CASES[name][0]().double()

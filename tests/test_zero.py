@@ -46,7 +46,11 @@ def sharded_bytes(model: torch.nn.Module, plan: Plan) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "stage"), [("gpt2", 0), ("gpt2", 1), ("gpt2", 2), ("gpt2", 3), ("t5", 2)]
+    ("name", "stage"),
+    [
+        *(("gpt2", stage) for stage in range(4)),
+        pytest.param("t5", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_every_stage_has_the_gradients_of_one_device(name: str, stage: int) -> None:
     model, inputs, plan = planned(name, stage)
