@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.solver.eliminate import minimise
 from autopar.solver.ilp import Infeasible, solve_problem
 from autopar.solver.problem import ChoiceProblem, evaluate
 
@@ -56,3 +57,25 @@ def test_ilp_equals_enumeration(problem: ChoiceProblem, limit: float | None) -> 
     cost, memory = evaluate(problem, solution.chosen)
     assert cost == pytest.approx(solution.objective)
     assert limit is None or memory <= limit + 1e-6
+
+
+@given(problems())
+@settings(max_examples=150, deadline=None)
+def test_elimination_equals_enumeration(problem: ChoiceProblem) -> None:
+    best = enumerate_best(problem, None)
+    found = minimise(problem)
+    assert found is not None
+    cost, chosen = found
+    assert cost == pytest.approx(best)
+    if not math.isinf(best):
+        assert evaluate(problem, chosen)[0] == pytest.approx(best)
+
+
+def test_elimination_gives_up_before_its_tables_are_too_large() -> None:
+    problem = ChoiceProblem()
+    for node in range(6):
+        problem.add_node(node, np.zeros(10))
+    for i, j in itertools.combinations(range(6), 2):
+        problem.add_edge(i, j, np.ones((10, 10)))
+    assert minimise(problem, max_entries=10_000) is None
+    assert minimise(problem, max_entries=10_000_000) is not None
