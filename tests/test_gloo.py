@@ -302,13 +302,12 @@ def assert_as_planned(traffic: Traffic, parallel: autopar.ParallelModule) -> Non
     for stage in step.programs:
         expected.update(bytes_of(step.pipeline.stages[stage].predicted.comm_bytes))
     assert bytes_of(traffic.total()) == expected
-    leaving = [t for t in step.transfers if t.source in step.programs]
-    turns = sum(
+    sends = sum(
         step.pipeline.microbatches if t.phase in ("forward", "backward") else 1
-        for t in leaving
-        if t.target % step.pipeline.size != step.mesh.rank
+        for t in step.transfers
+        if t.source in step.programs and t.target % step.pipeline.size != step.mesh.rank
     )
-    assert len(traffic.sent) == turns
+    assert len(traffic.sent) == sends
 
 
 def bytes_of_a_run(rank: int, constraints: Any) -> tuple[Any, Any]:

@@ -8,14 +8,15 @@ and takes the norm of the stack: here that last one is of the stacks of all stag
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.errors import AutoparError
@@ -24,6 +25,7 @@ from autopar.runtime.lost import naming_lost_ranks
 __all__ = ["Line", "StageGradient", "StageNorm", "count_all_stages", "is_of_a_stage"]
 
 _NORMS = {torch.linalg.vector_norm, torch.norm, Tensor.norm, torch._foreach_norm}
+_KEEPING = {torch.stack, Tensor.to, Tensor.cpu, Tensor.cuda}  # of norms, what is norms still
 
 
 _lines: Any = WeakTensorKeyDictionary()  # by parameter of a stage
@@ -53,20 +55,15 @@ class StageGradient(DTensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **(kwargs or {}))
+        found = _plain(func, args, kwargs)
         if func not in _NORMS:
             return found
-        first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
+        line = _first(StageGradient, args, kwargs).line
         if isinstance(found, (list, tuple)):
-            return [_norm(x, first.line) for x in found]
-        return _norm(found, first.line) if found.dim() == 0 else found
+            return [_norm(x, line) for x in found]
+        return _norm(found, line) if found.dim() == 0 else found
 
 
 class StageNorm(Tensor):
@@ -80,23 +77,33 @@ class StageNorm(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **(kwargs or {}))
-        if func is torch.stack:
-            return _norm(found, args[0][0].line)
-        if func in (Tensor.to, Tensor.cpu, Tensor.cuda):
-            return _norm(found, args[0].line)
-        if func in _NORMS and isinstance(args[0], StageNorm) and args[0].dim() == 1:
-            given = {**dict(zip(("self", "ord"), args, strict=False)), **(kwargs or {})}
-            order = given.get("ord", given.get("p", 2.0))
-            return _of_all_stages(found, 2.0 if order == "fro" else float(order), args[0].line)
-        return found
+        found = _plain(func, args, kwargs)
+        if func in _KEEPING:
+            return _norm(found, _first(StageNorm, args, kwargs).line)
+        if func not in _NORMS:
+            return found
+        norms = _first(StageNorm, args, kwargs)
+        if norms.dim() != 1:
+            return found
+        given = {**dict(zip(("self", "ord"), args, strict=False)), **(kwargs or {})}
+        order = given.get("ord", given.get("p", 2.0))
+        return _of_all_stages(found, 2.0 if order == "fro" else float(order), norms.line)
+
+
+def _plain(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    """What a function yields without the subclasses here."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **(kwargs or {}))
+
+
+T = TypeVar("T", bound=Tensor)
+
+
+def _first(kind: type[T], args: Sequence[Any], kwargs: Any) -> T:
+    """The first operand of a kind, of which there is one."""
+    return next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, kind))
 
 
 def _norm(value: Tensor, line: Line) -> StageNorm:

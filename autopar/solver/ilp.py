@@ -1,6 +1,6 @@
 """Solves the problem: exact reductions, elimination or bounds, then the integer program.
 
-The program (`program`) is built in PuLP and solved by HiGHS (CBC as the fallback).
+The program (`program`) is built in PuLP and solved by HiGHS.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _run(program: Program, gap: float, below: float = math.inf) -> tuple[str, fl
     nodes = max(_LEAST_NODES, _EFFORT // max(program.prob.numConstraints(), 1))
     ceiling = below * SECONDS - program.constants[0]
     # relative gaps would be of an objective without the constant that tables share
-    solver: pulp.LpSolver = _HiGHS(
+    solver = _HiGHS(
         msg=False,
         gapRel=0.0,
         gapAbs=gap * SECONDS,
@@ -94,16 +94,11 @@ def _run(program: Program, gap: float, below: float = math.inf) -> tuple[str, fl
         mip_max_nodes=nodes,
         **({"objective_bound": ceiling} if math.isfinite(ceiling) else {}),
     )
-    if not solver.available():
-        solver = pulp.PULP_CBC_CMD(msg=False, gapAbs=gap * SECONDS, maxNodes=nodes)
     program.prob.solve(solver)
     status = program.prob.sol_status
     if status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         raise Infeasible(f"the solver says {pulp.LpStatus[program.prob.status]}")
-    info = getattr(program.prob.solverModel, "getInfo", None)
-    bound = pulp.value(program.prob.objective) or 0.0
-    if info is not None:
-        bound = float(info().mip_dual_bound) + program.constants[0]
+    bound = float(program.prob.solverModel.getInfo().mip_dual_bound) + program.constants[0]
     done = status == pulp.LpSolutionOptimal
     return ("optimal" if done else "node limit"), bound / SECONDS
 

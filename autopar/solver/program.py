@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pulp
@@ -31,6 +32,16 @@ _ALIKE = 1e-12  # relative difference of costs that are equal
 
 Mask = NDArray[np.bool_]
 _Sum = dict[pulp.LpVariable, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """An edge over groups of states: variables of each group on both sides, tables, what can be."""
+
+    name: str
+    members: Sequence[Sequence[Sequence[pulp.LpVariable]]]
+    tables: Sequence[Array]
+    finite: Mask
 
 
 class Program:
@@ -118,30 +129,25 @@ class Program:
                 (left, right), (lines, columns), finite.shape, strict=True
             )
         ]
-        name = f"e_{self.index[i]}_{self.index[j]}"
+        groups = _Groups(f"e_{self.index[i]}_{self.index[j]}", members, tables, finite)
         if finite.shape == (1, 1):
             if finite.all():
                 self._add(tables)
             else:
                 self._forbid(left)
         elif finite.shape == (2, 2) and finite.sum() >= 3:
-            self._product(name, members, tables, finite)
+            self._product(groups)
         else:
-            self._marginals(name, members, tables, finite)
+            self._marginals(groups)
 
     def _add(self, tables: Sequence[Array]) -> None:
         """Count what every choice costs."""
         for k, (table, scale) in enumerate(zip(tables, self.scales, strict=True)):
             self.constants[k] += scale * float(table.flat[0])
 
-    def _product(
-        self,
-        name: str,
-        members: Sequence[Sequence[Sequence[pulp.LpVariable]]],
-        tables: Sequence[Array],
-        finite: Mask,
-    ) -> None:
+    def _product(self, groups: _Groups) -> None:
         """Two groups on each side: the corner (1, 1), the impossible one if there is, is y."""
+        members, tables, finite = groups.members, groups.tables, groups.finite
         s, t = (0, 0) if finite.all() else map(int, np.argwhere(~finite)[0])
         a, b = members[0][s], members[1][t]
         corner = [table[1 - s, 1 - t] for table in tables]
@@ -158,7 +164,7 @@ class Program:
             scale * float(m[s, t] - m[1 - s, t] - m[s, 1 - t] + c)
             for m, c, scale in zip(tables, corner, self.scales, strict=True)
         ]
-        y = self.prob.add_variable(name, lowBound=0)
+        y = self.prob.add_variable(groups.name, lowBound=0)
         for total, extra in zip(self.sums, more, strict=True):
             if extra:
                 total[y] = extra
@@ -168,21 +174,15 @@ class Program:
             for variables in (a, b):
                 self.prob += y - pulp.LpAffineExpression(dict.fromkeys(variables, 1.0)) <= 0
 
-    def _marginals(
-        self,
-        name: str,
-        members: Sequence[Sequence[Sequence[pulp.LpVariable]]],
-        tables: Sequence[Array],
-        finite: Mask,
-    ) -> None:
+    def _marginals(self, groups: _Groups) -> None:
         """A variable for each pair of groups."""
-        sides: list[list[_Sum]] = [[{} for _ in groups] for groups in members]
-        for g, h in np.argwhere(finite):
-            variable = self.prob.add_variable(f"{name}_{g}_{h}", lowBound=0)
+        sides: list[list[_Sum]] = [[{} for _ in side] for side in groups.members]
+        for g, h in np.argwhere(groups.finite):
+            variable = self.prob.add_variable(f"{groups.name}_{g}_{h}", lowBound=0)
             sides[0][g][variable] = sides[1][h][variable] = 1.0
-            self._count([variable], [table[g, h : h + 1] for table in tables])
-        for groups, sums in zip(members, sides, strict=True):
-            for group, terms in zip(groups, sums, strict=True):
+            self._count([variable], [table[g, h : h + 1] for table in groups.tables])
+        for side, sums in zip(groups.members, sides, strict=True):
+            for group, terms in zip(side, sums, strict=True):
                 self.prob += pulp.LpAffineExpression({**terms, **dict.fromkeys(group, -1.0)}) == 0
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
-from autopar.core.graph import InputSpec, OutputSpec
+from autopar.core.graph import InputKind, InputSpec, OutputSpec
 from autopar.errors import TraceError
 from autopar.tracer.capture import PREFIX
 
@@ -17,6 +17,7 @@ __all__ = [
     "clean",
     "drop_unread",
     "lift_constants",
+    "lift_tangents",
     "module_of",
     "rename",
     "renamed_outputs",
@@ -116,22 +117,39 @@ def lift_constants(gm: fx.GraphModule) -> list[InputSpec]:
         if node.op != "get_attr":
             continue
         value = getattr(gm, str(node.target))
-        with graph.inserting_after(last):
-            placeholder = graph.placeholder(str(node.target))
-        placeholder.meta = {"val": node.meta.get("val", value)}
-        node.replace_all_uses_with(placeholder)
-        graph.erase_node(node)
-        last = placeholder
-        specs.append(
-            InputSpec(
-                node=placeholder.name,
-                kind="constant",
-                target=str(node.target),
-                shape=tuple(value.shape),
-                dtype=value.dtype,
-            )
-        )
+        target = str(node.target)
+        last = _to_placeholder(node, last, target, node.meta.get("val", value))
+        specs.append(_spec(last, "constant", target, value))
     return specs
+
+
+def lift_tangents(graph: fx.Graph, after: fx.Node) -> list[InputSpec]:
+    """Make placeholders, behind a node, of the fresh tensors that stand for tangents."""
+    specs: list[InputSpec] = []
+    for node in list(graph.nodes):
+        if "autopar_tangent" not in node.meta:
+            continue
+        index, value = node.meta["autopar_tangent"], node.meta["val"]
+        after = _to_placeholder(node, after, f"tangent_{index}", value)
+        specs.append(_spec(after, "tangent", str(index), value))
+    return specs
+
+
+def _to_placeholder(node: fx.Node, after: fx.Node, name: str, value: Tensor) -> fx.Node:
+    """Replace a node by a placeholder that stands behind another one."""
+    graph = node.graph
+    with graph.inserting_after(after):
+        placeholder = graph.placeholder(name)
+    placeholder.meta = {"val": value}
+    node.replace_all_uses_with(placeholder)
+    graph.erase_node(node)
+    return placeholder
+
+
+def _spec(placeholder: fx.Node, kind: InputKind, target: str, value: Tensor) -> InputSpec:
+    return InputSpec(
+        node=placeholder.name, kind=kind, target=target, shape=tuple(value.shape), dtype=value.dtype
+    )
 
 
 def tied_parameters(model: nn.Module) -> list[tuple[str, str]]:

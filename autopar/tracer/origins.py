@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from autopar.core.graph import InputSpec, NodeInfo
+from autopar.core.graph import NodeInfo
 from autopar.tracer.cleanup import module_of, source_of
 from autopar.tracer.replay import Mark
 
-__all__ = ["lift_tangents", "note_phases", "origins"]
+__all__ = ["note_phases", "origins"]
 
 
 def origins(graph: fx.Graph, marks: Iterable[Mark]) -> dict[str, NodeInfo]:
@@ -28,33 +28,6 @@ def origins(graph: fx.Graph, marks: Iterable[Mark]) -> dict[str, NodeInfo]:
         for origin in starts.get(node, []):
             current = origin
     return found
-
-
-def lift_tangents(graph: fx.Graph, after: fx.Node) -> list[InputSpec]:
-    """Make placeholders, behind a node, of the fresh tensors that stand for tangents."""
-    specs: list[InputSpec] = []
-    for node in list(graph.nodes):
-        if "autopar_tangent" not in node.meta:
-            continue
-        index = node.meta["autopar_tangent"]
-        value = node.meta["val"]
-        name = f"tangent_{index}"
-        with graph.inserting_after(after):
-            placeholder = graph.placeholder(name)
-        placeholder.meta = {"val": value}
-        node.replace_all_uses_with(placeholder)
-        graph.erase_node(node)
-        after = placeholder
-        specs.append(
-            InputSpec(
-                node=placeholder.name,
-                kind="tangent",
-                target=str(index),
-                shape=tuple(value.shape),
-                dtype=value.dtype,
-            )
-        )
-    return specs
 
 
 def note_phases(graph: fx.Graph, info: dict[str, NodeInfo], forward_results: set[fx.Node]) -> None:

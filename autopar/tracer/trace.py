@@ -25,6 +25,7 @@ from autopar.tracer.cleanup import (
     clean,
     drop_unread,
     lift_constants,
+    lift_tangents,
     rename,
     renamed_outputs,
     tied_parameters,
@@ -39,7 +40,7 @@ from autopar.tracer.fanout import insert_fanouts
 from autopar.tracer.fold import find_repeats, is_sound, shortened
 from autopar.tracer.functional import remove_mutations
 from autopar.tracer.functions import FunctionCalls
-from autopar.tracer.origins import lift_tangents, note_phases, origins
+from autopar.tracer.origins import note_phases, origins
 from autopar.tracer.precision import cast_gradients, cast_last, lift_casts, low_dtype, sum_dtype
 from autopar.tracer.replay import Mark, Replay, last_node
 from autopar.tracer.rewrites import invert_permutations, prepare_graph
