@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import Store, _get_default_store
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _dtensor_spec, _redistribute
 from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
@@ -32,6 +32,31 @@ __all__ = [
     "module_has_hooks",
     "symbolic_mode",
 ]
+
+
+def _gather_any_strided_shard() -> None:
+    """Let torch before 2.13 redistribute a `_StridedShard` that stands for no order of mesh axes.
+
+    A fused QKV weight is split into three before it is sharded, on one mesh axis. 2.13 goes from
+    placement to placement there, greedily; earlier ones raise ValueError.
+    """
+    if hasattr(_dtensor_spec, "_StridedShardNotDecodableError"):
+        return
+    by_order = _redistribute._gen_transform_infos_non_cached
+
+    def by_order_or_greedily(src: Any, dst: Any, use_graph: bool | None = None) -> Any:
+        try:
+            return by_order(src, dst, use_graph)
+        except ValueError as error:
+            if "shard_order" not in str(error):
+                raise
+            planner = _redistribute.get_redistribute_planner(src.device_mesh, src.tensor_meta)
+            return planner.generate_greedy_transform_infos(src, dst)
+
+    _redistribute._gen_transform_infos_non_cached = by_order_or_greedily  # type: ignore[assignment]
+
+
+_gather_any_strided_shard()
 
 
 def default_store() -> Store:

@@ -255,7 +255,7 @@ class _Localiser:
             return next(operands) if isinstance(arg, fx.Node) else arg
 
         args, kwargs = map_aggregate((tuple(node.args), dict(node.kwargs)), swap)
-        before = next(reversed(self.graph.nodes), None)
+        before = next(iter(reversed(self.graph.nodes)), None)
         local = LocalCall(
             op_call(node, 1), args, kwargs, plan.inputs, plan.outputs, plan.variants, self.mesh
         )

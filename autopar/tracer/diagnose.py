@@ -71,6 +71,9 @@ def user_line(node: fx.Node) -> str:
     return "(no line outside torch)"
 
 
+_SYMBOLIC = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
 def refuse_data_dependent(model: nn.Module, gm: fx.GraphModule) -> None:
     """Raises:
     TraceError: a value or a shape of the exported graph is known only when it runs.
@@ -79,7 +82,7 @@ def refuse_data_dependent(model: nn.Module, gm: fx.GraphModule) -> None:
         for node in _live(part.graph) if isinstance(part, fx.GraphModule) else ():
             value = node.meta.get("val")
             values = value if isinstance(value, (tuple, list)) else (value,)
-            found = [v for v in values if v is not None and free_unbacked_symbols(v)]
+            found = [v for v in values if isinstance(v, _SYMBOLIC) and free_unbacked_symbols(v)]
             if found:
                 what = f"{node.target} gives {_described(found[0])}"
                 where = f"cannot trace {type(model).__name__} at {user_line(node)}"
