@@ -26,6 +26,7 @@ from autopar.errors import AutoparError
 from autopar.runtime.compiled_step import CompiledStep, input_signature, step_text
 from autopar.runtime.data import ShardedLoader
 from autopar.runtime.gradients import clip_gradients
+from autopar.runtime.local_step import step_on_shares
 from autopar.runtime.lost import beat, naming_lost_ranks
 from autopar.runtime.offload import offload
 from autopar.runtime.pipeline import PipelinedStep
@@ -112,6 +113,7 @@ class ParallelModule(nn.Module):
             step.warn_of_dropped_outputs()
         if isinstance(step, PipelinedStep) and step.pipeline.size > 1:
             count_all_stages(self.parameters(), step.line())
+        step_on_shares(parameters.values())
         if step.plan.offload == "optimizer":
             offload(parameters.values())
         self._steps[signature] = step
