@@ -118,9 +118,12 @@ class Predictor:
             block=tuple(cost(block, kind) for kind in kinds),
             front=cost(front, "none"),
             back=cost(back, "none"),
-            block_parameters=parameters["block"],
-            front_parameters=parameters["front"],
-            back_parameters=parameters["front" if tied else "back"],
+            block_parameters=parameters["block"][0],
+            front_parameters=parameters["front"][0],
+            back_parameters=parameters["front" if tied else "back"][0],
+            block_tensors=parameters["block"][1],
+            front_tensors=parameters["front"][1],
+            back_tensors=parameters["back"][1],
             boundary_bytes=0.0,
             tied=tied,
         )
@@ -165,13 +168,15 @@ def _traced(shape: Shape, length: int, micro: int, dtype: str) -> TracedModel:
     return trace(model, {"ids": ids, "labels": ids})
 
 
-def _parameters(plan: Plan) -> dict[str, int]:
-    """Numbers of parameters on one device: of the middle block, in front of it and behind."""
-    found = {"block": 0, "front": 0, "back": 0}
+def _parameters(plan: Plan) -> dict[str, tuple[int, int]]:
+    """Parameters on one device, and their tensors: of the middle block, in front and behind."""
+    found = {"block": (0, 0), "front": (0, 0), "back": (0, 0)}
     for name, layout in plan.parameters.items():
         count = math.prod(plan.shapes[name]) // shard_factor(layout, plan.mesh_shape)
+        part = "front" if name.startswith(("tokens", "positions")) else "back"
         if name.startswith("layers."):
-            found["block"] += count * name.startswith(f"layers.{_BLOCKS // 2}.")
-        else:
-            found["front" if name.startswith(("tokens", "positions")) else "back"] += count
+            part = "block"
+            if not name.startswith(f"layers.{_BLOCKS // 2}."):
+                continue
+        found[part] = found[part][0] + count, found[part][1] + 1
     return found

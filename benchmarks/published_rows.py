@@ -36,6 +36,8 @@ class Framework:
         blocking: pipeline ranks wait for their messages.
         scatter_boundary: tensor ranks send parts of a boundary.
         gradient_bytes, state_bytes: of a parameter.
+        added: what adds a microbatch's gradients to those before: "autograd" all but the first,
+            into a parameter's own gradient; "buffer" all of them, into one of `gradient_bytes`.
         dropout: in GPT models.
         selective: what "selective" recomputes.
         early_stop: recomputation ends with the last tensor that the backward reads.
@@ -51,6 +53,7 @@ class Framework:
     scatter_boundary: bool = True
     gradient_bytes: int = 4
     state_bytes: int = 16
+    added: str = "autograd"
     dropout: float = 0.0
     selective: str = "op"
     early_stop: bool = True
@@ -68,6 +71,7 @@ _MEGATRON = Framework(
     function_factor=_PYTHON_FUNCTIONS,
     again_calls=_RANDOM_STATES,
     state_bytes=18,
+    added="buffer",
     selective="core",
     early_stop=False,
 )
@@ -79,7 +83,9 @@ _OLD_MEGATRON = replace(
     blocking=True,
     dropout=0.1,
 )
-_DEEPSPEED = replace(_OLD_MEGATRON, scatter_boundary=False, gradient_bytes=2, state_bytes=16)
+_DEEPSPEED = replace(
+    _OLD_MEGATRON, scatter_boundary=False, gradient_bytes=2, state_bytes=16, added="autograd"
+)
 FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     (r"deepspeed", _DEEPSPEED),
     (r"megatron.*20(1\d|2[0-2])", _OLD_MEGATRON),
@@ -153,6 +159,9 @@ def _job(row: Mapping[str, Any]) -> Job:
     sharing = parallel.get("sequence_parallel")
     shape = _shape(row, framework, tensor)
     policy = _policy(str(row.get("activation_ckpt") or "none").lower(), framework)
+    cluster = _cluster(row["hardware"], pipeline, data, inner)
+    execution = _execution(row, framework, policy)
+    host_op_s = cluster.device.host_op_s if execution.host else 0.0
     return Job(
         shape=shape,
         length=int(row["seq_len"]),
@@ -162,9 +171,9 @@ def _job(row: Mapping[str, Any]) -> Job:
         context=context,
         sequence_parallel=framework.sequence_parallel if sharing is None else bool(sharing),
         policy=policy,
-        execution=_execution(row, framework, policy),
-        recipe=_recipe(row, framework, data, micro, shape.layers),
-        cluster=_cluster(row["hardware"], pipeline, data, inner),
+        execution=execution,
+        recipe=_recipe(row, framework, data, micro, shape.layers, host_op_s),
+        cluster=cluster,
         scatter_boundary=framework.scatter_boundary,
     )
 
@@ -187,7 +196,12 @@ def _execution(row: Mapping[str, Any], framework: Framework, policy: str) -> Exe
 
 
 def _recipe(
-    row: Mapping[str, Any], framework: Framework, data: int, micro: int, layers: int
+    row: Mapping[str, Any],
+    framework: Framework,
+    data: int,
+    micro: int,
+    layers: int,
+    host_op_s: float,
 ) -> Recipe:
     parallel = row["parallel"]
     pipeline, context = int(parallel.get("pp") or 1), int(parallel.get("cp") or 1)
@@ -199,6 +213,7 @@ def _recipe(
     if zero is None:
         zero = 3 if int(parallel.get("fsdp") or 1) > 1 else 0
     chunks = _chunks(row, layers, pipeline)
+    into_buffer = framework.added == "buffer"
     return Recipe(
         data=data * (context if zero == 3 else 1),
         pipeline=pipeline,
@@ -208,6 +223,9 @@ def _recipe(
         zero=int(zero),
         gradient_bytes=framework.gradient_bytes,
         state_bytes=framework.state_bytes,
+        added=1.0 if into_buffer else 1.0 - 1.0 / microbatches,
+        added_bytes=2 + 2 * (framework.gradient_bytes if into_buffer else 2),
+        added_s=host_op_s,
         overlap=framework.overlap,
         blocking=framework.blocking,
     )

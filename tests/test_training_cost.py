@@ -231,3 +231,24 @@ def test_more_microbatches_in_flight_hold_more_memory():
     many = step_cost(LAYERS, Recipe(pipeline=4, microbatches=8, schedule="gpipe"), _cluster(4))
     assert few.activation_bytes == 4 * 2 << 20
     assert many.activation_bytes == 8 * 2 << 20
+
+
+def test_gradients_of_later_microbatches_are_added_by_the_device_or_the_host():
+    layers = replace(LAYERS, block=(_segment(1e-3),), block_tensors=4)
+    cluster = _cluster()
+    plain = step_cost(layers, Recipe(microbatches=2), cluster)
+    recipe = Recipe(microbatches=2, added=0.5, added_bytes=6)
+    added = step_cost(layers, recipe, cluster)
+    # 16 passes over a block, half of which add: 6 bytes of each parameter, in four kernels
+    device = cluster.device
+    one = 6 * layers.block_parameters / 4 / device.memory_bandwidth
+    memory = device.efficiency["memory"]
+    kernel = device.kernel_overhead_s + (one + memory.ramp_s) / memory.peak_fraction
+    assert added.step_s - plain.step_s == pytest.approx(8 * 4 * kernel)
+    slow = step_cost(layers, replace(recipe, added_s=1.0), cluster)
+    # the host takes four seconds beside a backward of 2 ms
+    assert slow.pipeline.step_s == pytest.approx(16 * (1e-3 + 0.5 * 4))
+    sharded = replace(recipe, data=8, zero=3)
+    assert step_cost(layers, sharded, _cluster(1, 8)) == step_cost(
+        layers, replace(sharded, added=0.0), _cluster(1, 8)
+    )

@@ -12,6 +12,9 @@ on a communication stream beside the compute of the neighbouring block::
     backward  sum max(R_i + B_i, gather_{i-1} + scatter_{i+1}) + scatter_1
 
 (Zhao et al. 2023, arXiv 2304.11277.) Stages 1 and 2 scatter gradients and gather parameters once.
+
+Without ZeRO-3 each microbatch's gradients are added to those before: a kernel for each parameter,
+which the host issues too.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import CollectiveKind
 from autopar.cost_model.compute import OpCost, compute_seconds
 from autopar.cost_model.pipeline import PipelineSimulation, simulate_pipeline
-from autopar.cost_model.segments import SegmentCost
+from autopar.cost_model.segments import PassCost, SegmentCost
 
 # multiprocessors that a collective of NCCL takes beside FSDP's compute: 24 in the trace of
 # https://forums.developer.nvidia.com/t/337991
@@ -45,6 +48,9 @@ class Recipe:
         zero: ZeRO stage over the data ranks.
         parameter_bytes: of one parameter where it is gathered; gradient_bytes: where it is reduced.
         state_bytes: of one parameter with its gradient, masters and optimizer states.
+        added: share of the microbatches whose gradients are added to earlier ones by ops of their
+            own, one for each parameter; added_bytes: of a parameter that such an op reads and
+            writes; added_s: host seconds of one.
         overlap: data-parallel communication runs beside compute.
         blocking: a rank waits for what it sends to the next stage.
     """
@@ -58,6 +64,9 @@ class Recipe:
     parameter_bytes: int = 2
     gradient_bytes: int = 4
     state_bytes: int = 16
+    added: float = 0.0
+    added_bytes: int = 6
+    added_s: float = 0.0
     overlap: bool = True
     blocking: bool = False
 
@@ -71,6 +80,7 @@ class Layers:
         block: the costs of a block; several that take turns in equal shares.
         front, back: what stands around them.
         block_parameters, front_parameters, back_parameters: on one device, before ZeRO.
+        block_tensors, front_tensors, back_tensors: that these parameters are in.
         boundary_bytes: of what a block hands to the next on one device.
         tied: front and back share a weight of `front_parameters`.
     """
@@ -82,6 +92,9 @@ class Layers:
     block_parameters: int
     front_parameters: int
     back_parameters: int
+    block_tensors: int = 0
+    front_tensors: int = 0
+    back_tensors: int = 0
     boundary_bytes: float
     tied: bool = False
 
@@ -139,6 +152,16 @@ def step_cost(layers: Layers, recipe: Recipe, cluster: Cluster) -> StepCost:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a stage runs `times` times, with its parameters on one device and their tensors."""
+
+    cost: SegmentCost
+    parameters: int
+    tensors: int
+    times: float
+
+
 class _Stages:
     def __init__(self, layers: Layers, recipe: Recipe, cluster: Cluster) -> None:
         self.layers, self.recipe, self.cluster = layers, recipe, cluster
@@ -155,7 +178,7 @@ class _Stages:
         found: list[dict[Kind, float]] = []
         for stage in range(self.num_stages):
             backward_s = self._pass(stage, True)
-            weight_s = sum(cost.weight_s * times for cost, _, times in self._segments(stage))
+            weight_s = sum(part.cost.weight_s * part.times for part in self._parts(stage))
             found.append(
                 {
                     "F": self._pass(stage, False),
@@ -166,23 +189,38 @@ class _Stages:
             )
         return found
 
-    def _segments(self, stage: int) -> list[tuple[SegmentCost, int, float]]:
-        """(cost, parameters, how often) of what a stage runs."""
+    def _parts(self, stage: int) -> list[_Part]:
         layers = self.layers
         found = []
         if stage == 0:
-            found.append((layers.front, layers.front_parameters, 1.0))
+            found.append(_Part(layers.front, layers.front_parameters, layers.front_tensors, 1.0))
         each = self.counts[stage] / len(layers.block)
-        found += [(block, layers.block_parameters, each) for block in layers.block]
+        found += [
+            _Part(block, layers.block_parameters, layers.block_tensors, each)
+            for block in layers.block
+        ]
         if stage == self.num_stages - 1:
-            found.append((layers.back, layers.back_parameters, 1.0))
+            found.append(_Part(layers.back, layers.back_parameters, layers.back_tensors, 1.0))
         return found
+
+    def _added(self, part: _Part) -> PassCost:
+        """Adding a microbatch's gradients to those before."""
+        recipe = self.recipe
+        if self.gathers or not part.tensors:
+            return PassCost()
+        moved = recipe.added_bytes * part.parameters / part.tensors
+        once = PassCost(device_s=self._memory_s(moved), host_s=recipe.added_s)
+        return once.scaled(part.tensors * recipe.added)
 
     def _pass(self, stage: int, backward: bool) -> float:
         total = 0.0
         first_s = 0.0
-        for cost, parameters, times in self._segments(stage):
-            each = (cost.recompute + cost.backward if backward else cost.forward).seconds
+        for part in self._parts(stage):
+            cost, parameters = part.cost, part.parameters
+            run = cost.forward
+            if backward:
+                run = cost.recompute + cost.backward + self._added(part)
+            each = run.seconds
             if self.gathers and self.recipe.pipeline == 1:
                 hidden = self._data(
                     CollectiveKind.ALL_GATHER, parameters * self.recipe.parameter_bytes
@@ -192,7 +230,7 @@ class _Stages:
                 first_s = first_s or hidden
                 each += self._copies(parameters, backward)
                 each = self._beside(each, hidden) if self.recipe.overlap else each + hidden
-            total += each * times
+            total += each * part.times
         return total + (first_s if self.recipe.overlap else 0.0)
 
     def _copies(self, parameters: float, backward: bool) -> float:
@@ -284,7 +322,7 @@ class _Stages:
         activations = live = 0.0
         for action in order:
             if action.kind != "I":
-                saved = sum(c.saved_bytes * times for c, _, times in self._segments(action.stage))
+                saved = sum(p.cost.saved_bytes * p.times for p in self._parts(action.stage))
                 live += saved if action.kind == "F" else -saved
                 activations = max(activations, live)
         most = max(block.working_bytes + block.again_bytes for block in layers.block)
