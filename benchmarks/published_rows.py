@@ -6,22 +6,18 @@ it fuses, whether it overlaps) is in `FRAMEWORKS`, by its documentation and not 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.cost_model import Cluster, load_profile
-from autopar.cost_model.segments import Execution
+from autopar.cost_model import Cluster
+from autopar.cost_model.segments import ONE_KERNEL, Execution, LossSteps
 from autopar.cost_model.training import Recipe
+from benchmarks.published_hardware import RowError, cluster_of
 from benchmarks.published_models import Shape
 
 __all__ = ["Job", "RowError", "job", "measured_seconds"]
-
-
-class RowError(ValueError):
-    """A row lacks what a prediction needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +26,7 @@ class Framework:
 
     Attributes:
         fused_attention: no scores in memory.
-        fuse, function_factor, again_calls: see `Execution`.
+        fuse, function_factor, again_calls, loss: see `Execution`.
         sequence_parallel: tensor ranks share the sequence between linears.
         overlap: data-parallel communication runs beside compute.
         blocking: pipeline ranks wait for their messages.
@@ -47,6 +43,7 @@ class Framework:
     fuse: str = "none"
     function_factor: float = 1.0
     again_calls: int = 0
+    loss: LossSteps = ONE_KERNEL
     sequence_parallel: bool = True
     overlap: bool = True
     blocking: bool = False
@@ -66,10 +63,14 @@ _PYTHON_FUNCTIONS = 2.7
 # sets three and restores three; attention's dropout forks a state in both passes, in five calls
 # (counted from memory of its source).
 _RANDOM_STATES = 22
+# Megatron's mpu/cross_entropy.py: max, subtract, exp, sum and divide are kernels of their own over
+# float32 logits; the rest works on masks and indices of tokens.
+_LOSS = LossSteps(passes=8, kernels=5, token_ops=12, token_ops_backward=6)
 _MEGATRON = Framework(
     fuse="pointwise",
     function_factor=_PYTHON_FUNCTIONS,
     again_calls=_RANDOM_STATES,
+    loss=_LOSS,
     state_bytes=18,
     added="buffer",
     selective="core",
@@ -83,25 +84,14 @@ _OLD_MEGATRON = replace(
     blocking=True,
     dropout=0.1,
 )
-_DEEPSPEED = replace(
-    _OLD_MEGATRON, scatter_boundary=False, gradient_bytes=2, state_bytes=16, added="autograd"
-)
+_DEEPSPEED = replace(_OLD_MEGATRON, gradient_bytes=2, state_bytes=16, added="autograd")
 FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     (r"deepspeed", _DEEPSPEED),
     (r"megatron.*20(1\d|2[0-2])", _OLD_MEGATRON),
     (r"megatron|nemo", _MEGATRON),
     (r"", Framework()),
 )
-PROFILES = (
-    (r"h200", "h200"),
-    (r"h[18]00.*hbm2e", "h100-hbm2e"),
-    (r"h[18]00", "h100-sxm"),
-    (r"a[18]00.*40\s*gb", "a100-40g"),
-    (r"a[18]00", "a100-80g"),
-    (r"v100", "v100"),
-    (r"p100", "p100"),
-    (r"4090", "rtx4090-pcie"),
-)
+_CHUNKS = ("interleave", "vp", "vpp", "virtual_pipeline", "chunks")
 _LLAMA = r"llama|mistral|mixtral|qwen|gemma|deepseek"
 
 
@@ -154,19 +144,23 @@ def _job(row: Mapping[str, Any]) -> Job:
     if rest:
         raise RowError(f"{row['gpus']} GPUs are no multiple of tp {tensor} x pp {pipeline} x cp")
     micro = int(row.get("micro_batch") or row.get("local_batch") or 0)
+    if not micro and pipeline == 1:  # no pipeline and no word of accumulation: one microbatch
+        micro = int(row.get("global_batch") or 0) // data
     if not micro:
         raise RowError("neither micro_batch nor local_batch")
     sharing = parallel.get("sequence_parallel")
+    cluster = cluster_of(row["hardware"], (pipeline, data, inner))
+    if framework.function_factor > 1 and not _flash(cluster):
+        framework = replace(framework, fused_attention=False)
     shape = _shape(row, framework, tensor)
     policy = _policy(str(row.get("activation_ckpt") or "none").lower(), framework)
-    cluster = _cluster(row["hardware"], pipeline, data, inner)
     execution = _execution(row, framework, policy)
     host_op_s = cluster.device.host_op_s if execution.host else 0.0
     return Job(
         shape=shape,
         length=int(row["seq_len"]),
         micro_batch=micro,
-        dtype="float16" if "fp16" in str(row.get("precision")).lower() else "bfloat16",
+        dtype=_dtype(row, execution, cluster),
         tensor=tensor,
         context=context,
         sequence_parallel=framework.sequence_parallel if sharing is None else bool(sharing),
@@ -176,6 +170,25 @@ def _job(row: Mapping[str, Any]) -> Job:
         cluster=cluster,
         scatter_boundary=framework.scatter_boundary,
     )
+
+
+def _flash(cluster: Cluster) -> bool:
+    """Megatron's fused attention is FlashAttention's, which needs bfloat16's generation."""
+    return "bfloat16" in cluster.device.peak_flops
+
+
+def _dtype(row: Mapping[str, Any], execution: Execution, cluster: Cluster) -> str:
+    """What is not computed in float8."""
+    text, rates = str(row.get("precision") or "").lower(), cluster.device.peak_flops
+    if execution.float8_linears and "float8" not in rates:
+        raise RowError(f"{cluster.device.name} has no float8")
+    if re.search(r"fp16|float16(?<!bfloat16)|half", text):
+        return "float16"
+    if re.search(r"bf16|bfloat16", text):
+        return "bfloat16"
+    if re.search(r"fp32|float32|tf32", text) and "mixed" not in text:
+        return "float32"
+    return "bfloat16" if "bfloat16" in rates else "float16"
 
 
 def _execution(row: Mapping[str, Any], framework: Framework, policy: str) -> Execution:
@@ -189,6 +202,7 @@ def _execution(row: Mapping[str, Any], framework: Framework, policy: str) -> Exe
         host=not compiled,
         function_factor=framework.function_factor,
         again_calls=framework.again_calls,
+        loss=framework.loss,
         float8_linears=float8,
         whole_again=policy == "full" and not framework.early_stop,
         split_collectives=bool(row.get("async_tp")) or "asynctp" in text,
@@ -244,11 +258,13 @@ def _chunks(row: Mapping[str, Any], layers: int, pipeline: int) -> int:
     parallel = row["parallel"]
     if pipeline == 1:
         return 1
-    if parallel.get("interleave"):
-        return int(parallel["interleave"])
+    for name in _CHUNKS:
+        if parallel.get(name):
+            return int(parallel[name])
     if parallel.get("layers_per_virtual_stage"):
         return max(1, layers // (pipeline * int(parallel["layers_per_virtual_stage"])))
-    return 1
+    # as many as torchtitan's pipeline_parallel.py takes without a word
+    return 2 if "interleave" in str(parallel.get("pp_schedule")).lower() else 1
 
 
 def _policy(text: str, framework: Framework) -> str:
@@ -290,42 +306,6 @@ def _llama_ffn(name: str, hidden: int, heads: int, narrow: int, layers: int, voc
     left = (float(size[1]) * 1e9 - 2 * vocab * hidden) / layers - attention
     found = left / (3 * hidden)
     return usual if abs(found / usual - 1) < 0.1 else round(found / 1024) * 1024
-
-
-def _cluster(hardware: Mapping[str, Any], pipeline: int, data: int, inner: int) -> Cluster:
-    """The hardware's profile, with the figures that the row states, as a mesh."""
-    name = str(hardware["gpu"])
-    found = next((profile for p, profile in PROFILES if re.search(p, name, re.I)), None)
-    if found is None:
-        raise RowError(f"no profile for {name!r}")
-    devices = pipeline * data * inner
-    per_node = min(int(hardware.get("gpus_per_node") or 8), devices)
-    profile = load_profile(found)
-    cluster = Cluster.from_profile(
-        found, nodes=math.ceil(devices / per_node), devices_per_node=per_node
-    )
-    device, inter = profile.device, profile.inter
-    if (memory := re.search(r"(\d+)(?:/\d+)?\s*GB(?!/)", name)) is not None:
-        # what a process can have of the gigabytes on the label
-        device = replace(device, memory_bytes=int(float(memory[1]) * 0.99 * 2**30))
-    if (speed := re.search(r"([\d.]+)\s*TB/s", name)) is not None:
-        device = replace(device, memory_bandwidth=float(speed[1]) * 1e12)
-    if (power := re.search(r"(\d+)\s*W\b", name)) is not None:
-        device = device.limited(float(power[1]))
-    rate = re.search(r"(\d+)\s*Gb/s", str(hardware.get("inter") or ""))
-    node_rate = hardware.get("inter_node_Gbps")
-    if rate is not None:
-        inter = replace(inter, bandwidth=min(profile.intra.bandwidth, float(rate[1]) / 8 * 0.9e9))
-    elif node_rate:
-        share = float(node_rate) / int(hardware.get("gpus_per_node") or 8)
-        inter = replace(inter, bandwidth=min(profile.intra.bandwidth, share / 8 * 0.9e9))
-    return replace(
-        cluster,
-        device=device,
-        inter=inter,
-        mesh_shape=(pipeline, data, inner),
-        axis_names=("pipeline", "data", "inner"),
-    )
 
 
 def measured_seconds(row: Mapping[str, Any]) -> float | None:

@@ -76,7 +76,8 @@ def test_what_a_row_says_goes_before_what_its_framework_usually_does():
     assert titan.policy == "layer"
     assert titan.recipe.zero == 3
     assert titan.shape.kind == "llama"
-    compiled = job(row(**LLAMA, torch_compile=True, label="FSDP+Float8"))
+    float8 = {"torch_compile": True, "label": "FSDP+Float8", "hardware": {"gpu": "H100"}}
+    compiled = job(row(**LLAMA, **float8))
     assert compiled.execution.float8_linears
     assert not compiled.execution.host
     virtual = {"dp": 1, "tp": 4, "pp": 2, "layers_per_virtual_stage": 4}
@@ -103,12 +104,59 @@ def test_figures_of_the_hardware_are_taken_from_the_row():
         assert job(row(hardware={"gpu": name})).cluster.profile == profile
 
 
+def test_links_are_those_that_the_row_names():
+    def cluster(**hardware):
+        return job(row(hardware={"gpu": "A100-80GB", **hardware})).cluster
+
+    plain = cluster()
+    assert cluster(intra="PCIe").intra.bandwidth == 24e9
+    assert cluster(intra="PCIe 3.0").intra.bandwidth == 12e9
+    assert cluster(gpu="A100 PCIe 80GB").intra.bandwidth == 24e9
+    assert cluster(intra="NVLink, PCIe 4.0 to the host").intra == plain.intra
+    assert cluster(intra="PCIe").inter.bandwidth == plain.inter.bandwidth
+    assert cluster(inter="8 x 100 Gbps").inter.bandwidth == pytest.approx(11.25e9)
+    assert cluster(inter_node_Gbps=800).inter.bandwidth == pytest.approx(11.25e9)
+
+
+def test_precision_is_what_the_row_says_or_what_the_device_has():
+    volta, hopper = {"gpu": "V100-32GB"}, {"gpu": "H100"}
+    assert job(row(precision="bfloat16")).dtype == "bfloat16"
+    assert job(row(precision="float16")).dtype == "float16"
+    assert job(row(precision="fp32")).dtype == "float32"
+    assert job(row(precision="bf16 compute, fp32 reduce")).dtype == "bfloat16"
+    assert job(row(precision=None)).dtype == "bfloat16"
+    assert job(row(precision="mixed", hardware=volta)).dtype == "float16"
+    assert job(row(precision="fp8", hardware=hopper)).execution.float8_linears
+    fused = {"framework": "Megatron-LM"}
+    assert job(row(**fused)).shape.fused_attention
+    assert not job(row(**fused, hardware=volta)).shape.fused_attention
+
+
+def test_a_microbatch_or_a_number_of_chunks_that_is_not_given():
+    alone = {"tp": 2, "dp": 4, "pp": 1}
+    assert job(row(micro_batch=None, parallel=alone)).recipe.microbatches == 1
+    chunked = {"tp": 2, "pp": 4, "dp": 1, "pp_schedule": "Interleaved1F1B"}
+    assert job(row(parallel=chunked)).recipe.chunks == 2
+    assert job(row(parallel={**chunked, "vpp": 3})).recipe.chunks == 3
+
+
+def test_who_adds_the_gradients_of_microbatches():
+    old, titan = job(row()).recipe, job(row(**{**LLAMA, "global_batch": 16})).recipe
+    speed = job(row(framework="Megatron-DeepSpeed")).recipe
+    assert (old.added, old.added_bytes) == (1.0, 2 + 2 * 4)
+    assert (speed.added, speed.added_bytes) == (0.75, 6)
+    assert titan.added == 0.5
+    assert job(row(**LLAMA)).recipe.added == 0
+    assert job(row(**LLAMA, torch_compile=True)).recipe.added_s == 0 < old.added_s
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"gpus": 9}, "no multiple of tp 2 x pp 2"),
         ({"global_batch": 15}, "global batch 15"),
         ({"micro_batch": None}, "neither micro_batch nor local_batch"),
+        ({"precision": "fp8"}, "A100 SXM4 80GB has no float8"),
         ({"hardware": {"gpu": "B900"}}, "no profile for 'B900'"),
         ({"shape": {"layers": 2}}, "'hidden'"),
         ({"shape": {"layers": 2, "hidden": 4, "heads": 1, "experts": 8}}, "experts"),

@@ -12,7 +12,7 @@ from torch import nn
 from autopar.core.constraints import Constraints
 from autopar.cost_model import Cluster, load_profile
 from autopar.cost_model.compute import wave_factor
-from autopar.cost_model.segments import Execution, PassCost, SegmentCost, segment_cost
+from autopar.cost_model.segments import Execution, LossSteps, PassCost, SegmentCost, segment_cost
 from autopar.cost_model.training import Layers, Recipe, step_cost
 from autopar.errors import ConstraintError
 from autopar.solver.local import local_program
@@ -133,6 +133,25 @@ def test_fusion_saves_traffic_and_launches_and_a_captured_program_has_no_host(pl
     assert cost(split_collectives=True).comm_s < plain.comm_s
     assert cost(dropout_mask=False).device_s < plain.device_s
     assert plain.seconds == max(plain.device_s + plain.comm_s, plain.host_s)
+
+
+def test_a_loss_in_steps_passes_over_the_logits_again(planned):
+    program, _, cluster = planned
+    _, back = program.around("layers")
+    steps = LossSteps(passes=3, kernels=2, token_ops=4, token_ops_backward=5)
+    one, many = (
+        segment_cost(program, back, (), cluster, Execution(loss=loss))
+        for loss in (LossSteps(), steps)
+    )
+    device = cluster.device
+    memory = device.efficiency["memory"]
+    launched = device.kernel_overhead_s
+    logits = next(op for op in back if op.op_class == "loss" and op.phase == "forward").reads[0][1]
+    passes = (2 * logits / device.memory_bandwidth + memory.ramp_s) / memory.peak_fraction
+    assert many.forward.device_s - one.forward.device_s == pytest.approx(5 * launched + passes)
+    assert many.backward.device_s - one.backward.device_s == pytest.approx(5 * launched)
+    assert many.forward.host_s - one.forward.host_s == pytest.approx(5 * device.host_op_s)
+    assert many.backward.host_s - one.backward.host_s == pytest.approx(5 * device.host_op_s)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import CollectiveKind
 from autopar.cost_model.compute import compute_seconds_array, wave_factor
 
-__all__ = ["Execution", "PassCost", "SegmentCost", "segment_cost"]
+__all__ = ["ONE_KERNEL", "Execution", "LossSteps", "PassCost", "SegmentCost", "segment_cost"]
 
 _POINTWISE = {"pointwise", "special", "tanh", "random", "memory"}
 _FUSIBLE = {
@@ -32,6 +32,25 @@ _FUSIBLE = {
 }
 _VIEW = 0.25  # of the host's seconds of an op that launches a kernel: assumed
 _DROPOUT = "autopar.dropout.default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSteps:
+    """The ops of a cross entropy; the default is one kernel forward and one backward.
+
+    Attributes:
+        passes: reads and writes of all logits in the forward.
+        kernels: of the forward, over logits.
+        token_ops, token_ops_backward: ops over one number of each token, beside those.
+    """
+
+    passes: int = 1
+    kernels: int = 1
+    token_ops: int = 0
+    token_ops_backward: int = 0
+
+
+ONE_KERNEL = LossSteps()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +65,7 @@ class Execution:
             own; more than 1 where each is an autograd function written in Python.
         again_calls: host calls beside the ops when a segment is computed again, such as those that
             save and restore the states of random number generators.
+        loss: how the loss of the logits is computed.
         dropout_mask: dropout keeps a mask of one byte an element.
         float8_linears: linears of blocks compute in float8; operands are scanned and cast first.
         whole_again: what computes again runs to its end, not only as far as the backward needs; for
@@ -59,6 +79,7 @@ class Execution:
     host: bool = True
     function_factor: float = 1.0
     again_calls: int = 0
+    loss: LossSteps = ONE_KERNEL
     dropout_mask: bool = True
     float8_linears: bool = False
     whole_again: bool = False
@@ -178,6 +199,10 @@ class _Pricer:
             device_s += seconds
             host_ops += self._host_ops(group[0])
             linear_s += seconds if group[0].linear else 0.0
+            if group[0].op_class == "loss":
+                more = self._loss(group[0])
+                device_s += more.device_s
+                host_ops += more.host_s
         comm_s, collectives = self._collectives(ops)
         if self.execution.split_collectives and comm_s:
             first = comm_s / max(self.cluster.mesh_shape)
@@ -185,6 +210,21 @@ class _Pricer:
         host_s = (host_ops + collectives) * self.cluster.device.host_op_s
         return PassCost(
             device_s=device_s, comm_s=comm_s, host_s=host_s if self.execution.host else 0.0
+        )
+
+    def _loss(self, op: LocalOp) -> PassCost:
+        """What a loss takes beside its one kernel; `host_s` in ops."""
+        steps, device = self.execution.loss, self.cluster.device
+        forward = op.phase == "forward"
+        small = steps.token_ops if forward else steps.token_ops_backward
+        kernels = steps.kernels - 1 if forward else 0
+        logits = max(size for _, size in op.reads)
+        moved = np.array([logits * (steps.passes - 1.0) * forward, 0.0])
+        large_s, token_s = compute_seconds_array(device, "memory", op.dtype, np.zeros(2), moved)
+        overheads_s = device.kernel_overhead_s * (kernels - 1)
+        return PassCost(
+            device_s=float(token_s * small + (large_s + overheads_s if kernels else 0.0)),
+            host_s=small + kernels,
         )
 
     def _host_ops(self, op: LocalOp) -> float:
