@@ -1,8 +1,8 @@
 """Published training runs beside what the cost model predicts for them.
 
-    python -m benchmarks.published --runs FILE [--json] [--plot FILE]
+    python -m benchmarks.published --runs FILE [--json] [--plot FILE] [--jobs N]
 
-Each row's model is built from its sizes, three of its blocks are traced on meta and planned under
+Each row's model is built from its sizes, two of its blocks are traced on meta and planned under
 the row's parallel configuration as constraints on a profile of its hardware, and the priced blocks
 are put together with the simulated pipeline schedule. A row that cannot be predicted is listed with
 the reason and counted as skipped.
@@ -11,10 +11,14 @@ the reason and counted as skipped.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import multiprocessing
+import os
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,8 +53,16 @@ class Outcome:
     bound: str = ""
 
 
-def outcomes(rows: Sequence[Mapping[str, Any]]) -> list[Outcome]:
-    """Predict every row."""
+def outcomes(rows: Sequence[Mapping[str, Any]], jobs: int = 1) -> list[Outcome]:
+    """Predict every row, in `jobs` processes; rows of one model are predicted by one of them."""
+    if jobs > 1:
+        parts = _parts(rows, jobs)
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(len(parts), context, initializer=gc.freeze) as pool:
+            done = list(pool.map(outcomes, [[rows[i] for i in part] for part in parts]))
+        by_index = {i: o for part, some in zip(parts, done, strict=True)
+                    for i, o in zip(part, some, strict=True)}  # fmt: skip
+        return [by_index[i] for i in range(len(rows))]
     predictor = Predictor()
     found = []
     for row in rows:
@@ -73,6 +85,18 @@ def outcomes(rows: Sequence[Mapping[str, Any]]) -> list[Outcome]:
             )
         )
     return found
+
+
+def _parts(rows: Sequence[Mapping[str, Any]], jobs: int) -> list[list[int]]:
+    """Indices of rows for each process: models in turn, the one with most rows first."""
+    models: dict[str, list[int]] = defaultdict(list)
+    for i, row in enumerate(rows):
+        sizes = (row.get("shape"), row.get("seq_len"), row.get("micro_batch"))
+        models[json.dumps(sizes, sort_keys=True, default=str)].append(i)
+    parts: list[list[int]] = [[] for _ in range(min(jobs, len(models)))]
+    for model in sorted(models.values(), key=len, reverse=True):
+        min(parts, key=len).extend(model)
+    return parts
 
 
 def scores(found: Sequence[Outcome]) -> dict[str, Any]:
@@ -185,14 +209,22 @@ def _line(o: Outcome) -> str:
     return text
 
 
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--runs", type=Path, required=True, help="file of published runs")
     parser.add_argument("--json", action="store_true", help="last line: the scores as JSON")
     parser.add_argument("--plot", type=Path, help="write a plot of predicted against published")
+    parser.add_argument("--jobs", type=int, default=_cores(), help="processes; default: cores")
     arguments = parser.parse_args()
+    gc.freeze()  # what is imported needs no look at each collection
     started = time.perf_counter()
-    found = outcomes(json.loads(arguments.runs.read_text())["runs"])
+    found = outcomes(json.loads(arguments.runs.read_text())["runs"], arguments.jobs)
     seconds = time.perf_counter() - started
     print(f"{'row':26} {'GPUs':>5} {'ranks':20} {'predicted':>10} {'published':>10} {'error':>8}")
     for o in found:

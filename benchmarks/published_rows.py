@@ -26,7 +26,9 @@ class Framework:
 
     Attributes:
         fused_attention: no scores in memory.
-        fuse, function_factor, again_calls, loss: see `Execution`.
+        fuse, fused_norms, function_factor, again_calls, loss: see `Execution`. Without the
+            compiler torch ran an RMS norm op by op until it had a kernel (pytorch pull request
+            153666), and so did torchtitan's own (its pull requests 181 and 985).
         sequence_parallel: tensor ranks share the sequence between linears.
         overlap: data-parallel communication runs beside compute.
         blocking: pipeline ranks wait for their messages.
@@ -35,12 +37,15 @@ class Framework:
         added: what adds a microbatch's gradients to those before: "autograd" all but the first,
             into a parameter's own gradient; "buffer" all of them, into one of `gradient_bytes`.
         dropout: in GPT models.
+        joint_gate: Llama's gate and up projection are one product, as they are in `Shape` where
+            tensor ranks share them.
         selective: what "selective" recomputes.
         early_stop: recomputation ends with the last tensor that the backward reads.
     """
 
     fused_attention: bool = True
     fuse: str = "none"
+    fused_norms: bool = False
     function_factor: float = 1.0
     again_calls: int = 0
     loss: LossSteps = ONE_KERNEL
@@ -52,6 +57,7 @@ class Framework:
     state_bytes: int = 16
     added: str = "autograd"
     dropout: float = 0.0
+    joint_gate: bool = False
     selective: str = "op"
     early_stop: bool = True
 
@@ -68,11 +74,13 @@ _RANDOM_STATES = 22
 _LOSS = LossSteps(passes=8, kernels=5, token_ops=12, token_ops_backward=6)
 _MEGATRON = Framework(
     fuse="pointwise",
+    fused_norms=True,
     function_factor=_PYTHON_FUNCTIONS,
     again_calls=_RANDOM_STATES,
     loss=_LOSS,
     state_bytes=18,
     added="buffer",
+    joint_gate=True,
     selective="core",
     early_stop=False,
 )
@@ -199,6 +207,7 @@ def _execution(row: Mapping[str, Any], framework: Framework, policy: str) -> Exe
         compiled = True  # its float8 is made for the compiler
     return Execution(
         fuse="compiled" if compiled else framework.fuse,
+        fused_norms=compiled or framework.fused_norms,
         host=not compiled,
         function_factor=framework.function_factor,
         again_calls=framework.again_calls,
@@ -292,7 +301,7 @@ def _shape(row: Mapping[str, Any], framework: Framework, tensor: int) -> Shape:
         vocab=-(-vocab // (128 * tensor)) * 128 * tensor,
         fused_attention=framework.fused_attention,
         dropout=0.0 if llama else framework.dropout,
-        joint_gate=tensor > 1,
+        joint_gate=framework.joint_gate or tensor > 1,
     )
 
 

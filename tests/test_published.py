@@ -79,6 +79,9 @@ def test_what_a_row_says_goes_before_what_its_framework_usually_does():
     float8 = {"torch_compile": True, "label": "FSDP+Float8", "hardware": {"gpu": "H100"}}
     compiled = job(row(**LLAMA, **float8))
     assert compiled.execution.float8_linears
+    assert compiled.execution.fused_norms
+    assert not titan.execution.fused_norms
+    assert found.execution.fused_norms
     assert not compiled.execution.host
     virtual = {"dp": 1, "tp": 4, "pp": 2, "layers_per_virtual_stage": 4}
     assert job(row(parallel=virtual)).recipe.chunks == 3
@@ -243,8 +246,8 @@ def test_kept_activations_are_those_of_korthikanti(policy, shared, bytes_of):
 
 
 def test_a_fused_norm_keeps_its_input_alone():
-    fused = job(row(**LLAMA, activation_ckpt="none"))
-    apart = replace(fused, execution=replace(fused.execution, fused_norms=False))
+    apart = job(row(**LLAMA, activation_ckpt="none"))
+    fused = replace(apart, execution=replace(apart.execution, fused_norms=True))
     predictor = Predictor()
     (small,), (large,) = (predictor.layers(j).block for j in (fused, apart))
     assert small.saved_bytes < large.saved_bytes
@@ -280,15 +283,17 @@ def test_scores_are_their_definitions():
 
 def test_the_command_prints_scores_as_its_last_line(tmp_path):
     file = tmp_path / "runs.json"
-    file.write_text(json.dumps({"note": "", "runs": [row(), row(gpus=9, id="b")]}))
+    rows = [row(), row(gpus=9, id="b"), row(**LLAMA)]
+    file.write_text(json.dumps({"note": "", "runs": rows}))
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.published", "--runs", str(file), "--json",
+        [sys.executable, "-m", "benchmarks.published", "--runs", str(file), "--json", "--jobs", "2",
          "--plot", str(tmp_path / "plot.svg")],
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     last = json.loads(done.stdout.splitlines()[-1])
     assert {"mape", "kendall_tau", "top1_regret", "n", "skipped"} <= set(last)
-    assert (last["n"], last["skipped"]) == (1, 1)
+    assert (last["n"], last["skipped"]) == (2, 1)
+    assert last["mape"] == scores(outcomes(rows))["mape"]  # whatever the number of processes
     assert set(last["sets"]) == {"here", "single-node", "multi-node"}
     assert "skipped: RowError" in done.stdout
     assert (tmp_path / "plot.svg").stat().st_size > 1000
