@@ -60,9 +60,12 @@ class PipelineSimulation:
         whole_s = self.step_s * len(self.busy_s)
         return sum(self.idle_s) / whole_s if whole_s else 0.0
 
-    def finish_s(self, rank: int) -> float:
-        """When a rank ends its last action, from where its gradients can be reduced."""
-        return max((s.end_s for s in self.spans if s.rank == rank), default=0.0)
+    def finish_s(self) -> list[float]:
+        """When each rank ends its last action, from where its gradients can be reduced."""
+        ends = [0.0] * len(self.busy_s)
+        for span in self.spans:
+            ends[span.rank] = max(ends[span.rank], span.end_s)
+        return ends
 
 
 def simulate_pipeline(

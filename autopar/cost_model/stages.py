@@ -104,7 +104,8 @@ def pipelined_time(
         for phase in ("prepare", "finish")
     }
     begin_s = max(once["prepare"])
-    ends_s = [simulated.finish_s(r) + once["finish"][r] for r in range(size)]
+    finish_s = simulated.finish_s()
+    ends_s = [finish_s[r] + once["finish"][r] for r in range(size)]
     offload_s = [sum(p.predicted.offload_s for p in stages) for stages in own]
     step_s = begin_s + max(ends_s) + max(offload_s)
     busy_s = [
@@ -117,7 +118,7 @@ def pipelined_time(
         for s in simulated.spans
     ]  # fmt: skip
     for rank in range(size):
-        slots += _once(own[rank], rank, size, begin_s, begin_s + simulated.finish_s(rank))
+        slots += _once(own[rank], rank, size, begin_s, begin_s + finish_s[rank])
     idle_s = sum(step_s - busy for busy in busy_s)
     return PipelinedTime(
         predicted=_predicted(own, busy_s, step_s, memory),

@@ -137,7 +137,7 @@ def step_cost(layers: Layers, recipe: Recipe, cluster: Cluster) -> StepCost:
     data = [stages.data_s(rank) for rank in range(recipe.pipeline)]
     update = [stages.update_s(rank) for rank in range(recipe.pipeline)]
     tied = stages.tied_s() if layers.tied and recipe.pipeline > 1 else 0.0
-    ends = [simulated.finish_s(r) + data[r] for r in range(recipe.pipeline)]
+    ends = [end + more for end, more in zip(simulated.finish_s(), data, strict=True)]
     last = max(range(recipe.pipeline), key=lambda r: ends[r] + update[r])
     memory = [stages.memory(rank, orders[rank]) for rank in range(recipe.pipeline)]
     fullest = max(memory, key=sum)
@@ -319,11 +319,14 @@ class _Stages:
             if recipe.zero == 3:  # two blocks gathered, one whole gradient
                 largest = max(layers.block_parameters, layers.back_parameters)
                 working += largest * (2 * recipe.parameter_bytes + recipe.gradient_bytes)
+        saved = {
+            stage: sum(p.cost.saved_bytes * p.times for p in self._parts(stage))
+            for stage in self._stages_of(rank)
+        }
         activations = live = 0.0
         for action in order:
             if action.kind != "I":
-                saved = sum(p.cost.saved_bytes * p.times for p in self._parts(action.stage))
-                live += saved if action.kind == "F" else -saved
+                live += saved[action.stage] * (1 if action.kind == "F" else -1)
                 activations = max(activations, live)
         most = max(block.working_bytes + block.again_bytes for block in layers.block)
         if rank == recipe.pipeline - 1:
