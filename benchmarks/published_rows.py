@@ -65,10 +65,10 @@ class Framework:
 # TransformerEngine's issue 2053 times a linear behind a Python autograd function at 2.7 times
 # torch's own on the host (GB200 and GH200); Megatron's layers are made of such functions.
 _PYTHON_FUNCTIONS = 2.7
-# Megatron's checkpoint function reads three generator states forward, and backward reads three,
-# sets three and restores three; attention's dropout forks a state in both passes, in five calls
-# (counted from memory of its source).
-_RANDOM_STATES = 22
+# Megatron's mpu/random.py: the checkpoint function reads two generator states forward; backward it
+# reads two, sets two, restores two and detaches two inputs; attention's dropout forks a state in
+# both passes, in four calls; and it is a Python autograd function itself, forward and backward.
+_AGAIN_CALLS = 2 + 6 + 2 + 2 * 4 + round(2 * _PYTHON_FUNCTIONS)
 # Megatron's mpu/cross_entropy.py: max, subtract, exp, sum and divide are kernels of their own over
 # float32 logits; the rest works on masks and indices of tokens.
 _LOSS = LossSteps(passes=8, kernels=5, token_ops=12, token_ops_backward=6)
@@ -76,7 +76,7 @@ _MEGATRON = Framework(
     fuse="pointwise",
     fused_norms=True,
     function_factor=_PYTHON_FUNCTIONS,
-    again_calls=_RANDOM_STATES,
+    again_calls=_AGAIN_CALLS,
     loss=_LOSS,
     state_bytes=18,
     added="buffer",
