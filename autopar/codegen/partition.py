@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.fx.graph import CodeGen
 
+from autopar.codegen.passes.lifetimes import is_start
 from autopar.codegen.reuse import write_over_operands
 from autopar.core.einsum import contract, takes_bias
 
@@ -102,17 +103,41 @@ def _drop_aliases(graph: fx.Graph) -> None:
 
 
 def _add_biases(graph: fx.Graph) -> None:
-    """Add a bias in the call of the product that it belongs to, where nothing else reads that."""
+    """Add a bias in the call of the product that it belongs to, where nothing else reads that.
+
+    The call stays where the product is, whose operands would live longer behind it.
+    """
+    position = {node: float(index) for index, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         if node.target is not torch.ops.aten.add.Tensor or len(node.args) != 2 or node.kwargs:
             continue
         for product, bias in (node.args, reversed(node.args)):
-            if _is_product(product) and _is_bias(bias, product):
-                with graph.inserting_before(node):
-                    joined = graph.call_function(contract, (*product.args, bias))
-                joined.meta = dict(node.meta)
-                node.replace_all_uses_with(joined)
-                break
+            if not _is_product(product) or not _is_bias(bias, product):
+                continue
+            behind = _behind(product, bias, position)
+            if any(is_start(n) for n in behind):
+                continue  # a gather is issued where the passes put it
+            for index, moved in enumerate(behind):
+                product.prepend(moved)
+                position[moved] = position[product] - 1 / (index + 2)
+            with graph.inserting_before(product):
+                joined = graph.call_function(contract, (*product.args, bias))
+            joined.meta = dict(node.meta)
+            position[joined] = position[product]
+            node.replace_all_uses_with(joined)
+            break
+
+
+def _behind(product: fx.Node, bias: fx.Node, position: dict[fx.Node, float]) -> list[fx.Node]:
+    """What a bias is made of behind the product, in order: the wait for its gather, views of it."""
+    found: set[fx.Node] = set()
+    open_nodes = [bias]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node not in found and position[node] > position[product]:
+            found.add(node)
+            open_nodes += node.all_input_nodes
+    return sorted(found, key=position.__getitem__)
 
 
 def _is_product(node: Any) -> bool:
