@@ -22,7 +22,7 @@ from autopar.core.graph import TracedModel
 from autopar.core.placement import Layout
 from autopar.core.plan import NodePlan, PipelinePlan, Plan, SolverReport
 from autopar.core.schedule import Orders, actions
-from autopar.core.stages import port_of
+from autopar.core.transfers import port_of
 from autopar.cost_model import Cluster
 from autopar.cost_model.rank_memory import rank_memory
 from autopar.cost_model.stages import PipelinedTime, pipelined_time, transfer_seconds

@@ -241,6 +241,13 @@ def test_every_cut_of_a_model_gives_the_same_program_in_parts() -> None:
         assert {n.name for n in body.graph.nodes if n.op == "call_function"} <= computed | {
             n.name for n in body.graph.nodes if n.target is torch.ops.aten.add.Tensor
         } | {n.name for n in body.graph.nodes if n.target is torch.ops.aten.alias.default}
+        named = body.nodes()
+        for node in (n for m in stages.models for n in m.graph.nodes if n.op == "call_function"):
+            # tables go by name: what a stage adds must not be called as something elsewhere
+            twin = named.get(node.name)
+            if twin is not None:
+                names = [a.name for a in node.all_input_nodes]
+                assert names == [a.name for a in twin.all_input_nodes], node
         for t in stages.transfers:
             if t.phase == "forward":
                 assert t.target == t.source + 1

@@ -16,7 +16,8 @@ from autopar.core.graph import TracedModel
 from autopar.core.plan import NodePlan, PipelinePlan, Plan
 from autopar.core.schedule import actions
 from autopar.core.stage_folding import extended, outline, renumbered
-from autopar.core.stages import Stages, Transfer, cut
+from autopar.core.stages import Stages, cut
+from autopar.core.transfers import Transfer
 
 __all__ = ["Staged", "batch_bytes", "cut_body", "flying", "staged", "staged_as_planned"]
 

@@ -22,6 +22,7 @@ __all__ = [
     "Value",
     "dependents",
     "node_info",
+    "producer",
     "resolve",
     "tensor_meta",
     "tensor_operands",
@@ -245,6 +246,13 @@ def resolve(node: fx.Node) -> Value:
         assert isinstance(source, fx.Node) and isinstance(index, int)
         return source.name, index
     return node.name, 0
+
+
+def producer(node: fx.Node) -> fx.Node:
+    """The op behind a `getitem`."""
+    while node.op == "call_function" and node.target is operator.getitem:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def dependents(traced: TracedModel, *kinds: InputKind) -> set[str]:

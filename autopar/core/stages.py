@@ -11,52 +11,30 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import fx
 
 from autopar.core.blocks import Block, Blocks
 from autopar.core.graph import (
-    InputSpec,
-    NodeInfo,
     OutputSpec,
     TracedModel,
     dependents,
     node_info,
+    producer,
     tensor_meta,
 )
 from autopar.core.ops import REARRANGING
+from autopar.core.stage_writer import Contribution, StageWriter
+from autopar.core.transfers import Transfer, TransferPhase, port_of
 from autopar.errors import ConstraintError
 
-__all__ = ["Stages", "Transfer", "block_order", "cut", "port_of"]
-
-TransferPhase = Literal["hoist", "forward", "backward", "finish"]
+__all__ = ["Stages", "block_order", "cut"]
 
 # what a sum of gradients may pass through: linear, element by element
 _LINEAR = REARRANGING | {torch.ops.aten.alias.default}
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """A value that one stage sends to another.
-
-    Attributes:
-        value: its name in both stages: of an output of kind "sent", and of a placeholder of kind
-            "received" (except "finish": the FQN of the parameter whose gradient it adds to).
-        source, target: stages.
-        phase: once before the turns, at each turn's forward or backward, or once after them.
-        shape, dtype: of the whole tensor.
-    """
-
-    value: str
-    source: int
-    target: int
-    phase: TransferPhase
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +48,6 @@ class Stages:
 
     models: tuple[TracedModel, ...]
     transfers: tuple[Transfer, ...]
-
-
-def port_of(value: str) -> str:
-    """Name that stands for the layout of a value that is sent and has no placeholder for it."""
-    return f"port.{value}"
 
 
 def block_order(traced: TracedModel) -> list[Block]:
@@ -123,9 +96,7 @@ class _Cutter:
         self.loose = self._loose()
         self.stage: dict[str, int] = {}
         self.needs: list[set[fx.Node]] = [set() for _ in range(self.count)]
-        self.extra: list[list[tuple[str, list[fx.Node], OutputSpec]]] = [
-            [] for _ in range(self.count)
-        ]
+        self.extra: list[list[Contribution]] = [[] for _ in range(self.count)]
 
     def _blocks(self, starts: Sequence[str]) -> dict[Block, int]:
         order = block_order(self.traced)
@@ -170,10 +141,10 @@ class _Cutter:
 
     def _is_shared(self, node: fx.Node) -> bool:
         """Computed, or given, wherever it is needed."""
-        return _base(node).name not in self.weighted
+        return producer(node).name not in self.weighted
 
     def _phase(self, node: fx.Node) -> str:
-        return node_info(self.traced, _base(node)).phase
+        return node_info(self.traced, producer(node)).phase
 
     def _assign(self) -> None:
         self._assign_forward()
@@ -190,8 +161,8 @@ class _Cutter:
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
         """The ops whose results a node reads."""
-        found = [_base(a) for a in node.all_input_nodes]
-        found = [_base(a.all_input_nodes[0]) if a.name in self.loose else a for a in found]
+        found = [producer(a) for a in node.all_input_nodes]
+        found = [producer(a.all_input_nodes[0]) if a.name in self.loose else a for a in found]
         return [a for a in found if self._is_placed(a)]
 
     def _assign_forward(self) -> None:
@@ -246,7 +217,7 @@ class _Cutter:
                 continue
             parts: dict[int, list[list[fx.Node]]] = defaultdict(list)
             for path in _leaves(node):
-                parts[self.stage[_base(path[-1]).name]].append(path)
+                parts[self.stage[producer(path[-1]).name]].append(path)
             if set(parts) == {owner}:
                 continue
             self.dropped.add(spec.target)
@@ -285,17 +256,17 @@ class _Cutter:
         if spec.kind == "gradient":
             owner = next(s for s in self.traced.parameters() if s.target == spec.target)
             return self.stage.get(owner.node, 0)
-        module = node_info(self.traced, _base(node)).module
-        block = self.place.get(_base(node).name)
+        module = node_info(self.traced, producer(node)).module
+        block = self.place.get(producer(node).name)
         known = self.stage_of_block.get(block) if block is not None else self.of_module.get(module)
-        return self.stage.get(_base(node).name, known or 0)
+        return self.stage.get(producer(node).name, known or 0)
 
     def _need(self, node: fx.Node, stage: int) -> None:
         """Make a value available in a stage: run it there, or have it sent."""
         stack = [node]
         while stack:
             top = stack.pop()
-            base = _base(top)
+            base = producer(top)
             free = self._is_shared(base) or base.name in self.loose
             if not free and self.stage[base.name] != stage:
                 self.crossing[top].add(stage)
@@ -312,8 +283,8 @@ class _Cutter:
         for node in self.traced.graph.nodes:
             if node not in self.crossing:
                 continue
-            source, targets = self.stage[_base(node).name], self.crossing[node]
-            if node.op == "placeholder" or self._is_hoisted(_base(node)):
+            source, targets = self.stage[producer(node).name], self.crossing[node]
+            if node.op == "placeholder" or self._is_hoisted(producer(node)):
                 found += [self._transfer(node, source, t, "hoist") for t in sorted(targets)]
                 continue
             up = [t for t in targets if t > source]
@@ -342,164 +313,19 @@ class _Cutter:
 
     # --- the graph of a stage ------------------------------------------------------------------
     def _model(self, stage: int, transfers: Sequence[Transfer]) -> TracedModel:
-        return _StageWriter(self, stage, transfers).run()
+        writer = StageWriter(self.traced, stage, transfers, self.needs[stage])
+        return writer.run(self._outputs(stage), self.extra[stage])
 
-
-class _StageWriter:
-    """Writes the graph of one stage."""
-
-    def __init__(self, cutter: _Cutter, stage: int, transfers: Sequence[Transfer]) -> None:
-        self.cutter = cutter
-        self.traced = cutter.traced
-        self.stage = stage
-        self.graph = fx.Graph()
-        self.env: dict[fx.Node, fx.Node] = {}
-        self.inputs: list[InputSpec] = []
-        self.outputs: list[tuple[fx.Node | None, OutputSpec]] = []
-        self.info = dict(cutter.traced.info)
-        self.hoisted = set(cutter.traced.hoisted)
-        self.arriving = {t.value: t for t in transfers if t.target == stage and t.phase != "finish"}
-        self.leaving = [t for t in transfers if t.source == stage and t.phase != "finish"]
-        self.ports = _paired(transfers, stage)
-
-    def run(self) -> TracedModel:
-        needs = self.cutter.needs[self.stage]
-        for node in self.traced.graph.nodes:
-            if node.op == "placeholder" and node in needs:
-                self.env[node] = self._copy(node)
-                self.inputs.append(self.cutter.specs[node.name])
-        for node in self.traced.graph.nodes:
-            if node.name in self.arriving:
-                self._receive(node)
-        for node in self.traced.graph.nodes:
-            if node.op == "call_function" and node in needs and node not in self.env:
-                self.env[node] = self._copy(node)
-        self._results()
-        self._send()
-        self._contributions()
-        self.graph.output(tuple(node for node, _ in self.outputs))
-        self.graph.lint()
-        alive = {n.name for n in self.graph.nodes}
-        return replace(
-            self.traced,
-            graph_module=fx.GraphModule(torch.nn.Module(), self.graph),
-            inputs=tuple(self.inputs),
-            outputs=tuple(spec for _, spec in self.outputs),
-            info={name: info for name, info in self.info.items() if name in alive},
-            hoisted=frozenset(self.hoisted & alive),
-            repeats=(),
-        )
-
-    def _copy(self, node: fx.Node) -> fx.Node:
-        twin = self.graph.node_copy(node, self.env.__getitem__)
-        assert twin.name == node.name, f"{node.name} is taken"
-        return twin
-
-    def _receive(self, node: fx.Node) -> None:
-        transfer = self.arriving[node.name]
-        twin = self.graph.placeholder(node.name)
-        twin.meta = dict(node.meta)
-        self.env[node] = twin
-        spec = InputSpec(
-            node=node.name,
-            kind="received",
-            target=node.name,
-            shape=transfer.shape,
-            dtype=transfer.dtype,
-        )
-        self.inputs.append(spec)
-        origin = node_info(self.traced, _base(node))
-        if transfer.phase == "hoist":
-            self.hoisted.add(node.name)
-        phase: Literal["forward", "backward"] = (
-            "backward" if transfer.phase == "backward" else "forward"
-        )
-        self.info[node.name] = NodeInfo(phase, "", origin.source)
-
-    def _results(self) -> None:
-        nodes = {n.name: n for n in self.traced.graph.nodes}
+    def _outputs(self, stage: int) -> list[OutputSpec]:
+        """The step's results, without the values that other stages have."""
+        found: list[OutputSpec] = []
         for spec in self.traced.outputs:
-            gone = spec.kind == "gradient" and spec.target in self.cutter.dropped
-            if spec.node is None:
-                self.outputs.append((None, spec))
-            elif not gone and self.cutter._output_stage(spec) == self.stage:
-                self.outputs.append((self.env[nodes[spec.node]], spec))
+            gone = spec.kind == "gradient" and spec.target in self.dropped
+            if spec.node is None or (not gone and self._output_stage(spec) == stage):
+                found.append(spec)
             elif spec.kind == "output":
-                self.outputs.append((None, replace(spec, node=None)))
-
-    def _send(self) -> None:
-        nodes = {n.name: n for n in self.traced.graph.nodes}
-        seen: set[str] = set()
-        for transfer in self.leaving:
-            if transfer.value not in seen:
-                seen.add(transfer.value)
-                made = self.env[nodes[transfer.value]]
-                port = self.ports[transfer.value]
-                spec = OutputSpec(node=made.name, kind="sent", target=transfer.value, port=port)
-                self.outputs.append((made, spec))
-
-    def _contributions(self) -> None:
-        """The sum of this stage's parts of each gradient that several stages add to."""
-        sums: dict[str, tuple[fx.Node, OutputSpec]] = {}
-        for name, path, spec in self.cutter.extra[self.stage]:
-            made = self.env[path[-1]]
-            for step in reversed(path[:-1]):
-                made = self._again(step, made)
-            if name in sums:
-                made = self._added(sums[name][0], made)
-            sums[name] = made, spec
-        for made, spec in sums.values():
-            alias = self.graph.call_function(torch.ops.aten.alias.default, (made,))
-            alias.meta = dict(made.meta)
-            self.info[alias.name] = replace(self.info[made.name], phase="backward")
-            self.outputs.append((alias, replace(spec, node=alias.name)))
-
-    def _again(self, step: fx.Node, operand: fx.Node) -> fx.Node:
-        """A linear op of the sum, on one part of it."""
-        if step.target is torch.ops.aten.add.Tensor:
-            return operand
-        twin = self.graph.node_copy(step, lambda _: operand)
-        self.info[twin.name] = node_info(self.traced, step)
-        return twin
-
-    def _added(self, a: fx.Node, b: fx.Node) -> fx.Node:
-        total = self.graph.call_function(torch.ops.aten.add.Tensor, (a, b))
-        total.meta = dict(a.meta)
-        self.info[total.name] = self.info[a.name]
-        return total
-
-
-def _paired(transfers: Iterable[Transfer], stage: int) -> dict[str, str]:
-    """Port of each value that a stage sends.
-
-    Over a cut, a value that comes back with the shape of one that went is taken for its gradient,
-    and has its layout.
-    """
-    ports: dict[str, str] = {}
-    for below in (stage - 1, stage):
-        up = [t for t in transfers if t.phase == "forward" and t.source == below]
-        down = [t for t in transfers if t.phase == "backward" and t.target == below]
-        for transfer in down:
-            twin = next(
-                (t for t in up if (t.shape, t.dtype) == (transfer.shape, transfer.dtype)), None
-            )
-            if twin is not None:
-                up.remove(twin)
-            if below == stage and twin is not None:
-                ports[twin.value] = transfer.value
-            if below == stage - 1:
-                ports[transfer.value] = twin.value if twin else port_of(transfer.value)
-    for transfer in transfers:
-        if transfer.source == stage and transfer.phase != "finish":
-            ports.setdefault(transfer.value, port_of(transfer.value))
-    return ports
-
-
-def _base(node: fx.Node) -> fx.Node:
-    """The op behind a `getitem`."""
-    while node.op == "call_function" and node.target is operator.getitem:
-        node = node.all_input_nodes[0]
-    return node
+                found.append(replace(spec, node=None))
+        return found
 
 
 def _calls(node: fx.Node) -> list[fx.Node]:

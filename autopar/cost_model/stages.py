@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 
 from autopar.core.plan import CommBytes, Plan, Prediction
 from autopar.core.schedule import Kind, Orders
-from autopar.core.stages import Transfer
 from autopar.core.timeline import PipelineSlot, Timeline, rounded
+from autopar.core.transfers import Transfer
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import CollectiveKind
 from autopar.cost_model.pipeline import simulate_pipeline

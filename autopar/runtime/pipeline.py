@@ -30,7 +30,7 @@ from autopar.core.graph import OutputSpec, TracedModel
 from autopar.core.placement import Layout, local_shape
 from autopar.core.plan import PipelinePlan, Plan
 from autopar.core.schedule import Action, actions
-from autopar.core.stages import Transfer
+from autopar.core.transfers import Transfer
 from autopar.runtime.inductor import compile_parts
 from autopar.runtime.pipeline_mesh import PipelineMesh, own_plan
 from autopar.runtime.shards import take_shard
