@@ -59,7 +59,7 @@ class Lifetimes:
             change[self._last.get(storage, first) + 1] -= self._bytes[storage]
         for storage, made, end in self._added() if resident else ():
             change[made + 1] -= self._bytes[storage]
-            change[end] += self._bytes[storage]
+            change[end + 1] += self._bytes[storage]
         self.live = np.cumsum(change)[:-1]
         if resident:
             phases = (str(node.meta.get("phase")) for node in self.nodes)
@@ -71,7 +71,7 @@ class Lifetimes:
         return int(self.live.max(initial=0))
 
     def _added(self) -> Iterator[tuple[int, int, int]]:
-        """Storages that are in a sum from where they are made to the end of the backward."""
+        """Storages that are in a sum from where they are made to the last node of the backward."""
         phases = [node.meta.get("phase") for node in self.nodes]
         end = max((i for i, phase in enumerate(phases) if phase == "backward"), default=0)
         finish = (n for n, phase in zip(self.nodes, phases, strict=True) if phase == "finish")
