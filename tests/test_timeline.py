@@ -119,7 +119,7 @@ def test_an_unrolled_block_is_as_the_whole_graph() -> None:
         {n: built.candidates[built.classes[n]][chosen[built.classes[n]]] for n in step.ops},
         {n: built.storages[built.classes[n]][chosen[built.classes[n]]] for n in step.parameters},
     )
-    flat = timeline(whole, step, where, decision, "adamw", built, chosen)
+    flat = timeline(whole, price(step, where, decision, "adamw"), built, chosen)
     rolled, unrolled = list(executed(flat)), list(executed(plan.predicted.timeline))
     assert len(rolled) == len(unrolled)
     names = plan.predicted.timeline.kinds

@@ -20,7 +20,7 @@ from autopar.cost_model.memory import (
     PeakMemory,
     ScheduledOp,
     dtype_bytes,
-    moments,
+    levels,
     optimizer_state_bytes,
     peak_bytes,
 )
@@ -55,8 +55,8 @@ __all__ = [
     "compute_seconds_array",
     "dtype_bytes",
     "host_state_bytes",
+    "levels",
     "load_profile",
-    "moments",
     "offload_seconds",
     "optimizer_state_bytes",
     "peak_bytes",

@@ -23,7 +23,7 @@ __all__ = [
     "PeakMemory",
     "ScheduledOp",
     "dtype_bytes",
-    "moments",
+    "levels",
     "optimizer_state_bytes",
     "peak_bytes",
 ]
@@ -71,6 +71,14 @@ class PeakMemory:
     name: str
     breakdown: tuple[tuple[str, int], ...]
 
+    @classmethod
+    def of(cls, index: int, name: str, kinds: Mapping[str, int]) -> PeakMemory:
+        """That of an op, from the bytes of each kind."""
+        parts = [(kind, size) for kind, size in kinds.items() if size]
+        parts.sort(key=lambda part: (-part[1], part[0]))
+        total = sum(size for _, size in parts)
+        return cls(peak_bytes=total, index=index, name=name, breakdown=tuple(parts))
+
 
 def peak_bytes(
     schedule: Iterable[ScheduledOp],
@@ -94,76 +102,72 @@ def peak_bytes(
     Raises:
         ClusterError: a buffer is created twice or freed when not live, or a size is negative.
     """
-    best: PeakMemory | None = None
-    for index, name, totals in moments(
+    best: tuple[int, str, int, dict[str, int]] = (-1, "", -1, {})
+    for index, name, total, live in levels(
         schedule, resident=resident, granularity_bytes=granularity_bytes, kinds=kinds
     ):
-        total = sum(totals.values())
         # resident bytes alone are the peak of an empty schedule only
-        if best is None or total > best.peak_bytes or best.index < 0:
-            best = _peak(total, index, name, totals)
-    assert best is not None
-    return best
+        if total > best[2] or best[0] < 0:
+            best = index, name, total, dict(live)
+    return PeakMemory.of(best[0], best[1], best[3])
 
 
-def moments(
+def levels(
     schedule: Iterable[ScheduledOp],
     *,
     resident: Mapping[str, int] | None = None,
     granularity_bytes: int = 1,
     kinds: Mapping[str, str] | None = None,
-) -> Iterator[tuple[int, str, dict[str, int]]]:
+) -> Iterator[tuple[int, str, int, Mapping[str, int]]]:
     """What is live at each moment of a schedule; arguments and errors as for `peak_bytes`.
 
     Yields:
-        `(index, name, bytes by kind)`: first -1 with the resident ones, then of each op that
+        `(index, name, bytes, bytes by kind)`: first -1 with the resident ones, then of each op that
         something arrives for the moment before it runs, and of each op the moment while it runs.
+        The last holds until the next moment: copy it to keep it.
     """
     if granularity_bytes < 1:
         raise ClusterError(f"granularity_bytes must be at least 1, got {granularity_bytes}")
     kind_of = kinds or {}
-    totals = dict(resident or {})
-    for kind, size in totals.items():
-        _rounded(size, 1, f"resident {kind!r}")
-    live: dict[str, int] = {}
-    yield -1, "", dict(totals)
+    live = _Live({k: _rounded(n, 1, "resident", k) for k, n in (resident or {}).items()})
+    buffers: dict[str, int] = {}
+    yield -1, "", live.total, live.kinds
     for index, op in enumerate(schedule):
-        arriving = _rounded(op.arriving_bytes, granularity_bytes, f"operands of op {index}")
+        arriving = _rounded(op.arriving_bytes, granularity_bytes, "operands of op", index)
         if arriving:
-            yield index, op.name, _with(totals, "transient", arriving)
+            live.add("transient", arriving)
+            yield index, op.name, live.total, live.kinds
+            live.add("transient", -arriving)
         for buffer, size in op.alloc:
-            if buffer in live:
+            if buffer in buffers:
                 raise ClusterError(f"op {index} ({op.name}) creates {buffer!r}, which is live")
-            live[buffer] = _rounded(size, granularity_bytes, f"buffer {buffer!r}")
-            _add(totals, kind_of.get(buffer, "buffer"), live[buffer])
-        transient = _rounded(op.transient_bytes, granularity_bytes, f"transient of op {index}")
-        yield index, op.name, _with(totals, "transient", transient)
+            buffers[buffer] = _rounded(size, granularity_bytes, "buffer", buffer)
+            live.add(kind_of.get(buffer, "buffer"), buffers[buffer])
+        transient = _rounded(op.transient_bytes, granularity_bytes, "transient of op", index)
+        live.add("transient", transient)
+        yield index, op.name, live.total, live.kinds
+        live.add("transient", -transient)
         for buffer in op.free:
-            if buffer not in live:
+            if buffer not in buffers:
                 raise ClusterError(f"op {index} ({op.name}) frees {buffer!r}, which is not live")
-            size = live.pop(buffer)
-            _add(totals, kind_of.get(buffer, "buffer"), -size)
+            live.add(kind_of.get(buffer, "buffer"), -buffers.pop(buffer))
 
 
-def _peak(total: int, index: int, name: str, totals: Mapping[str, int]) -> PeakMemory:
-    parts = [(kind, size) for kind, size in totals.items() if size]
-    parts.sort(key=lambda part: (-part[1], part[0]))
-    return PeakMemory(peak_bytes=total, index=index, name=name, breakdown=tuple(parts))
+class _Live:
+    """Live bytes by kind, and their sum."""
+
+    def __init__(self, kinds: dict[str, int]) -> None:
+        self.kinds = kinds
+        self.total = sum(kinds.values())
+
+    def add(self, kind: str, num_bytes: int) -> None:
+        self.kinds[kind] = self.kinds.get(kind, 0) + num_bytes
+        self.total += num_bytes
 
 
-def _with(totals: Mapping[str, int], kind: str, size: int) -> dict[str, int]:
-    out = dict(totals)
-    _add(out, kind, size)
-    return out
-
-
-def _add(totals: dict[str, int], kind: str, size: int) -> None:
-    totals[kind] = totals.get(kind, 0) + size
-
-
-def _rounded(size: int, granularity: int, what: str) -> int:
+def _rounded(size: int, granularity: int, what: str, name: object) -> int:
     if size < 0:
-        raise ClusterError(f"{what} has {size} bytes: sizes must not be negative")
+        raise ClusterError(f"{what} {name!r} has {size} bytes: sizes must not be negative")
     return -(-size // granularity) * granularity
 
 

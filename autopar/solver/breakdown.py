@@ -11,6 +11,7 @@ s_i. Excluding s_i and solving again gives the latter (`solve(..., without=…)`
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from functools import cache
 from pathlib import Path
@@ -20,75 +21,62 @@ import numpy as np
 from autopar.core.graph import NodeInfo, TracedModel
 from autopar.core.timeline import Alternative, OpPhase, PlannedOp, PlannedSpan, Timeline, rounded
 from autopar.core.work import op_class
-from autopar.cost_model import Cluster, moments
+from autopar.solver.buffers import Twins
 from autopar.solver.build import StepProblem
-from autopar.solver.footprint import Schedule, highest, lasting_bytes
-from autopar.solver.order import FoldedSpan, folded_spans
-from autopar.solver.price import Decision, Pricing
+from autopar.solver.footprint import Schedule
+from autopar.solver.price import Price, Pricing
 from autopar.solver.problem import Assignment, ChoiceProblem
-from autopar.solver.step import Op, Step
+from autopar.solver.step import Op
 
 __all__ = ["other_states", "timeline"]
 
 
 def timeline(
-    traced: TracedModel,
-    step: Step,
-    cluster: Cluster,
-    decision: Decision,
-    optimizer: object,
-    built: StepProblem,
-    chosen: Assignment,
+    traced: TracedModel, priced: Price, built: StepProblem, chosen: Assignment
 ) -> Timeline:
     """The predicted step of a decision, op by op.
 
     Args:
-        traced: the graph that `step` was read from; it knows modules and source lines.
-        step, cluster, decision, optimizer: as for `price`.
+        traced: the graph that the step was read from; it knows modules and source lines.
+        priced: the decision.
         built, chosen: the problem and the assignment that the decision is.
     """
-    pricing = Pricing(step, cluster, decision)
-    pricing.communicate()
-    schedule, _ = highest(pricing, optimizer)
-    live, kinds = _live(schedule, pricing, optimizer)
+    pricing = priced.pricing
+    schedule, _ = priced.footprint.highest
+    live, kinds = _live(schedule)
     others = other_states(built.problem, chosen)
+    order = schedule.buffers.order
     ops = tuple(
         _planned(op, traced.info.get(op.name), pricing, live.get(op.name, ()), others, built)
-        for op in schedule.order
+        for op in order
     )
-    spans = folded_spans(step, schedule.order)
     return Timeline(
         ops=ops,
         kinds=kinds,
-        spans=tuple(_span(span, schedule, step, kinds) for span in spans),
+        spans=tuple(_span(twins, schedule, kinds) for twins in schedule.buffers.twins),
         alternatives={
             spec.target: Alternative((), (built.storages[owner][other[0]],), rounded(other[1]))
-            for name, spec in step.parameters.items()
+            for name, spec in pricing.step.parameters.items()
             if (other := others.get(owner := built.classes[name])) is not None
         },
     )
 
 
-def _live(
-    schedule: Schedule, pricing: Pricing, optimizer: object
-) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
+def _live(schedule: Schedule) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
     """Bytes by kind at the highest moment of each op, and the kinds, longest-lived first."""
-    resident = lasting_bytes(schedule, optimizer)
-    highest: dict[str, dict[str, int]] = {}
-    for _, name, totals in moments(
-        schedule.build(),
-        resident=resident,
-        granularity_bytes=pricing.cluster.device.allocation_granularity_bytes,
-        kinds=schedule.kinds,
-    ):
-        if sum(totals.values()) >= sum(highest.get(name, {}).values()):
-            highest[name] = totals
-    found = dict.fromkeys(kind for totals in highest.values() for kind in totals)
+    of_others = {part: schedule.of_others(part) for part in range(-1, 4)}
+    highest: dict[str, tuple[int, Counter[str]]] = {}
+    for index, name, num_bytes, alone in schedule.levels():
+        if num_bytes >= highest.get(name, (0,))[0]:
+            kinds = Counter(alone)
+            kinds.update(of_others[schedule.buffers.part(index)])
+            highest[name] = num_bytes, kinds
+    found = dict.fromkeys(kind for _, kinds in highest.values() for kind in kinds)
     last = [k for k in ("gradients", "activations", "backward", "gathered", "transient")
             if k in found]  # fmt: skip
-    kinds = (*(k for k in found if k not in last), *last)
-    rows = {name: tuple(t.get(kind, 0) for kind in kinds) for name, t in highest.items()}
-    return rows, kinds
+    order = (*(k for k in found if k not in last), *last)
+    rows = {name: tuple(held[kind] for kind in order) for name, (_, held) in highest.items()}
+    return rows, order
 
 
 def _planned(
@@ -136,22 +124,19 @@ def _portable(source: str) -> str:
     return next((source[len(r) :] for r in _roots() if source.startswith(r)), source)
 
 
-def _span(span: FoldedSpan, schedule: Schedule, step: Step, kinds: tuple[str, ...]) -> PlannedSpan:
-    """What one instance adds, from what `Schedule` adds for all others."""
-    sizes: dict[str, int] = {}
-    for op in schedule.build():
-        sizes.update(op.alloc)
+def _span(twins: Twins, schedule: Schedule, kinds: tuple[str, ...]) -> PlannedSpan:
+    """What one instance adds, from what is added for all others."""
+    span, step = twins.span, schedule.step
     saved = dict.fromkeys(kinds, 0)
-    for name in span.saved:
-        for index in range(len(step.ops[name].call.outputs)):
-            buffer = f"{name}.{index} of others"
-            if buffer in sizes:
-                saved[schedule.kinds[buffer]] += sizes[buffer]
-    gradients = sum(sizes.get(f"grad.{name} of others", 0) for name in span.parameters)
+    for buffer, num_bytes in twins.alloc:
+        saved[schedule.kinds[buffer]] += num_bytes
+    gradients = sum(num_bytes for _, num_bytes in twins.kept)
     others = max(span.times - 1, 1)
     repeat = step.blocks.repeat_of(span.saved[0]) if span.saved else None
     inside = (
-        op.name for op in schedule.order if repeat and step.blocks.repeat_of(op.name) == repeat
+        op.name
+        for op in schedule.buffers.order
+        if repeat and step.blocks.repeat_of(op.name) == repeat
     )
     each = tuple(num_bytes // others for num_bytes in saved.values())
     return PlannedSpan(span.times, each, gradients // others, frozenset(inside))

@@ -16,139 +16,19 @@ from torch import fx
 
 from autopar.core.graph import TracedModel
 from autopar.core.placement import Layout, Placement, Replicate, Shard, is_valid, shard_factor
-from autopar.core.redistribute import canonical, canonical_path
 from autopar.core.strategy import TensorSpec
-from autopar.cost_model import (
-    Cluster,
-    CollectiveKind,
-    bucketed_latency,
-    offload_seconds,
-    optimizer_state_bytes,
-)
+from autopar.cost_model import Cluster, offload_seconds, optimizer_state_bytes
 from autopar.errors import ConstraintError
-from autopar.solver.candidates import Candidate, Pricer, expand
+from autopar.solver.candidates import Candidate
+from autopar.solver.moves import MoveCosts
+from autopar.solver.offers import Offers
 from autopar.solver.order import sums_of_turns
 from autopar.solver.pins import Pins
-from autopar.solver.problem import Array, ChoiceProblem, Indices
+from autopar.solver.problem import Array, ChoiceProblem
 from autopar.solver.reductions import GradientSums
-from autopar.solver.step import ALONE, Bucket, Op, Step, Value, storage_of
+from autopar.solver.step import Op, Step, Value, storage_of
 
-__all__ = ["MoveCosts", "StepProblem", "build_problem"]
-
-
-class MoveCosts:
-    """Seconds of redistributions: latency and time per byte of the whole tensor.
-
-    Layouts are numbered, and a table by these numbers holds what is known: plans on three mesh axes
-    ask for a million pairs of layouts, of which few differ. What may go in buckets is priced move
-    by move, from tables of its own.
-    """
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-        self._number: dict[Layout, int] = {}
-        self._layouts: list[Layout] = []
-        self._table = np.full((2, 64, 64), np.nan)  # latency and per byte
-        self._canonical: dict[tuple[Layout, Layout], tuple[tuple[str, float, float], ...]] = {}
-        self._links: dict[tuple[str, int], tuple[float, float]] = {}
-        self._tables: dict[tuple[tuple[Layout, ...], tuple[Layout, ...], Bucket], Array] = {}
-
-    def _price(self, src: Layout, dst: Layout) -> tuple[float, float]:
-        """`(a, b)` of a + b · bytes; infinite where there is no way."""
-        moves = self.coefficients(src, dst)
-        return sum(a for _, a, _ in moves), sum(b for _, _, b in moves)
-
-    def coefficients(self, src: Layout, dst: Layout) -> tuple[tuple[str, float, float], ...]:
-        """Kind, and `(a, b)` of a + b · bytes, of each move; infinite where there is no way."""
-        if any(d.is_partial and not s.is_partial for s, d in zip(src, dst, strict=True)):
-            return (("", np.inf, 0.0),)
-        plain = canonical(src, dst)[:2]
-        if plain not in self._canonical:
-            self._canonical[plain] = self._price_canonical(*plain)
-        return self._canonical[plain]
-
-    def _price_canonical(self, src: Layout, dst: Layout) -> tuple[tuple[str, float, float], ...]:
-        moves = canonical_path(src, dst, self.cluster.mesh_shape)
-        if moves is None:
-            return (("", np.inf, 0.0),)
-        found: list[tuple[str, float, float]] = []
-        for move in moves:
-            if move.kind == "slice" or self.cluster.mesh_shape[move.axis] == 1:
-                continue
-            alpha, beta = self._link(move.kind, move.axis)
-            found.append((move.kind, alpha, beta * move.fraction))
-        return tuple(found)
-
-    def _link(self, kind: str, axis: int) -> tuple[float, float]:
-        if (kind, axis) not in self._links:
-            self._links[kind, axis] = self.cluster.alpha_beta(CollectiveKind(kind), axis)
-        return self._links[kind, axis]
-
-    def _numbers(self, layouts: Sequence[Layout]) -> Indices:
-        for layout in layouts:
-            if layout not in self._number:
-                self._number[layout] = len(self._layouts)
-                self._layouts.append(layout)
-        while len(self._layouts) > self._table.shape[1]:
-            size = self._table.shape[1]
-            self._table = np.pad(
-                self._table, ((0, 0), (0, size), (0, size)), constant_values=np.nan
-            )
-        return np.array([self._number[layout] for layout in layouts], dtype=np.intp)
-
-    def matrix(
-        self,
-        sources: Sequence[Layout],
-        targets: Sequence[Layout],
-        num_bytes: float,
-        bucket: Bucket = ALONE,
-    ) -> Array:
-        """Seconds from each source layout to each target layout.
-
-        Args:
-            sources, targets: layouts.
-            num_bytes: of the whole tensor.
-            bucket: what the tensor's moves may be joined with; see `Cluster.bucketed_seconds`.
-        """
-        if bucket.count > 1:
-            return self._bucketed(sources, targets, num_bytes, bucket)
-        at = np.ix_(self._numbers(sources), self._numbers(targets))
-        unknown = np.argwhere(np.isnan(self._table[0][at]))
-        rows, columns = at[0].ravel(), at[1].ravel()
-        pairs = {(int(rows[i]), int(columns[j])) for i, j in unknown}
-        for src, dst in sorted(pairs):
-            self._table[:, src, dst] = self._price(self._layouts[src], self._layouts[dst])
-        found: Array = self._table[0][at] + self._table[1][at] * num_bytes
-        return found
-
-    def _bucketed(
-        self, sources: Sequence[Layout], targets: Sequence[Layout], num_bytes: float, bucket: Bucket
-    ) -> Array:
-        rows, columns = tuple(dict.fromkeys(sources)), tuple(dict.fromkeys(targets))
-        if (rows, columns, bucket) not in self._tables:
-            self._tables[rows, columns, bucket] = self._move_table(rows, columns, bucket)
-        latency, per_byte, shared = self._tables[rows, columns, bucket]
-        spent = per_byte * num_bytes
-        small = (spent + bucketed_latency(latency, spent, shared)).sum(axis=2)
-        row_of = {layout: i for i, layout in enumerate(rows)}
-        column_of = {layout: j for j, layout in enumerate(columns)}
-        return np.asarray(
-            small[np.ix_([row_of[s] for s in sources], [column_of[t] for t in targets])]
-        )
-
-    def _move_table(
-        self, rows: Sequence[Layout], columns: Sequence[Layout], bucket: Bucket
-    ) -> Array:
-        """Latency, seconds per byte and sharers of each move of each pair; 0 s behind the last."""
-        pairs = [[self.coefficients(src, dst) for dst in columns] for src in rows]
-        most = max((len(moves) for row in pairs for moves in row), default=0)
-        table = np.zeros((3, len(rows), len(columns), most))
-        table[2] = 1
-        for i, row in enumerate(pairs):
-            for j, moves in enumerate(row):
-                for m, (kind, alpha, beta) in enumerate(moves):
-                    table[:, i, j, m] = alpha, beta, bucket.shared(kind, m)
-        return table
+__all__ = ["StepProblem", "build_problem"]
 
 
 @dataclass(slots=True)
@@ -185,6 +65,7 @@ def build_problem(
     pins: Pins,
     optimizer: object,
     ports: Mapping[str, Layout] | None = None,
+    offers: Offers | None = None,
 ) -> StepProblem:
     """States, costs, memory and edges of a traced step on a cluster.
 
@@ -194,18 +75,19 @@ def build_problem(
         pins: what the constraints allow.
         optimizer: whose states count.
         ports: layouts that neighbouring pipeline stages have settled, by port.
+        offers: what is known of ops and moves on this cluster.
 
     Raises:
         ConstraintError: a pin leaves an op or a parameter without any state.
     """
-    return _Builder(step, cluster, pins, optimizer, ports or {}).build()
+    return _Builder(step, offers or Offers(cluster), pins, optimizer, ports or {}).build()
 
 
 class _Builder:
     def __init__(
         self,
         step: Step,
-        cluster: Cluster,
+        offers: Offers,
         pins: Pins,
         optimizer: object,
         settled: Mapping[str, Layout],
@@ -215,11 +97,12 @@ class _Builder:
         # in graph order, as sets differ from run to run
         summed = sums_of_turns(step)
         self.sums = [name for name in step.ops if name in summed]
-        self.mesh = cluster.mesh_shape
+        self.offers = offers
+        self.device = offers.cluster.device
+        self.mesh = offers.cluster.mesh_shape
         self.pins = pins
         self.optimizer = optimizer
-        self.pricer = Pricer(cluster)
-        self.moves = MoveCosts(cluster)
+        self.moves = offers.moves
         self.gradient_sums = GradientSums(step, step.blocks.traced.reduce_dtype)
         known = self._representatives()
         names = [*step.ops, *step.parameters, *step.ports]
@@ -272,7 +155,8 @@ class _Builder:
 
     # --- nodes ---------------------------------------------------------------------------------
     def _add_op(self, op: Op) -> None:
-        everything = [c for c in expand(op.call, self.mesh) if self._inputs_ok(op, c)]
+        offer = self.offers.of(op.call)
+        everything = [c for c in offer.candidates if self._inputs_ok(op, c)]
         allowed = [c for c in everything if self.pins.allows(op, c)]
         if not allowed:
             contraction = self.pins.contractions.get(op.name)
@@ -280,7 +164,10 @@ class _Builder:
                 raise self.pins.refuse(op)
             allowed = everything
         allowed = self.pins.prefer(op, allowed)
-        cost = self.pricer.compute(op.call, allowed) + self.pricer.inner(allowed)
+        cost = offer.seconds
+        if len(allowed) < len(offer.candidates):
+            place = {id(c): k for k, c in enumerate(offer.candidates)}
+            cost = cost[[place[id(c)] for c in allowed]]
         self.candidates[op.name] = allowed
         held = self._saved_bytes(op, allowed) * self.copies[op.name]
         self.problem.add_node(op.name, cost * self.count[op.name], held)
@@ -325,7 +212,7 @@ class _Builder:
             return 0.0
         spec = self.step.parameters[name]
         share = TensorSpec(spec.shape, spec.dtype).num_bytes // shard_factor(layout, self.mesh)
-        return offload_seconds(self.pricer.cluster.device, self.optimizer, share, spec.dtype)
+        return offload_seconds(self.device, self.optimizer, share, spec.dtype)
 
     def _add_copy(self, op: Op) -> None:
         """The copy of a parameter that compute reads, in any layout that it may arrive in."""

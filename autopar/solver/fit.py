@@ -20,17 +20,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from autopar.solver.branch import Part, Split, branch, split_states
-from autopar.solver.ilp import Infeasible, Solution, solve_problem
+from autopar.solver.ilp import Infeasible, Prepared, Solution, solve_problem
 from autopar.solver.liveness import Liveness
 from autopar.solver.multipliers import Proposal, best_prices, heaviest_weights
 from autopar.solver.price import Decision, Price
 from autopar.solver.problem import Assignment, ChoiceProblem, evaluate
-from autopar.solver.reduce import Reduced, reduce_problem
+from autopar.solver.reduce import reduce_problem
 from autopar.solver.relaxed import Allowed, Column, Relaxation
 
-__all__ = ["Fit", "MemorySearch"]
+__all__ = ["UNLIMITED", "Fit", "MemorySearch"]
+
+UNLIMITED = 1 << 62
+"""A limit that no plan reaches: none is priced for its memory to know that it fits."""
 
 _LEAST_ROUNDS = 16
 _FIRST_ROUNDS = 4
@@ -94,9 +98,9 @@ class MemorySearch:
         self.best: Fit | None = None
         self.free: Fit | None = None
         self.beat = math.inf
+        self._solution: Solution | None = None
         self._rough: Fit | None = None
         self._least: Fit | None = None
-        self._reduced: Reduced | None = None
         self._has_spread = False
         self._root: Part | None = None
         self._prices: dict[int, float] = {}
@@ -112,29 +116,34 @@ class MemorySearch:
         return self.bound >= self.target * (1 - _CLOSE)
 
     # --- plans ---------------------------------------------------------------------------------
+    @cached_property
+    def _prepared(self) -> Prepared:
+        return Prepared(reduce_problem(self.problem))
+
     def fastest(self) -> Fit:
         """The plan without any limit."""
         if self.free is None:
-            self.free = self._keep(solve_problem(self.problem, reduced=self._once_reduced()))
+            self.free = self._keep(solve_problem(self.problem, prepared=self._prepared))
         return self.free
 
-    def rough(self) -> Fit:
-        """A plan without any limit, near the fastest, with a looser bound."""
-        if self._rough is None:
-            reduced = self._once_reduced()
-            found = solve_problem(self.problem, exact=False, reduced=reduced)
-            self._rough = self._keep(found)
-            self.bound = self._rough.solution.bound
-        return self._rough
+    def approximate(self) -> Solution:
+        """An assignment without any limit, near the fastest, with a looser bound."""
+        if self._solution is None:
+            self._solution = solve_problem(self.problem, exact=False, prepared=self._prepared)
+            self.bound = self._solution.bound
+        return self._solution
 
-    def _once_reduced(self) -> Reduced:
-        if self._reduced is None:
-            self._reduced = reduce_problem(self.problem)
-        return self._reduced
+    def rough(self) -> Fit:
+        """The plan of that assignment."""
+        if self._rough is None:
+            self._rough = self._keep(self.approximate())
+        return self._rough
 
     def _keep(self, solution: Solution) -> Fit:
         """Price a plan, and make the row of the op where it peaks."""
         fit = self.decide(solution)
+        if self.limit >= UNLIMITED:
+            return fit
         self.relaxed.add_row(fit.price.peak.index)
         if fit.peak <= self.limit and solution.objective < self.target:
             self.best = fit
@@ -214,10 +223,11 @@ class MemorySearch:
             price: seconds per byte that gave a good bound there.
         """
         self.beat = beat
-        free = self.rough()
+        self.approximate()
         if self.bound >= beat * (1 - _CLOSE):
             return None
-        if free.peak <= self.limit and self.fastest().peak <= self.limit:
+        free = None if self.limit >= UNLIMITED else self.rough()
+        if free is None or (free.peak <= self.limit and self.fastest().peak <= self.limit):
             self.best = self.fastest()
             self.bound = max(self.bound, self.best.solution.bound)
             return self.best
@@ -236,7 +246,10 @@ class MemorySearch:
         if math.isinf(self.target):
             return None  # there is nothing to be near to
         if not self.done and not self._is_hopeless():
-            self._round(self.rough(), _ROUNDS)
+            rough = self.rough()
+            if not self.relaxed.rows:
+                self.relaxed.add_row(rough.price.peak.index)
+            self._round(rough, _ROUNDS)
         far = self.bound < self.target * (1 - _FAR)
         if self._root is not None and not far and not self._proved(self.bound):
             bound = branch(

@@ -1,6 +1,7 @@
 """Solves the problem: exact reductions, elimination or bounds, then the integer program.
 
-The program (`program`) is built in PuLP and solved by HiGHS.
+Bounds rule out states, and what they leave open may be narrow enough to eliminate where the whole
+problem was not. The program (`program`) is built in PuLP and solved by HiGHS.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import math
 import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import highspy
 import numpy as np
@@ -16,18 +18,21 @@ import pulp
 
 from autopar.errors import AutoparError
 from autopar.solver.eliminate import minimise
-from autopar.solver.messages import Bounds, bound_with_memory, improve_bounds
+from autopar.solver.messages import Bounds, MessagePassing, bound_with_memory
 from autopar.solver.problem import Assignment, ChoiceProblem, Indices, Row, evaluate
 from autopar.solver.program import SECONDS, Program
 from autopar.solver.reduce import Reduced, reduce_problem
 
-__all__ = ["Infeasible", "Solution", "solve_among", "solve_problem"]
+__all__ = ["Infeasible", "Prepared", "Solution", "solve_among", "solve_problem"]
 
 _ILP_VARIABLES = 60_000
 _AMONG_GAP = 1e-3
 _OPTIMAL = 1e-6
 _EFFORT = 40_000  # rows × nodes of the ILP
 _LEAST_NODES = 20
+# sweeps of message passing, and the gap at which they end
+_ROUGH = 40, 1e-3
+_CLOSE = 200, 1e-6
 
 
 class Infeasible(AutoparError):
@@ -58,6 +63,75 @@ class Solution:
     def gap(self) -> float:
         """(objective − bound) / objective."""
         return max(0.0, (self.objective - self.bound) / self.objective) if self.objective else 0.0
+
+
+class Prepared:
+    """A reduced problem with what has been found out about it: solving it again goes on from there.
+
+    Args:
+        reduced: the problem, without memory where there is no limit.
+    """
+
+    def __init__(self, reduced: Reduced) -> None:
+        self.reduced = reduced
+
+    @cached_property
+    def least(self) -> Bounds | None:
+        """The optimum, where the graph is narrow enough to eliminate its nodes."""
+        return _minimum(self.reduced.problem)
+
+    @cached_property
+    def passing(self) -> MessagePassing:
+        """Bounds of what is too wide for that."""
+        return MessagePassing(self.reduced.problem)
+
+    def bounds(self, exact: bool) -> Bounds:
+        """The optimum or bounds of it; the closest that can be had without the ILP if `exact`."""
+        if self.least is not None:
+            return self.least
+        found = self.passing.run(*_ROUGH)
+        if exact and not _closed(found.lower, found.upper):
+            found = self._of_open(found) or self.passing.run(*_CLOSE)
+            if not _closed(found.lower, found.upper):
+                found = self._of_open(found) or found
+        return found
+
+    def _of_open(self, bounds: Bounds) -> Bounds | None:
+        """The optimum among the states that the bounds leave open, if these are narrow enough."""
+        if not bounds.chosen:
+            return None
+        reduced = reduce_problem(_among(self.reduced.problem, bounds.keep))
+        found = _minimum(reduced.problem)
+        if found is None:
+            return None
+        states = reduced.expand(found.chosen)
+        chosen = {node: int(bounds.keep[node][state]) for node, state in states.items()}
+        least = found.lower + reduced.offset
+        return Bounds(least, least, chosen, {}, chosen)
+
+
+def _minimum(problem: ChoiceProblem) -> Bounds | None:
+    """The least cost by elimination; None if that takes too large tables.
+
+    Raises:
+        Infeasible: no assignment is possible.
+    """
+    found = minimise(problem)
+    if found is None:
+        return None
+    least, chosen = found
+    if not math.isfinite(least):
+        raise Infeasible("every assignment is impossible")
+    return Bounds(least, least, chosen, {}, chosen)
+
+
+def _among(problem: ChoiceProblem, keep: Mapping[Hashable, Indices]) -> ChoiceProblem:
+    """The problem with some of the states of each node."""
+    return ChoiceProblem(
+        {n: c[keep[n]] for n, c in problem.costs.items()},
+        {n: m[keep[n]] for n, m in problem.memory.items()},
+        {(i, j): m[np.ix_(keep[i], keep[j])] for (i, j), m in problem.edges.items()},
+    )
 
 
 class _HiGHS(pulp.HiGHS):
@@ -108,7 +182,7 @@ def solve_problem(
     *,
     memory_limit: float | None = None,
     exact: bool = True,
-    reduced: Reduced | None = None,
+    prepared: Prepared | None = None,
     known: Sequence[Assignment] = (),
 ) -> Solution:
     """Minimise a problem: exact reductions, then bounds, then the ILP on what they leave open.
@@ -121,7 +195,7 @@ def solve_problem(
         problem: to solve.
         memory_limit: of the sum of the nodes' memory, in bytes.
         exact: run the ILP, and message passing to its end.
-        reduced: the problem, without memory where there is no limit, if it is reduced already.
+        prepared: what is known of the problem, if it has been reduced or solved before.
         known: possible assignments; where message passing finds none, its labels are joined with
             theirs, which is a far smaller ILP than that of all states.
 
@@ -132,11 +206,14 @@ def solve_problem(
     source = problem
     if memory_limit is None:
         source = ChoiceProblem(problem.costs, {}, problem.edges)
-    reduced = reduced or reduce_problem(source)
-    left = reduced.problem
+    prepared = prepared or Prepared(reduce_problem(source))
+    reduced, left = prepared.reduced, prepared.reduced.problem
     if any(not np.isfinite(cost).any() for cost in left.costs.values()):
         raise Infeasible("some node has no possible state")
-    bounds = _bounds(left, memory_limit, exact)
+    if memory_limit is not None and left.memory:
+        bounds = bound_with_memory(left, memory_limit)
+    else:
+        bounds = prepared.bounds(exact)
     status, lower, local = "optimal", bounds.lower, bounds.chosen
     variables = constraints = 0
     if not _closed(bounds.lower, bounds.upper):
@@ -170,19 +247,6 @@ def solve_problem(
     )
 
 
-def _bounds(left: ChoiceProblem, memory_limit: float | None, exact: bool) -> Bounds:
-    """The optimum where the graph is narrow enough to eliminate its nodes; else bounds."""
-    if memory_limit is not None and left.memory:
-        return bound_with_memory(left, memory_limit)
-    found = minimise(left)
-    if found is None:
-        return improve_bounds(left, sweeps=200 if exact else 40, tolerance=1e-6 if exact else 1e-3)
-    least, chosen = found
-    if not math.isfinite(least):
-        raise Infeasible("every assignment is impossible")
-    return Bounds(least, least, chosen, {}, chosen)
-
-
 def _joined(problem: ChoiceProblem, tried: Sequence[Assignment]) -> dict[Hashable, int]:
     """The best assignment of the states of some assignments, of which one at least is possible."""
     keep = {node: np.unique([states[node] for states in tried]) for node in problem.costs}
@@ -205,10 +269,8 @@ def solve_among(
 
     None if none was found that costs less than `below` seconds.
     """
-    costs = {n: c[keep[n]] for n, c in problem.costs.items()}
-    edges = {(i, j): m[np.ix_(keep[i], keep[j])] for (i, j), m in problem.edges.items()}
-    among = [row.among(keep) for row in rows]
-    program = Program(ChoiceProblem(costs, {}, edges), among, limit)
+    among = _among(ChoiceProblem(problem.costs, {}, problem.edges), keep)
+    program = Program(among, [row.among(keep) for row in rows], limit)
     try:
         _run(program, gap, below)
     except Infeasible:
@@ -234,12 +296,11 @@ def _model_of_open(left: ChoiceProblem, bounds: Bounds, limit: float | None) -> 
 
     Without any assignment at hand it is built whatever its size.
     """
-    keep = bounds.keep
-    costs = {n: c[keep[n]] for n, c in left.costs.items()}
-    memory = {n: m[keep[n]] for n, m in left.memory.items()}
-    edges = {(i, j): m[np.ix_(keep[i], keep[j])] for (i, j), m in left.edges.items()}
-    size = sum(m.size for m in edges.values())
+    among = _among(left, bounds.keep)
+    memory = among.memory
+    size = sum(m.size for m in among.edges.values())
     if size > _ILP_VARIABLES and math.isfinite(bounds.upper):
         return None
     rows = [] if limit is None or not memory else [Row(nodes=memory)]
-    return Program(ChoiceProblem(costs, {}, edges), rows, math.inf if limit is None else limit)
+    among = ChoiceProblem(among.costs, {}, among.edges)
+    return Program(among, rows, math.inf if limit is None else limit)

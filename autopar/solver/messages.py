@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from autopar.solver.problem import Array, ChoiceProblem, Indices, evaluate
 
-__all__ = ["Bounds", "bound_with_memory", "improve_bounds"]
+__all__ = ["Bounds", "MessagePassing", "bound_with_memory", "improve_bounds"]
 
 _CHECK_EVERY = 5
+_STALLED = 3  # checks in a row that raise the bound by next to nothing
 
 
 @dataclass(slots=True)
@@ -209,40 +210,63 @@ class _Messages:
         return keep
 
 
-def improve_bounds(problem: ChoiceProblem, *, sweeps: int = 200, tolerance: float = 1e-6) -> Bounds:
-    """Run message passing until the bounds meet (within `tolerance`, relative) or stall.
+class MessagePassing:
+    """Message passing that can be resumed: what it has found so far is kept.
 
     Args:
         problem: memory is not looked at; fold it into the costs with a multiplier.
-        sweeps: forward and backward sweeps at most.
-        tolerance: relative gap at which to stop.
     """
-    messages = _Messages(problem)
-    lower, upper = messages.bound(), np.inf
-    chosen: dict[Hashable, int] = {}
-    candidate: dict[Hashable, int] = {}
-    stalled = 0
-    for index in range(sweeps):
-        messages.sweep(forward=True)
-        messages.sweep(forward=False)
-        if index % _CHECK_EVERY and index > 2:
-            continue
-        previous, lower = lower, max(lower, messages.bound())
-        candidate = messages.label()
-        cost = messages.descend(candidate)
-        if np.isinf(min(cost, upper)):
-            candidate = messages.label_possible()
-            cost = messages.descend(candidate)
-        if cost < upper:
-            upper, chosen = cost, candidate
-        if upper - lower <= tolerance * abs(upper):
-            break
-        stalled = stalled + 1 if lower - previous <= 1e-5 * abs(lower) and index > 5 else 0
-        if stalled >= 3:
-            break
-    final = messages.bound()
-    keep = messages.open_states(final, upper)
-    return Bounds(float(max(lower, final)), float(upper), chosen, keep, candidate)
+
+    def __init__(self, problem: ChoiceProblem) -> None:
+        self._messages = _Messages(problem)
+        self.lower, self.upper = self._messages.bound(), np.inf
+        self._chosen: dict[Hashable, int] = {}
+        self._latest: dict[Hashable, int] = {}
+        self._sweeps = self._stalled = 0
+
+    def run(self, sweeps: int, tolerance: float) -> Bounds:
+        """Go on until the bounds meet or stall.
+
+        Args:
+            sweeps: forward and backward sweeps at most, those of earlier runs included.
+            tolerance: relative gap at which to stop.
+        """
+        while self._sweeps < sweeps and self._stalled < _STALLED and not self._met(tolerance):
+            self._messages.sweep(forward=True)
+            self._messages.sweep(forward=False)
+            index = self._sweeps
+            self._sweeps += 1
+            if index % _CHECK_EVERY == 0 or index <= 2:
+                self._check(index)
+        final = self._messages.bound()
+        keep = self._messages.open_states(final, self.upper)
+        lower = float(max(self.lower, final))
+        return Bounds(lower, float(self.upper), self._chosen, keep, self._latest)
+
+    def _met(self, tolerance: float) -> bool:
+        # also where the first labels were impossible: later ones are, too
+        gap = self.upper - self.lower
+        return self._sweeps > 0 and bool(gap <= tolerance * abs(self.upper))
+
+    def _check(self, index: int) -> None:
+        """Measure the bound, and label the nodes anew."""
+        messages = self._messages
+        previous, self.lower = self.lower, max(self.lower, messages.bound())
+        latest = messages.label()
+        cost = messages.descend(latest)
+        if np.isinf(min(cost, self.upper)):
+            latest = messages.label_possible()
+            cost = messages.descend(latest)
+        self._latest = latest
+        if cost < self.upper:
+            self.upper, self._chosen = cost, latest
+        slow = self.lower - previous <= 1e-5 * abs(self.lower)
+        self._stalled = self._stalled + 1 if slow and index > 5 else 0
+
+
+def improve_bounds(problem: ChoiceProblem, *, sweeps: int = 200, tolerance: float = 1e-6) -> Bounds:
+    """Run message passing until the bounds meet (within `tolerance`, relative) or stall."""
+    return MessagePassing(problem).run(sweeps, tolerance)
 
 
 _MULTIPLIER_STEPS = 24

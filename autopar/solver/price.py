@@ -15,8 +15,9 @@ from autopar.core.plan import CommBytes
 from autopar.core.redistribute import Move, path
 from autopar.core.timeline import PlannedMove, rounded
 from autopar.cost_model import Cluster, PeakMemory, host_state_bytes, offload_seconds
-from autopar.solver.candidates import Candidate, Pricer
-from autopar.solver.footprint import highest
+from autopar.solver.candidates import Candidate
+from autopar.solver.footprint import Footprint
+from autopar.solver.offers import Offers
 from autopar.solver.order import before_sends, sums_of_turns
 from autopar.solver.step import ALONE, Bucket, Op, Step, Value
 
@@ -35,14 +36,16 @@ class Decision:
 class Price:
     """Seconds and bytes of a decision.
 
-    `phases` are seconds of the parts of a step in microbatches: "prepare" and "finish" once a step;
-    "forward", "input" and "weight" (the two parts of the backward) of one microbatch.
+    `pricing` and `footprint` are what they were found from. `phases` are seconds of the parts of a
+    step in microbatches: "prepare" and "finish" once a step; "forward", "input" and "weight" (the
+    two parts of the backward) of one microbatch.
     """
 
     compute_s: float
     comm_s: float
     comm_bytes: tuple[CommBytes, ...]
-    peak: PeakMemory
+    pricing: Pricing
+    footprint: Footprint
     phases: Mapping[str, float] = field(default_factory=dict)
     offload_s: float = 0.0
     host_bytes: int = 0
@@ -51,17 +54,25 @@ class Price:
     def total_s(self) -> float:
         return self.compute_s + self.comm_s + self.offload_s
 
+    @property
+    def peak(self) -> PeakMemory:
+        """The moment at which most bytes are live; looked for when it is asked for."""
+        return self.footprint.peak
+
 
 class Pricing:
     """Costs of one decision, from its placements alone."""
 
-    def __init__(self, step: Step, cluster: Cluster, decision: Decision) -> None:
+    def __init__(
+        self, step: Step, cluster: Cluster, decision: Decision, offers: Offers | None = None
+    ) -> None:
+        self.offers = offers or Offers(cluster)
         self.step = step
         self.blocks = step.blocks
         self.cluster = cluster
         self.mesh = cluster.mesh_shape
         self.decision = decision
-        self.pricer = Pricer(cluster)
+        self.pricer = self.offers.pricer
         self.whole: Layout = tuple(Replicate() for _ in self.mesh)
         self.sent: Counter[tuple[int, str]] = Counter()
         self.bytes: Counter[tuple[int, str]] = Counter()
@@ -69,6 +80,7 @@ class Pricing:
         self.planned: dict[str, list[PlannedMove]] = defaultdict(list)
         self.flight = step.blocks.traced.flight
         self.sums = sums_of_turns(step)
+        self._seconds: dict[str, float] = {}
 
     def layout(self, value: Value) -> Layout:
         """Layout of a value where it is produced."""
@@ -138,24 +150,48 @@ class Pricing:
 
     def seconds(self, op: Op) -> float:
         """Compute of one execution of an op."""
-        return float(self.pricer.compute(op.call, [self.decision.candidates[op.name]])[0])
+        if op.name not in self._seconds:
+            candidate = self.decision.candidates[op.name]
+            self._seconds[op.name] = self.offers.seconds(op.call, candidate)
+        return self._seconds[op.name]
 
     def compute(self) -> float:
         return sum(self.seconds(op) * self.blocks.weight(op.name) for op in self.step.ops.values())
 
 
-def price(step: Step, cluster: Cluster, decision: Decision, optimizer: object) -> Price:
-    """Price a decision op by op."""
-    pricing = Pricing(step, cluster, decision)
+def price(
+    step: Step,
+    cluster: Cluster,
+    decision: Decision,
+    optimizer: object,
+    offers: Offers | None = None,
+) -> Price:
+    """Price a decision op by op.
+
+    Args:
+        step, cluster: that it was made for.
+        decision: the choices.
+        optimizer: whose states count in memory.
+        offers: what is known of ops on this cluster.
+    """
+    pricing = Pricing(step, cluster, decision, offers)
     pricing.communicate()
     comm = tuple(
         CommBytes(axis=axis, kind=kind, num_bytes=pricing.bytes[axis, kind], count=count)
         for (axis, kind), count in sorted(pricing.sent.items())
     )
-    _, peak = highest(pricing, optimizer)
     phases = _phases(pricing) if step.in_turns else {}
     seconds, host_bytes = _offload(pricing, optimizer)
-    return Price(pricing.compute(), pricing.comm_s, comm, peak, phases, seconds, host_bytes)
+    return Price(
+        compute_s=pricing.compute(),
+        comm_s=pricing.comm_s,
+        comm_bytes=comm,
+        pricing=pricing,
+        footprint=Footprint(pricing, optimizer),
+        phases=phases,
+        offload_s=seconds,
+        host_bytes=host_bytes,
+    )
 
 
 def _phases(pricing: Pricing) -> dict[str, float]:

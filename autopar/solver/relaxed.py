@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.solver.descent import descend
-from autopar.solver.ilp import solve_among, solve_problem
+from autopar.solver.ilp import Prepared, solve_among, solve_problem
 from autopar.solver.liveness import Liveness, priced
 from autopar.solver.problem import Assignment, ChoiceProblem, Row, evaluate
 from autopar.solver.reduce import Reduced, reduce_problem
@@ -131,7 +131,7 @@ class Relaxation:
             problem.costs[node] = np.where(kept, problem.costs[node], np.inf)
         reduced = reduce_problem(problem, changed=core.touched)
         known = self._nearest(prices, scale, allowed or {})
-        found = solve_problem(problem, exact=False, reduced=reduced, known=known)
+        found = solve_problem(problem, exact=False, prepared=Prepared(reduced), known=known)
         column = self.column(core.reduced.expand(found.chosen))
         always = sum(price * core.rows[position].constant for position, price in prices.items())
         return column, found.bound + scale * core.reduced.offset + always

@@ -28,13 +28,13 @@ from autopar.solver.breakdown import timeline
 from autopar.solver.build import StepProblem, build_problem
 from autopar.solver.exclude import Excluded, exclude
 from autopar.solver.fit import Fit, MemorySearch
-from autopar.solver.footprint import held_bytes
 from autopar.solver.ilp import Infeasible, Solution
 from autopar.solver.input_layouts import input_layouts
 from autopar.solver.liveness import Liveness
 from autopar.solver.modes import mode_names
+from autopar.solver.offers import Offers
 from autopar.solver.pins import Pins
-from autopar.solver.price import Decision, Pricing, price
+from autopar.solver.price import Decision, price
 from autopar.solver.rules.own_order import note_orders
 from autopar.solver.step import Step, build_step
 
@@ -57,6 +57,7 @@ def solve(
     optimizer: object = "adamw",
     without: Excluded | None = None,
     ports: Mapping[str, Layout] | None = None,
+    offers: Offers | None = None,
 ) -> Plan:
     """Choose placements for every tensor of a traced step.
 
@@ -68,6 +69,7 @@ def solve(
         optimizer: whose states count in memory.
         without: a choice that the plan must not make.
         ports: layouts of what goes between pipeline stages, where a stage before has settled them.
+        offers: what is known of ops on these devices from earlier steps.
 
     Raises:
         ConstraintError: the constraints cannot hold, or nothing is left without `without`.
@@ -78,6 +80,7 @@ def solve(
     note_orders(traced.graph)
     planned = _with_roles(cluster, roles)
     limit = planned.memory_bytes if memory_limit is None else int(memory_limit)
+    known = (offers or Offers(planned)).over(planned)
     tried: list[_Found] = []
     done: list[object] = []  # optimizers, where they are, of which an unlimited plan fits
     for kind, held in _variants(traced, planned, wanted, optimizer):
@@ -85,7 +88,7 @@ def solve(
             continue
         if isinstance(held, Offloaded) and tried and _no_offload_beats(tried, held):
             break
-        found = _Found.search_for(traced, planned, wanted, roles, held, kind, limit, ports)
+        found = _Found.search_for(traced, known, wanted, roles, held, kind, limit, ports)
         if without is not None and not exclude(without, found.step, found.search.built):
             continue
         tried.append(found)
@@ -141,7 +144,7 @@ class _Found:
     def search_for(
         cls,
         traced: TracedModel,
-        cluster: Cluster,
+        offers: Offers,
         wanted: Constraints,
         roles: tuple[AxisRole, ...],
         optimizer: object,
@@ -153,8 +156,8 @@ class _Found:
         graph = recomputed(traced, kind)
         step = build_step(graph)
         pins = Pins(wanted, roles, graph, step)
-        built = build_problem(graph, step, cluster, pins, optimizer, ports)
-        search = _Search(step, cluster, built, optimizer, pins, limit)
+        built = build_problem(graph, step, offers.cluster, pins, optimizer, ports, offers)
+        search = _Search(step, offers, built, optimizer, pins, limit)
         return cls(traced, kind, graph, step, pins, search)
 
     @property
@@ -184,7 +187,7 @@ def _no_offload_beats(tried: list[_Found], offloaded: Offloaded) -> bool:
         ) * first.step.blocks.copies(name)
         for name in first.step.gradients
     )  # fmt: skip
-    return _fastest(tried) <= first.search.memory.rough().solution.bound + least_s
+    return _fastest(tried) <= first.search.memory.approximate().bound + least_s
 
 
 def _as_plan(
@@ -206,19 +209,11 @@ def _as_plan(
         peak_memory_bytes=best.price.peak.peak_bytes,
         memory=dict(best.price.peak.breakdown),
         comm_bytes=best.price.comm_bytes,
-        timeline=timeline(
-            found.graph,
-            step,
-            planned,
-            best.decision,
-            found.search.optimizer,
-            found.search.built,
-            report.chosen,
-        ),
+        timeline=timeline(found.graph, best.price, found.search.built, report.chosen),
         phases=best.price.phases,
         offload_s=best.price.offload_s,
         host_bytes=best.price.host_bytes,
-        held=held_bytes(Pricing(step, planned, best.decision), found.search.optimizer),
+        held=best.price.footprint.held(),
     )
     nodes = {
         name: NodePlan(inputs=c.inputs, outputs=c.outputs, variants=c.variants)
@@ -293,25 +288,26 @@ class _Search:
     def __init__(
         self,
         step: Step,
-        cluster: Cluster,
+        offers: Offers,
         built: StepProblem,
         optimizer: object,
         pins: Pins,
         limit: int,
     ) -> None:
         self.step = step
-        self.cluster = cluster
+        self.offers = offers
+        self.cluster = offers.cluster
         self.built = built
         self.optimizer = optimizer
         self.pins = pins
-        granularity = cluster.device.allocation_granularity_bytes
+        granularity = self.cluster.device.allocation_granularity_bytes
         liveness = Liveness(step, built, optimizer, granularity)
         self.memory = MemorySearch(built.problem, liveness, self._fit, limit)
 
     def start(self, beat: float, price: float) -> Fit | None:
         """A fast plan found within the limit, if it beats some seconds."""
         try:
-            self.memory.rough()
+            self.memory.approximate()
         except Infeasible as error:
             raise ConstraintError(
                 f"{self.pins.describe()} cannot hold for the model as a whole: no combination of "
@@ -338,7 +334,7 @@ class _Search:
 
     def _fit(self, solution: Solution) -> Fit:
         decision = self._decision(solution)
-        priced = price(self.step, self.cluster, decision, self.optimizer)
+        priced = price(self.step, self.cluster, decision, self.optimizer, self.offers)
         if not math.isclose(priced.total_s, solution.objective, rel_tol=1e-6, abs_tol=1e-9):
             raise AutoparError(
                 f"the plan costs {priced.total_s:.9f} s by its placements, but the solver claims "

@@ -34,7 +34,7 @@ from autopar.core.placement import Partial, Placement, Replicate, Shard
 from autopar.core.strategy import AxisStrategy, OpCall, op_call
 from autopar.solver.rules.registry import find_rule
 
-__all__ = ["Order", "note_orders", "own_order_rows"]
+__all__ = ["Order", "note_orders", "orders_of", "own_order_rows"]
 
 aten = torch.ops.aten
 
@@ -94,6 +94,15 @@ def own_order_rows(call: OpCall) -> list[AxisStrategy]:
         return []
     found = _found(call)
     return found.rows if found else []
+
+
+def orders_of(call: OpCall) -> tuple[Any, ...]:
+    """What the rows of an op in an own order depend on, beside the op; () without such rows."""
+    if call.target not in _STARTS and not _any(call.nodes):
+        return ()
+    first = call.nodes[0]
+    start = first.name if call.target in _STARTS else first.target in _ZEROS
+    return (start, *(node.meta.get(_KEY) for node in call.nodes))
 
 
 def _any(nodes: Iterable[fx.Node]) -> bool:

@@ -1,0 +1,130 @@
+"""Seconds of redistributions, by the layouts at both ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.core.placement import Layout
+from autopar.core.redistribute import canonical, canonical_path
+from autopar.cost_model import Cluster, CollectiveKind, bucketed_latency
+from autopar.solver.problem import Array, Indices
+from autopar.solver.step import ALONE, Bucket
+
+__all__ = ["MoveCosts"]
+
+
+class MoveCosts:
+    """Seconds of redistributions: latency and time per byte of the whole tensor.
+
+    Layouts are numbered, and a table by these numbers holds what is known: plans on three mesh axes
+    ask for a million pairs of layouts, of which few differ. What may go in buckets is priced move
+    by move, from tables of its own.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._number: dict[Layout, int] = {}
+        self._layouts: list[Layout] = []
+        self._table = np.full((2, 64, 64), np.nan)  # latency and per byte
+        self._canonical: dict[tuple[Layout, Layout], tuple[tuple[str, float, float], ...]] = {}
+        self._links: dict[tuple[str, int], tuple[float, float]] = {}
+        self._tables: dict[tuple[tuple[Layout, ...], tuple[Layout, ...], Bucket], Array] = {}
+
+    def _price(self, src: Layout, dst: Layout) -> tuple[float, float]:
+        """`(a, b)` of a + b · bytes; infinite where there is no way."""
+        moves = self.coefficients(src, dst)
+        return sum(a for _, a, _ in moves), sum(b for _, _, b in moves)
+
+    def coefficients(self, src: Layout, dst: Layout) -> tuple[tuple[str, float, float], ...]:
+        """Kind, and `(a, b)` of a + b · bytes, of each move; infinite where there is no way."""
+        if any(d.is_partial and not s.is_partial for s, d in zip(src, dst, strict=True)):
+            return (("", np.inf, 0.0),)
+        plain = canonical(src, dst)[:2]
+        if plain not in self._canonical:
+            self._canonical[plain] = self._price_canonical(*plain)
+        return self._canonical[plain]
+
+    def _price_canonical(self, src: Layout, dst: Layout) -> tuple[tuple[str, float, float], ...]:
+        moves = canonical_path(src, dst, self.cluster.mesh_shape)
+        if moves is None:
+            return (("", np.inf, 0.0),)
+        found: list[tuple[str, float, float]] = []
+        for move in moves:
+            if move.kind == "slice" or self.cluster.mesh_shape[move.axis] == 1:
+                continue
+            alpha, beta = self._link(move.kind, move.axis)
+            found.append((move.kind, alpha, beta * move.fraction))
+        return tuple(found)
+
+    def _link(self, kind: str, axis: int) -> tuple[float, float]:
+        if (kind, axis) not in self._links:
+            self._links[kind, axis] = self.cluster.alpha_beta(CollectiveKind(kind), axis)
+        return self._links[kind, axis]
+
+    def _numbers(self, layouts: Sequence[Layout]) -> Indices:
+        for layout in layouts:
+            if layout not in self._number:
+                self._number[layout] = len(self._layouts)
+                self._layouts.append(layout)
+        while len(self._layouts) > self._table.shape[1]:
+            size = self._table.shape[1]
+            self._table = np.pad(
+                self._table, ((0, 0), (0, size), (0, size)), constant_values=np.nan
+            )
+        return np.array([self._number[layout] for layout in layouts], dtype=np.intp)
+
+    def matrix(
+        self,
+        sources: Sequence[Layout],
+        targets: Sequence[Layout],
+        num_bytes: float,
+        bucket: Bucket = ALONE,
+    ) -> Array:
+        """Seconds from each source layout to each target layout.
+
+        Args:
+            sources, targets: layouts.
+            num_bytes: of the whole tensor.
+            bucket: what the tensor's moves may be joined with; see `Cluster.bucketed_seconds`.
+        """
+        if bucket.count > 1:
+            return self._bucketed(sources, targets, num_bytes, bucket)
+        at = np.ix_(self._numbers(sources), self._numbers(targets))
+        unknown = np.argwhere(np.isnan(self._table[0][at]))
+        rows, columns = at[0].ravel(), at[1].ravel()
+        pairs = {(int(rows[i]), int(columns[j])) for i, j in unknown}
+        for src, dst in sorted(pairs):
+            self._table[:, src, dst] = self._price(self._layouts[src], self._layouts[dst])
+        found: Array = self._table[0][at] + self._table[1][at] * num_bytes
+        return found
+
+    def _bucketed(
+        self, sources: Sequence[Layout], targets: Sequence[Layout], num_bytes: float, bucket: Bucket
+    ) -> Array:
+        rows, columns = tuple(dict.fromkeys(sources)), tuple(dict.fromkeys(targets))
+        if (rows, columns, bucket) not in self._tables:
+            self._tables[rows, columns, bucket] = self._move_table(rows, columns, bucket)
+        latency, per_byte, shared = self._tables[rows, columns, bucket]
+        spent = per_byte * num_bytes
+        small = (spent + bucketed_latency(latency, spent, shared)).sum(axis=2)
+        row_of = {layout: i for i, layout in enumerate(rows)}
+        column_of = {layout: j for j, layout in enumerate(columns)}
+        return np.asarray(
+            small[np.ix_([row_of[s] for s in sources], [column_of[t] for t in targets])]
+        )
+
+    def _move_table(
+        self, rows: Sequence[Layout], columns: Sequence[Layout], bucket: Bucket
+    ) -> Array:
+        """Latency, seconds per byte and sharers of each move of each pair; 0 s behind the last."""
+        pairs = [[self.coefficients(src, dst) for dst in columns] for src in rows]
+        most = max((len(moves) for row in pairs for moves in row), default=0)
+        table = np.zeros((3, len(rows), len(columns), most))
+        table[2] = 1
+        for i, row in enumerate(pairs):
+            for j, moves in enumerate(row):
+                for m, (kind, alpha, beta) in enumerate(moves):
+                    table[:, i, j, m] = alpha, beta, bucket.shared(kind, m)
+        return table

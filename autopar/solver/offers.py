@@ -1,0 +1,88 @@
+"""What ops may be run as on one cluster, and for how many seconds: made once for ops alike.
+
+A rule sees the op, its arguments and the shapes of its tensors, so ops that agree in these have the
+same candidates, wherever they stand: in blocks of several classes, in several stages of a pipeline,
+in the steps of several schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from autopar.core.strategy import OpCall
+from autopar.cost_model import Cluster
+from autopar.solver.candidates import Candidate, Pricer, expand
+from autopar.solver.moves import MoveCosts
+from autopar.solver.problem import Array
+from autopar.solver.rules.own_order import orders_of
+
+__all__ = ["Offer", "Offers"]
+
+
+class Offer(NamedTuple):
+    """Candidates of an op and the seconds of each, its own collectives included."""
+
+    candidates: list[Candidate]
+    seconds: Array
+
+
+class Offers:
+    """Candidates of ops and prices of moves on a cluster, kept for the next one who asks.
+
+    Args:
+        cluster: with the mesh.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.pricer = Pricer(cluster)
+        self.moves = MoveCosts(cluster)
+        self._offers: dict[Hashable, Offer] = {}
+        self._seconds: dict[Hashable, float] = {}
+        self._others: dict[tuple[int, ...], Offers] = {}
+
+    def over(self, cluster: Cluster) -> Offers:
+        """Those on another mesh of the same devices and links."""
+        if cluster.mesh_shape == self.cluster.mesh_shape:
+            return self
+        if cluster.mesh_shape not in self._others:
+            self._others[cluster.mesh_shape] = Offers(cluster)
+        return self._others[cluster.mesh_shape]
+
+    def of(self, call: OpCall) -> Offer:
+        """All candidates of an op."""
+        key = _likeness(call)
+        known = self._offers.get(key)
+        if known is None:
+            candidates = expand(call, self.cluster.mesh_shape)
+            seconds = self.pricer.compute(call, candidates) + self.pricer.inner(candidates)
+            known = self._offers[key] = Offer(candidates, seconds)
+        return known
+
+    def seconds(self, call: OpCall, candidate: Candidate) -> float:
+        """Seconds of the local compute of one candidate."""
+        key = _likeness(call), candidate
+        if key not in self._seconds:
+            self._seconds[key] = float(self.pricer.compute(call, [candidate])[0])
+        return self._seconds[key]
+
+
+def _likeness(call: OpCall) -> Hashable:
+    """What two ops with the same candidates have in common."""
+    numbers: dict[fx.Node, int] = {}
+
+    def plain(value: Any) -> Hashable:
+        if isinstance(value, fx.Node):
+            return fx.Node, numbers.setdefault(value, len(numbers))
+        if isinstance(value, (list, tuple)):
+            return tuple(plain(item) for item in value)
+        if isinstance(value, dict):
+            return tuple((key, plain(item)) for key, item in value.items())
+        # 1, 1.0 and True are equal, but not the same argument
+        return type(value), value if isinstance(value, Hashable) else repr(value)
+
+    arguments = plain(call.args), plain(call.kwargs)
+    return call.target, arguments, call.operands, call.outputs, orders_of(call)
