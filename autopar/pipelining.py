@@ -27,6 +27,8 @@ from autopar.core.stages import block_order
 from autopar.cost_model import Cluster, CollectiveKind
 from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError
 from autopar.scheduling import scheduled
+from autopar.solver.fit import UNLIMITED
+from autopar.solver.offers import Offers
 from autopar.solver.pipeline_shape import PipelineShape, balanced_cuts, stage_mesh
 from autopar.solver.problem import Array
 from autopar.solver.solve import solve
@@ -39,7 +41,6 @@ _SCHEDULE_GAIN = 0.01  # what a schedule other than 1F1B must promise to be plan
 _TURNS_PER_RANK = (1, 2, 4)  # microbatches for each pipeline rank, where they are not pinned
 _IDLE = 0.15  # share of the step in which ranks wait: above, more microbatches are tried first
 _MOST = 3  # shapes that are planned unasked
-_UNLIMITED = 1 << 62
 
 
 def plan_step(
@@ -85,13 +86,19 @@ class _Search:
         self.optimizer = optimizer
         self.refused: AutoparError | None = None
         self.large: dict[PipelineShape, int] = {}  # peaks of shapes that do not fit as they are
+        self.offers = Offers(cluster)
         self._planner: StagePlanner | None = None
 
     @property
     def planner(self) -> StagePlanner:
         if self._planner is None:
             self._planner = StagePlanner(
-                self.traced, self.cluster, self.constraints, self.limit, self.optimizer
+                self.traced,
+                self.cluster,
+                self.constraints,
+                self.limit,
+                self.optimizer,
+                self.offers,
             )
         return self._planner
 
@@ -100,7 +107,7 @@ class _Search:
         """The best plan in one piece, unless microbatches or a pipeline are faster."""
         if not self._may_pipeline():
             return self._plain()
-        free = self._plain(_UNLIMITED)
+        free = self._plain(UNLIMITED)
         fits = free.predicted.peak_memory_bytes <= self.limit
         plain = replace(free, memory_limit_bytes=self.limit) if fits else None
         shapes = self._below(self._shapes(PipelinePin(), short=not fits), _limit(plain))
@@ -140,6 +147,7 @@ class _Search:
             constraints=replace(self.constraints, pipeline=None),
             memory_limit=memory_limit or self.limit,
             optimizer=self.optimizer,
+            offers=self.offers,
         )
         return replace(found, constraints=self.constraints.to_dict())
 

@@ -27,14 +27,15 @@ from autopar.cost_model import Cluster
 from autopar.cost_model.rank_memory import rank_memory
 from autopar.cost_model.stages import PipelinedTime, pipelined_time, transfer_seconds
 from autopar.errors import ConstraintError, InfeasiblePlanError
+from autopar.solver.fit import UNLIMITED
 from autopar.solver.ideal import BlockWork
 from autopar.solver.microbatch import split_in_time
+from autopar.solver.offers import Offers
 from autopar.solver.pipeline_shape import PipelineShape, balanced_cuts, stage_mesh
-from autopar.solver.solve import solve
+from autopar.solver.solve import Solved, in_other_flights, solve_step
 
 __all__ = ["StagePlanner"]
 
-_UNLIMITED = 1 << 62
 _SHARINGS = 4  # rounds
 
 
@@ -47,6 +48,7 @@ class StagePlanner:
         constraints: what is pinned inside the stages.
         memory_limit: bytes per device; default: the device's memory.
         optimizer: whose states count in memory.
+        offers: what is known of ops on these devices.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class StagePlanner:
         constraints: Constraints,
         memory_limit: int | None,
         optimizer: object,
+        offers: Offers,
     ) -> None:
         self.traced = traced
         self.whole = cluster
@@ -66,6 +69,8 @@ class StagePlanner:
         self._micros: dict[int, tuple[dict[str, NodePlan], Microbatch]] = {}
         self._parts: dict[tuple[int, tuple[str, ...]], Staged] = {}
         self._solved: dict[object, Plan | InfeasiblePlanError] = {}
+        self._free: dict[object, Solved] = {}
+        self.offers = offers
 
     def plan(self, shape: PipelineShape, *, free: bool = False) -> Plan:
         """The plan of a step with a pipeline of a given shape.
@@ -129,14 +134,7 @@ class StagePlanner:
         key = (cuts, kind, *turns, cluster.mesh_shape, limit, tuple(taken.items()))
         if key not in self._solved:
             try:
-                plan = solve(
-                    model,
-                    cluster,
-                    constraints=self._inside(model),
-                    memory_limit=_UNLIMITED if limit is None else limit,
-                    optimizer=self.optimizer,
-                    ports=taken,
-                )
+                plan = self._plan(model, cluster, taken, limit, (cuts, kind))
                 self._solved[key] = replace(plan, memory_limit_bytes=limit or self.limit)
             except InfeasiblePlanError as error:
                 self._solved[key] = error
@@ -144,6 +142,35 @@ class StagePlanner:
         if isinstance(found, InfeasiblePlanError):
             raise found
         return found
+
+    def _plan(
+        self,
+        model: TracedModel,
+        cluster: Cluster,
+        taken: Mapping[str, Layout],
+        limit: int | None,
+        name: object,
+    ) -> Plan:
+        """The plan of a stage; without a limit, schedules share its choices.
+
+        Raises:
+            InfeasiblePlanError: it does not fit.
+        """
+        key = (name, model.microbatches, cluster.mesh_shape, tuple(taken.items()))
+        if limit is None and key in self._free:
+            return in_other_flights(self._free[key], model).plan
+        found = solve_step(
+            model,
+            cluster,
+            constraints=self._inside(model),
+            memory_limit=UNLIMITED if limit is None else limit,
+            optimizer=self.optimizer,
+            ports=taken,
+            offers=self.offers,
+        )
+        if limit is None:
+            self._free[key] = found
+        return found.plan
 
     def _inside(self, model: TracedModel) -> Constraints:
         """The constraints of a stage: those that speak of its parameters."""

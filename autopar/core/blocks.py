@@ -9,6 +9,7 @@ folded (`TracedModel.repeats`), the nodes of one block count for those that it s
 from __future__ import annotations
 
 import re
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +59,13 @@ class Blocks:
             for i, node in enumerate(nodes)
         }
         self.classes = self._classes()
+
+    def of(self, traced: TracedModel) -> Blocks:
+        """Those of the same graph in another schedule."""
+        assert traced.graph is self.traced.graph
+        other = copy(self)
+        other.traced = traced
+        return other
 
     def rank(self, block: Block) -> int:
         """Position of a block among those of its container that the graph holds."""

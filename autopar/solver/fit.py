@@ -151,8 +151,7 @@ class MemorySearch:
 
     def _plan(self, chosen: Assignment, status: str) -> Solution:
         seconds = evaluate(self.problem, chosen)[0]
-        assert self._rough is not None
-        run = self._rough.solution
+        run = self.approximate()
         return Solution(
             chosen=dict(chosen),
             objective=seconds,
@@ -211,8 +210,7 @@ class MemorySearch:
 
     def _is_hopeless(self) -> bool:
         """True where every plan within the limit is slower than the best known, or absurdly so."""
-        assert self._rough is not None
-        return self.bound >= min(self.target, _ABSURD * self._rough.solution.objective)
+        return self.bound >= min(self.target, _ABSURD * self.approximate().objective)
 
     # --- under the limit -----------------------------------------------------------------------
     def start(self, beat: float, price: float = 0.0) -> Fit | None:
@@ -246,10 +244,10 @@ class MemorySearch:
         if math.isinf(self.target):
             return None  # there is nothing to be near to
         if not self.done and not self._is_hopeless():
-            rough = self.rough()
             if not self.relaxed.rows:
-                self.relaxed.add_row(rough.price.peak.index)
-            self._round(rough, _ROUNDS)
+                for fit in (self.rough(), self.fastest()):
+                    self.relaxed.add_row(fit.price.peak.index)
+            self._round(self.rough(), _ROUNDS)
         far = self.bound < self.target * (1 - _FAR)
         if self._root is not None and not far and not self._proved(self.bound):
             bound = branch(

@@ -38,7 +38,7 @@ from autopar.solver.price import Decision, price
 from autopar.solver.rules.own_order import note_orders
 from autopar.solver.step import Step, build_step
 
-__all__ = ["solve"]
+__all__ = ["Solved", "in_other_flights", "solve", "solve_step"]
 
 T = TypeVar("T")
 _BUCKETED = (
@@ -59,6 +59,53 @@ def solve(
     ports: Mapping[str, Layout] | None = None,
     offers: Offers | None = None,
 ) -> Plan:
+    """Choose placements for every tensor of a traced step; see `solve_step`."""
+    return solve_step(
+        traced,
+        cluster,
+        constraints=constraints,
+        memory_limit=memory_limit,
+        optimizer=optimizer,
+        without=without,
+        ports=ports,
+        offers=offers,
+    ).plan
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """A plan, and the choices that it is."""
+
+    plan: Plan
+    _found: _Found
+    _fit: Fit
+
+
+def in_other_flights(known: Solved, traced: TracedModel) -> Solved:
+    """The choices of a step without a memory limit, for the same step in another schedule.
+
+    How many microbatches a schedule holds at once changes what is live, not what ops cost.
+    """
+    found = known._found
+    assert found.kind == "none", "without a limit nothing is computed twice"
+    blocks = found.step.blocks.of(traced)
+    found = replace(found, traced=traced, graph=traced, step=replace(found.step, blocks=blocks))
+    fit = found.search.priced(found.step, known._fit.solution)
+    predicted = _predicted(found, fit)
+    return Solved(replace(known.plan, predicted=predicted), found, fit)
+
+
+def solve_step(
+    traced: TracedModel,
+    cluster: Cluster,
+    *,
+    constraints: Constraints | None = None,
+    memory_limit: int | None = None,
+    optimizer: object = "adamw",
+    without: Excluded | None = None,
+    ports: Mapping[str, Layout] | None = None,
+    offers: Offers | None = None,
+) -> Solved:
     """Choose placements for every tensor of a traced step.
 
     Args:
@@ -108,7 +155,8 @@ def solve(
     if best.search.memory.best is None:
         raise min(tried, key=lambda f: f.search.memory.least().peak).search.does_not_fit()
     bound = min(found.search.memory.bound for found in tried)
-    return _as_plan(best, bound, planned, wanted, limit, optimizer)
+    plan = _as_plan(best, bound, planned, wanted, limit, optimizer)
+    return Solved(plan, best, best.search.memory.best)
 
 
 def _variants(
@@ -202,19 +250,6 @@ def _as_plan(
     assert best is not None
     report = best.solution
     report = replace(report, bound=min(bound, report.objective))
-    prediction = Prediction(
-        step_time_s=best.price.total_s,
-        compute_time_s=best.price.compute_s,
-        comm_time_s=best.price.comm_s,
-        peak_memory_bytes=best.price.peak.peak_bytes,
-        memory=dict(best.price.peak.breakdown),
-        comm_bytes=best.price.comm_bytes,
-        timeline=timeline(found.graph, best.price, found.search.built, report.chosen),
-        phases=best.price.phases,
-        offload_s=best.price.offload_s,
-        host_bytes=best.price.host_bytes,
-        held=best.price.footprint.held(),
-    )
     nodes = {
         name: NodePlan(inputs=c.inputs, outputs=c.outputs, variants=c.variants)
         for name, c in best.decision.candidates.items()
@@ -239,7 +274,7 @@ def _as_plan(
         },
         modes=whole(mode_names(step, found.pins, best.decision)),
         cluster=planned.to_dict(),
-        predicted=prediction,
+        predicted=_predicted(found, best),
         solver=SolverReport(
             status=report.status,
             objective=report.objective,
@@ -263,6 +298,23 @@ def _as_plan(
             for kind in _BUCKETED
             if size > 1
         ),
+    )
+
+
+def _predicted(found: _Found, fit: Fit) -> Prediction:
+    price = fit.price
+    return Prediction(
+        step_time_s=price.total_s,
+        compute_time_s=price.compute_s,
+        comm_time_s=price.comm_s,
+        peak_memory_bytes=price.peak.peak_bytes,
+        memory=dict(price.peak.breakdown),
+        comm_bytes=price.comm_bytes,
+        timeline=timeline(found.graph, price, found.search.built, fit.solution.chosen),
+        phases=price.phases,
+        offload_s=price.offload_s,
+        host_bytes=price.host_bytes,
+        held=price.footprint.held(),
     )
 
 
@@ -333,8 +385,12 @@ class _Search:
         )
 
     def _fit(self, solution: Solution) -> Fit:
+        return self.priced(self.step, solution)
+
+    def priced(self, step: Step, solution: Solution) -> Fit:
+        """The plan of a solution, for this step or for the same one in another schedule."""
         decision = self._decision(solution)
-        priced = price(self.step, self.cluster, decision, self.optimizer, self.offers)
+        priced = price(step, self.cluster, decision, self.optimizer, self.offers)
         if not math.isclose(priced.total_s, solution.objective, rel_tol=1e-6, abs_tol=1e-9):
             raise AutoparError(
                 f"the plan costs {priced.total_s:.9f} s by its placements, but the solver claims "
