@@ -26,6 +26,7 @@ from autopar.core.schedule import actions
 from autopar.core.stages import block_order
 from autopar.cost_model import Cluster, CollectiveKind
 from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError
+from autopar.pipeline_stages import Stopped
 from autopar.scheduling import scheduled
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.offers import Offers
@@ -85,7 +86,7 @@ class _Search:
         self.limit = cluster.memory_bytes if memory_limit is None else int(memory_limit)
         self.optimizer = optimizer
         self.refused: AutoparError | None = None
-        self.large: dict[PipelineShape, int] = {}  # peaks of shapes that do not fit as they are
+        self.large: list[PipelineShape] = []  # that do not fit as they are
         self.offers = Offers(cluster)
         self._planner: StagePlanner | None = None
 
@@ -161,18 +162,20 @@ class _Search:
     def _climb(self, shapes: dict[PipelineShape, float], limit_s: float) -> Plan | None:
         """Plans a shape, then those beside the best, while that helps; None above the limit."""
         tried: dict[PipelineShape, Plan | None] = {}
+        above: list[float] = []  # how many times their bounds plans take, at least
         best: Plan | None = None
         here: PipelineShape | None = None
         while len(tried) < _MOST:
             beside = [s for s in shapes if s not in tried and (here is None or _beside(here, s))]
             # no shape is taken to come nearer to its bound than those that were planned
-            over = min((_seconds(p) / shapes[s] for s, p in tried.items() if p and shapes[s]),
-                       default=1.0)  # fmt: skip
+            over = min(above, default=1.0)
             beside = [s for s in beside if over * shapes[s] < min(limit_s, _seconds(best))]
             if not beside:
                 break
             shape = _next(here, best, beside, shapes)
-            tried[shape] = self._fitting(shape)
+            tried[shape], least_s = self._fitting(shape, _seconds(best))
+            if least_s and shapes[shape]:
+                above.append(least_s / shapes[shape])
             if here is None or _seconds(tried[shape]) < _seconds(tried[here]):
                 here = shape
             best = _faster(best, tried[shape])
@@ -199,7 +202,7 @@ class _Search:
         hoped_s = _seconds(first) - (promised[shape] - promised[least])
         if hoped_s >= min(limit_s, _seconds(first) * (1 - _SCHEDULE_GAIN)):
             return first
-        found = self._planned(least) if pin != PipelinePin() else self._fitting(least)
+        found = self._planned(least) if pin != PipelinePin() else self._fitting(least)[0]
         return found if found is not None and _seconds(found) < _seconds(first) else first
 
     def _other_schedules(self, shape: PipelineShape, pin: PipelinePin) -> Iterator[PipelineShape]:
@@ -212,27 +215,42 @@ class _Search:
             if shape.microbatches % shape.size == 0:
                 yield replace(shape, schedule="interleaved", chunks=2)
 
-    def _fitting(self, shape: PipelineShape) -> Plan | None:
-        """The plan of a shape without recomputation, if it fits; else it is noted."""
-        found = self._planned(shape, free=True)
+    def _fitting(
+        self, shape: PipelineShape, below_s: float = math.inf
+    ) -> tuple[Plan | None, float]:
+        """The plan of a shape without recomputation, and seconds that it takes at least.
+
+        None where it does not fit, which is noted, or takes longer than `below_s`; the seconds are
+        0 where they are not known.
+        """
+        try:
+            found = self._planned(shape, free=True, below_s=below_s)
+        except Stopped as stopped:
+            if stopped.is_large:
+                self.large.append(shape)
+            return None, stopped.least_s
         if found is not None and found.predicted.peak_memory_bytes > self.limit:
-            self.large[shape] = found.predicted.peak_memory_bytes
-            return None
-        return found
+            self.large.append(shape)
+            return None, 0.0
+        return found, 0.0 if found is None else _seconds(found)
 
     def _limited(self) -> Plan | None:
         """The plan with recomputation of the smallest shape that is too large without."""
-        for shape in sorted(self.large, key=self.large.__getitem__):
+        free = {shape: self._planned(shape, free=True) for shape in self.large}
+        peaks = {s: p.predicted.peak_memory_bytes for s, p in free.items() if p is not None}
+        for shape in sorted(peaks, key=peaks.__getitem__):
             found = self._planned(shape)
             if found is not None:
                 return found
         return None
 
-    def _planned(self, shape: PipelineShape, free: bool = False) -> Plan | None:
+    def _planned(
+        self, shape: PipelineShape, free: bool = False, below_s: float | None = None
+    ) -> Plan | None:
         try:
             if shape.size == 1 and shape.microbatches == 1:
                 return self._plain()
-            return self.planner.plan(shape, free=free)
+            return self.planner.plan(shape, free=free, below_s=below_s)
         except (ConstraintError, InfeasiblePlanError) as error:
             self.refused = self.refused or error
             return None
@@ -293,17 +311,11 @@ class _Search:
         mesh = stage_mesh(self.cluster.mesh_shape, shape.size)
         assign_mesh(replace(self.constraints, pipeline=None), mesh)
         work = self.planner.work
-        if shape.num_stages == 1:
-            starts: list[int] = []
-        else:
-            cuts = shape.cuts or balanced_cuts(work, shape)
-            starts = [work.names.index(c) for c in cuts if c in work.names]
-        forward, backward = (
-            np.array([x.sum() for x in np.split(seconds, starts)])
-            for seconds in work.at_turns(math.prod(mesh), shape.microbatches)
-        )
-        if len(forward) != shape.num_stages:
+        cuts = shape.cuts or (balanced_cuts(work, shape) if shape.num_stages > 1 else ())
+        stages = work.of_stages(cuts, math.prod(mesh), shape.microbatches)
+        if stages is None or len(stages[0]) != shape.num_stages:
             return 0.0  # bad cuts: planning says what is wrong
+        forward, backward = stages
         line = replace(
             self.cluster,
             mesh_shape=(shape.size, *mesh),

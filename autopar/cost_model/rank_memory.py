@@ -39,6 +39,18 @@ def rank_memory(orders: Orders, held: Sequence[Held | None]) -> tuple[dict[str, 
     )
 
 
+def rank_peak(orders: Orders, held: Sequence[Held], rank: int) -> dict[str, int]:
+    """Bytes by kind of one rank at its highest moment; arguments as for `rank_memory`.
+
+    Args:
+        orders: of each rank.
+        held: of each stage of this rank.
+        rank: its number.
+    """
+    found = _of_rank(moments(orders)[rank], held, rank, len(orders))
+    return max(found, key=lambda kinds: sum(kinds.values()))
+
+
 def _of_rank(
     rank: Sequence[Moment], held: Sequence[Held], first: int, size: int
 ) -> Iterator[dict[str, int]]:

@@ -241,12 +241,11 @@ class MemorySearch:
     def finish(self, beat: float) -> Fit | None:
         """Raise the bound until it is near the best plan known, and find better ones on the way."""
         self.beat = beat
+        if self.limit >= UNLIMITED:
+            return self.best  # there is nothing to put a price on
         if math.isinf(self.target):
             return None  # there is nothing to be near to
         if not self.done and not self._is_hopeless():
-            if not self.relaxed.rows:
-                for fit in (self.rough(), self.fastest()):
-                    self.relaxed.add_row(fit.price.peak.index)
             self._round(self.rough(), _ROUNDS)
         far = self.bound < self.target * (1 - _FAR)
         if self._root is not None and not far and not self._proved(self.bound):

@@ -13,7 +13,7 @@ both a parameter and an input reach.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -105,6 +105,19 @@ class BlockWork:
         """Least seconds of the forward and of the backward of each block, at each turn."""
         groups = {key: [w for w in works if w.at_turns] for key, works in self.groups.items()}
         return self._seconds(groups, devices, microbatches)
+
+    def of_stages(
+        self, cuts: Sequence[str], devices: int, microbatches: int
+    ) -> tuple[Array, Array] | None:
+        """As `at_turns`, of stages that begin at blocks; None where a cut is no block."""
+        if not set(cuts) <= set(self.names):
+            return None
+        starts = [self.names.index(cut) for cut in cuts]
+        forward, backward = self.at_turns(devices, microbatches)
+        return (
+            np.array([x.sum() for x in np.split(forward, starts)]),
+            np.array([x.sum() for x in np.split(backward, starts)]),
+        )
 
     def _seconds(
         self, groups: Mapping[tuple[str, str], list[_Work]], devices: int, microbatches: int

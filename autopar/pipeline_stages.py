@@ -1,0 +1,320 @@
+"""Plans the stages of one pipeline in their order, and runs them on the clock.
+
+A search that has a faster plan need not see all stages: those that are planned, with the least that
+the others can take, bound the step from below. Nor need it where one rank exceeds the limit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from autopar.codegen.stages import batch_bytes, flying
+from autopar.core.flights import flights
+from autopar.core.folding import every_instance
+from autopar.core.graph import TracedModel
+from autopar.core.placement import Layout
+from autopar.core.plan import NodePlan, PipelinePlan, Plan, SolverReport
+from autopar.core.schedule import Kind, Orders
+from autopar.core.transfers import port_of
+from autopar.cost_model import Cluster
+from autopar.cost_model.pipeline import simulate_pipeline
+from autopar.cost_model.rank_memory import rank_memory, rank_peak
+from autopar.cost_model.stages import (
+    PipelinedTime,
+    action_seconds,
+    pipelined_time,
+    transfer_seconds,
+)
+from autopar.errors import ConstraintError, InfeasiblePlanError
+from autopar.solver.pipeline_shape import PipelineShape
+
+if TYPE_CHECKING:
+    from autopar.stage_planning import StagePlanner
+
+__all__ = ["Pipeliner", "Stopped"]
+
+_SHARINGS = 4  # rounds
+_ROUNDING = 1e-9  # relative, of sums of seconds
+
+
+class Stopped(Exception):
+    """A pipeline that was given up before all of its stages were planned.
+
+    Args:
+        least_s: no plan of it takes less; 0 where it is not known to be slow.
+        is_large: a rank exceeds the memory limit.
+    """
+
+    def __init__(self, *, least_s: float = 0.0, is_large: bool = False) -> None:
+        super().__init__("too large" if is_large else f"takes {least_s} s at least")
+        self.least_s = least_s
+        self.is_large = is_large
+
+
+class Pipeliner:
+    """Plans the stages of one pipeline.
+
+    Args:
+        planner: solves stages.
+        shape, cuts: of the pipeline.
+        cluster: with the mesh of one pipeline rank.
+        orders: of each rank.
+        free: without the memory limit.
+        below_s: seconds that a free plan must stay below, and fit the limit, to be of use; else it
+            is given up as soon as that is known. None: it is planned in any case.
+    """
+
+    def __init__(
+        self,
+        planner: StagePlanner,
+        shape: PipelineShape,
+        cuts: tuple[str, ...],
+        cluster: Cluster,
+        orders: Orders,
+        free: bool,
+        below_s: float | None,
+    ) -> None:
+        self.free = free
+        self.below_s = below_s
+        self.planner = planner
+        self.traced = planner.traced
+        self.shape = shape
+        self.cuts = cuts
+        self.cluster = cluster
+        self.orders = orders
+        parts = planner.parts(shape.microbatches, cuts)
+        batch = batch_bytes(self.traced, parts.microbatch)
+        self.parts = flying(parts, flights(orders), batch)
+        self.limit = planner.limit
+        self.stuck = 0  # the stage that did not fit last
+
+    def run(self, time: Mapping[str, NodePlan]) -> Plan:
+        """The plan of the step.
+
+        Args:
+            time: placements of all ops over the microbatches.
+
+        Raises:
+            Stopped: it is slower than asked for, or too large.
+            InfeasiblePlanError: a stage does not fit.
+        """
+        plans = self._fitting()
+        shifted = [self.parts.named(s, plan) for s, plan in enumerate(plans)]
+        size, turns = self.shape.size, self.shape.microbatches
+        transfer_s = transfer_seconds(self.parts.crossings(), shifted, self.cluster, size)
+        memory = rank_memory(self.orders, [p.predicted.held for p in plans])
+        highest = max(memory, key=lambda kinds: sum(kinds.values()))
+        clock = pipelined_time(shifted, self.orders, transfer_s, turns, highest)
+        peaks = tuple(sum(kinds.values()) for kinds in memory)
+        return self._assembled(time, self.cuts, shifted, clock, peaks)
+
+    def _fitting(self) -> list[Plan]:
+        """Plans of the stages, of which those of each rank fit the limit together.
+
+        The stages of a rank do not peak at once. So each gets what it would take of a rank without
+        a limit, and less if that is too much; in the end so little that they may peak at once.
+        """
+        count, chunks = len(self.parts.kinds), self.shape.chunks
+        if self.free:
+            return self._solve([None] * count)
+        if chunks > 1:
+            found = self._together()
+            if found is not None:
+                return found
+        return self._solve([self.limit // chunks] * count)
+
+    def _together(self) -> list[Plan] | None:
+        """Plans of stages whose highest moments are not the same; None if none were found."""
+        plans = self._solve([None] * len(self.parts.kinds))
+        limits = [p.predicted.peak_memory_bytes for p in plans]
+        least: dict[int, int] = {}
+        for _ in range(_SHARINGS):
+            peaks = self._peaks(plans)
+            if max(peaks) <= self.limit:
+                return plans
+            limits = self._shares(limits, peaks, least)
+            for _ in range(len(self.parts.stages.models)):
+                try:
+                    plans = self._solve(limits)
+                    break
+                except InfeasiblePlanError as error:
+                    kind = self.parts.kinds[self.stuck]
+                    least[kind] = (error.required_bytes or 0) // self.shape.chunks
+                    limits = self._shares(limits, [self.limit], least)
+            else:
+                return None
+        return plans if max(self._peaks(plans)) <= self.limit else None
+
+    def _peaks(self, plans: Sequence[Plan]) -> list[int]:
+        memory = rank_memory(self.orders, [p.predicted.held for p in plans])
+        return [sum(kinds.values()) for kinds in memory]
+
+    def _shares(
+        self, limits: Sequence[int], peaks: Sequence[int], least: Mapping[int, int]
+    ) -> list[int]:
+        """Limits with which ranks of these peaks would just fit, none below what its kind needs."""
+        shares: dict[int, int] = {}
+        for number, kind in enumerate(self.parts.kinds):
+            peak = max(peaks[number % len(peaks)], self.limit)
+            share = max(limits[number] * self.limit // peak, least.get(kind, 0))
+            shares[kind] = min(share, shares.get(kind, share))
+        return [shares[kind] for kind in self.parts.kinds]
+
+    def _solve(self, limits: Sequence[int | None]) -> list[Plan]:
+        """Plans of the stages, each within a limit of its own.
+
+        Raises:
+            InfeasiblePlanError: one does not fit.
+        """
+        settled: dict[str, Layout] = {}
+        plans: list[Plan] = []
+        for number, kind in enumerate(self.parts.kinds):
+            if number:
+                settled.update(self._handed(self.parts.kinds[number - 1], kind, settled))
+            try:
+                plan = self.planner.solve(
+                    self.parts, self.cuts, kind, self.cluster, settled, limits[number]
+                )
+            except InfeasiblePlanError as error:
+                self.stuck = number
+                raise InfeasiblePlanError(
+                    f"pipeline stage {number} of {self.shape.num_stages}: {error}",
+                    memory_limit_bytes=self.limit,
+                    required_bytes=(error.required_bytes or 0) * self.shape.chunks,
+                ) from error
+            plans.append(plan)
+            if self.free and self.below_s is not None and self.shape.chunks == 1:
+                self._check(plans, self.below_s)
+            settled.update(_settled(self.parts.model(number), plan))
+        return plans
+
+    def _check(self, plans: Sequence[Plan], below_s: float) -> None:
+        """Give up where the stages planned so far are too large or too slow.
+
+        Raises:
+            Stopped: they are.
+        """
+        last = len(plans) - 1
+        held = plans[last].predicted.held
+        assert held is not None
+        if sum(rank_peak(self.orders, [held], last).values()) > self.limit:
+            raise Stopped(is_large=True)
+        if math.isinf(below_s):
+            return
+        least_s = self._least_seconds(plans)
+        if least_s >= below_s * (1 + _ROUNDING):
+            raise Stopped(least_s=least_s)
+
+    def _least_seconds(self, plans: Sequence[Plan]) -> float:
+        """What the step takes at least, with these plans of its first stages."""
+        turns, devices = self.shape.microbatches, self.cluster.num_devices
+        ideal = self.planner.work.of_stages(self.cuts, devices, turns)
+        if ideal is None:
+            return 0.0
+        seconds: list[Mapping[Kind, float]] = [action_seconds(p) for p in plans]
+        for forward, backward in list(zip(*ideal, strict=True))[len(plans) :]:
+            # how a backward would be split is not known
+            seconds.append({"F": float(forward), "B": float(backward), "I": 0.0, "W": 0.0})
+        simulated = simulate_pipeline(self.orders, seconds)
+        ends_s = [simulated.finish_s(rank) for rank in range(len(self.orders))]
+        for rank, p in enumerate(plans):
+            ends_s[rank] += p.predicted.phases["finish"]
+        return max(p.predicted.phases["prepare"] for p in plans) + max(ends_s)
+
+    def _handed(self, below: int, kind: int, settled: Mapping[str, Layout]) -> dict[str, Layout]:
+        """Layouts of what a stage of one kind exchanges with the next, by the names of the next.
+
+        Raises:
+            ConstraintError: what one sends is not what the other takes.
+        """
+        if kind == below + 1:
+            return {}  # neighbours in the graph: the names are the same
+        found: dict[str, Layout] = {}
+        for phase in ("forward", "backward"):
+            ours = self.parts.crossing(below, below + 1, phase)
+            theirs = self.parts.crossing(kind - 1, kind, phase)
+            if [(t.shape, t.dtype) for t in ours] != [(t.shape, t.dtype) for t in theirs]:
+                raise ConstraintError(
+                    f"equal stages of the pipeline cut at {list(self.cuts)} exchange unlike values"
+                )
+            for mine, other in zip(ours, theirs, strict=True):
+                for name, twin in (
+                    (mine.value, other.value),
+                    (port_of(mine.value), port_of(other.value)),
+                ):
+                    if name in settled:
+                        found[twin] = settled[name]
+        return found
+
+    # --- the plan ------------------------------------------------------------------------------
+    def _assembled(
+        self,
+        time: Mapping[str, NodePlan],
+        cuts: tuple[str, ...],
+        plans: Sequence[Plan],
+        clock: PipelinedTime,
+        peaks: tuple[int, ...],
+    ) -> Plan:
+        shape, size = self.shape, self.shape.size
+        step_s = clock.predicted.step_time_s
+        slowest = max(plans, key=lambda p: p.predicted.step_time_s)
+        bound = max(sum(p.solver.bound for p in plans[rank::size]) for rank in range(size))
+        plans = [replace(p, predicted=replace(p.predicted, held=None)) for p in plans]
+        unlike = list({p.fingerprint: p for p in plans}.values())
+        merged: dict[str, Layout] = {}
+        for p in plans:
+            merged.update(p.parameters)
+        named = {s.target: None for s in self.traced.parameters()}
+        order = every_instance(named, self.traced.repeats)
+        return replace(
+            slowest,
+            fingerprint=self.traced.fingerprint(),
+            nodes={},
+            inputs={},
+            parameters={name: merged[name] for name in order},
+            shapes={k: v for p in plans for k, v in p.shapes.items()},
+            dtypes={k: v for p in plans for k, v in p.dtypes.items()},
+            modes={k: v for p in plans for k, v in p.modes.items()},
+            constraints=self.planner.constraints.to_dict(),
+            memory_limit_bytes=self.limit,
+            repeats=self.traced.repeats,
+            predicted=clock.predicted,
+            solver=SolverReport(
+                status="bounded" if size > 1 else slowest.solver.status,
+                objective=step_s,
+                bound=min(bound, step_s),
+                gap=max(0.0, 1 - bound / step_s),
+                seconds=sum(p.solver.seconds for p in unlike),
+                variables=sum(p.solver.variables for p in unlike),
+                constraints=sum(p.solver.constraints for p in unlike),
+            ),
+            pipeline=PipelinePlan(
+                size=size,
+                chunks=shape.chunks,
+                microbatches=shape.microbatches,
+                schedule=shape.schedule,
+                cuts=cuts,
+                time=time,
+                stages=tuple(plans),
+                bubble=clock.bubble,
+                slots=clock.slots,
+                peaks=peaks,
+            ),
+        )
+
+
+def _settled(model: TracedModel, plan: Plan) -> dict[str, Layout]:
+    """Layouts of what goes over the cuts, by the port names of the stages that come later."""
+    found: dict[str, Layout] = {}
+    for spec in model.outputs:
+        if spec.kind == "sent" and not spec.accumulated:
+            found[spec.target] = plan.inputs[spec.port]
+    for given in model.inputs:
+        if given.kind == "received":
+            found[f"port.{given.node}"] = plan.inputs[given.node]
+    for name, layout in plan.parameters.items():
+        found[f"port.gradient of {name}"] = layout
+    return found
