@@ -12,7 +12,7 @@ possible total exceeds the upper bound is in no better assignment and is dropped
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -54,25 +54,26 @@ class _Messages:
         self.nodes = list(problem.costs)
         self.order = {node: k for k, node in enumerate(self.nodes)}
         self.theta = {n: np.where(np.isfinite(c), c, self.big) for n, c in problem.costs.items()}
-        self.pair: dict[tuple[Hashable, Hashable], Array] = {}
-        self.before: dict[Hashable, list[Hashable]] = {n: [] for n in self.nodes}
-        self.after: dict[Hashable, list[Hashable]] = {n: [] for n in self.nodes}
+        # tables of the edges towards later nodes, and to earlier ones with these along columns
+        self.after: dict[Hashable, list[tuple[Hashable, Array]]] = {n: [] for n in self.nodes}
+        self.before: dict[Hashable, list[tuple[Hashable, Array]]] = {n: [] for n in self.nodes}
+        self.around: dict[Hashable, list[tuple[Hashable, Array]]] = {n: [] for n in self.nodes}
         for (i, j), matrix in problem.edges.items():
             a, b, m = (i, j, matrix) if self.order[i] < self.order[j] else (j, i, matrix.T)
-            self.pair[a, b] = np.where(np.isfinite(m), m, self.big)
-            self.after[a].append(b)
-            self.before[b].append(a)
+            table = np.where(np.isfinite(m), m, self.big)
+            self.after[a].append((b, table))
+            self.before[b].append((a, table))
+            self.around[i].append((j, matrix))
+            self.around[j].append((i, matrix.T))
 
     def collect(self, node: Hashable) -> None:
         """Move into the node all that its edges can give."""
         theta = self.theta[node]
-        for other in self.after[node]:
-            edge = self.pair[node, other]
+        for _, edge in self.after[node]:
             least = np.minimum.reduce(edge, axis=1)
             theta += least
             edge -= least[:, None]
-        for other in self.before[node]:
-            edge = self.pair[other, node]
+        for _, edge in self.before[node]:
             least = np.minimum.reduce(edge, axis=0)
             theta += least
             edge -= least[None, :]
@@ -86,26 +87,23 @@ class _Messages:
                 continue
             weight = 1.0 / max(len(self.after[node]), len(self.before[node]), 1)
             share = self.theta[node] * weight
-            for other in nexts:
-                if forward:
-                    self.pair[node, other] += share[:, None]
-                else:
-                    self.pair[other, node] += share[None, :]
+            for _, edge in nexts:
+                edge += share[:, None] if forward else share[None, :]
             self.theta[node] -= share * len(nexts)
 
     def bound(self) -> float:
         total = sum(float(t.min()) for t in self.theta.values())
-        return total + sum(float(m.min()) for m in self.pair.values())
+        return total + sum(float(m.min()) for edges in self.after.values() for _, m in edges)
 
     def label(self) -> dict[Hashable, int]:
         """Greedy assignment in node order on the current costs."""
         chosen: dict[Hashable, int] = {}
         for node in self.nodes:
             cost = self.theta[node].copy()
-            for other in self.before[node]:
-                cost += self.pair[other, node][chosen[other]]
-            for other in self.after[node]:
-                cost += self.pair[node, other].min(axis=1)
+            for other, edge in self.before[node]:
+                cost += edge[chosen[other]]
+            for _, edge in self.after[node]:
+                cost += edge.min(axis=1)
             chosen[node] = int(cost.argmin())
         return chosen
 
@@ -125,10 +123,10 @@ class _Messages:
         chosen: dict[Hashable, int] = {}
         for node in self.nodes:
             cost = np.where(alive[node], self.theta[node], np.inf)
-            for other in self.before[node]:
-                cost += self.pair[other, node][chosen[other]]
-            for other in self.after[node]:
-                cost += self.pair[node, other][:, alive[other]].min(axis=1)
+            for other, edge in self.before[node]:
+                cost += edge[chosen[other]]
+            for other, edge in self.after[node]:
+                cost += edge[:, alive[other]].min(axis=1)
             chosen[node] = int(cost.argmin())
             alive[node] = np.arange(len(cost)) == chosen[node]
             reached = [node]
@@ -143,56 +141,14 @@ class _Messages:
 
     def descend(self, chosen: dict[Hashable, int]) -> float:
         """Improve an assignment one node at a time on the original costs; returns its cost."""
-        around: dict[Hashable, list[tuple[Hashable, Array]]] = {n: [] for n in self.nodes}
-        for (i, j), matrix in self.problem.edges.items():
-            around[i].append((j, matrix))
-            around[j].append((i, matrix.T))
+        descent = _Descent(self.problem, self.around, chosen)
         for _ in range(10):
-            changed = False
-            for node in self.nodes:
-                cost = self._given(node, None, around, chosen)
-                best = int(cost.argmin())
-                if cost[best] < cost[chosen[node]]:
-                    chosen[node] = best
-                    changed = True
-            if not changed and not self._descend_pairs(around, chosen):
+            if not descent.one_by_one() and not descent.by_pairs():
                 break
         total = sum(float(c[chosen[n]]) for n, c in self.problem.costs.items())
         return total + sum(
             float(m[chosen[i], chosen[j]]) for (i, j), m in self.problem.edges.items()
         )
-
-    def _given(
-        self,
-        node: Hashable,
-        but: Hashable | None,
-        around: dict[Hashable, list[tuple[Hashable, Array]]],
-        chosen: dict[Hashable, int],
-    ) -> Array:
-        """Cost of each state of a node with its neighbours (all `but` one) as chosen."""
-        cost = self.problem.costs[node].copy()
-        for other, matrix in around[node]:
-            if other != but:
-                cost += matrix[:, chosen[other]]
-        return cost
-
-    def _descend_pairs(
-        self,
-        around: dict[Hashable, list[tuple[Hashable, Array]]],
-        chosen: dict[Hashable, int],
-    ) -> bool:
-        """Improve both ends of an edge at once, where neither alone would move."""
-        improved = False
-        for (i, j), matrix in self.problem.edges.items():
-            left = self._given(i, j, around, chosen)
-            right = self._given(j, i, around, chosen)
-            total = left[:, None] + right[None, :] + matrix
-            s, t = divmod(int(total.argmin()), total.shape[1])
-            now = total[chosen[i], chosen[j]]
-            if total[s, t] < now and (np.isinf(now) or now - total[s, t] > 1e-12 * abs(now)):
-                chosen[i], chosen[j] = s, t
-                improved = True
-        return improved
 
     def open_states(self, lower: float, upper: float) -> dict[Hashable, Indices]:
         """States whose least possible total does not exceed `upper`."""
@@ -200,14 +156,81 @@ class _Messages:
         slack = 1e-9 * max(abs(upper), 1e-12)
         for node in self.nodes:
             least = self.theta[node] - self.theta[node].min()
-            for other in self.after[node]:
-                edge = self.pair[node, other]
+            for _, edge in self.after[node]:
                 least = least + edge.min(axis=1) - edge.min()
-            for other in self.before[node]:
-                edge = self.pair[other, node]
+            for _, edge in self.before[node]:
                 least = least + edge.min(axis=0) - edge.min()
             keep[node] = np.flatnonzero(lower + least <= upper + slack)
         return keep
+
+
+class _Descent:
+    """Moves single nodes and pairs; what failed is tried again where something near has moved."""
+
+    def __init__(
+        self,
+        problem: ChoiceProblem,
+        around: Mapping[Hashable, Sequence[tuple[Hashable, Array]]],
+        chosen: dict[Hashable, int],
+    ) -> None:
+        self.problem = problem
+        self.around = around
+        self.chosen = chosen
+        self.moves = 0
+        # at which move a node or one beside it changed last, and when it was tried since
+        self.stirred = dict.fromkeys(problem.costs, 0)
+        self.tried: dict[object, int] = {}
+
+    def _is_settled(self, key: object, *nodes: Hashable) -> bool:
+        """True if nothing near has moved since these nodes were tried; else notes that they are."""
+        known = self.tried.get(key, -1)
+        self.tried[key] = self.moves
+        return all(self.stirred[node] <= known for node in nodes)
+
+    def _given(self, node: Hashable, but: Hashable | None = None) -> Array:
+        """Cost of each state of a node with its neighbours (all `but` one) as chosen."""
+        cost = self.problem.costs[node].copy()
+        for other, matrix in self.around[node]:
+            if other != but:
+                cost += matrix[:, self.chosen[other]]
+        return cost
+
+    def _set(self, node: Hashable, state: int) -> None:
+        if self.chosen[node] != state:
+            self.chosen[node] = state
+            self.moves += 1
+            self.stirred[node] = self.moves
+            for other, _ in self.around[node]:
+                self.stirred[other] = self.moves
+
+    def one_by_one(self) -> bool:
+        """Move each node to its best state; False if none moved."""
+        changed = False
+        for node in self.problem.costs:
+            if self._is_settled(node, node):
+                continue
+            cost = self._given(node)
+            best = int(cost.argmin())
+            if cost[best] < cost[self.chosen[node]]:
+                self._set(node, best)
+                changed = True
+        return changed
+
+    def by_pairs(self) -> bool:
+        """Improve both ends of an edge at once, where neither alone would move."""
+        improved = False
+        for (i, j), matrix in self.problem.edges.items():
+            if self._is_settled((i, j), i, j):
+                continue
+            left, right = self._given(i, but=j), self._given(j, but=i)
+            total = left[:, None] + right[None, :] + matrix
+            s, t = divmod(int(total.argmin()), total.shape[1])
+            now = total[self.chosen[i], self.chosen[j]]
+            if total[s, t] < now and (np.isinf(now) or now - total[s, t] > 1e-12 * abs(now)):
+                self._set(i, s)
+                self._set(j, t)
+                improved = True
+        return improved
 
 
 class MessagePassing:
