@@ -9,7 +9,7 @@ that codegen emits, on any machine.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ __all__ = ["Move", "canonical", "canonical_path", "move_kind", "packing_fraction
 
 _STEP_COST = 1e-3  # of the whole tensor's bytes, so that fewer collectives win a tie
 _SLICE_COST = 1e-6
+_WHOLE = Replicate()
 
 
 class Move(NamedTuple):
@@ -56,11 +57,11 @@ def _is_packed(move: Move) -> bool:
 
 def move_kind(src: Placement, dst: Placement) -> str:
     """Name of the collective of a move, `"slice"` where nothing is sent."""
-    if src.is_replicate:
+    if src.kind == "R":
         return "slice"
-    if src.is_partial:
-        return "all_reduce" if dst.is_replicate else "reduce_scatter"
-    return "all_gather" if dst.is_replicate else "all_to_all"
+    if src.kind == "P":
+        return "all_reduce" if dst.kind == "R" else "reduce_scatter"
+    return "all_gather" if dst.kind == "R" else "all_to_all"
 
 
 def _is_minor(layout: Layout, axis: int, placement: Placement, mesh_shape: tuple[int, ...]) -> bool:
@@ -101,7 +102,11 @@ def _local(layout: Layout, mesh_shape: tuple[int, ...]) -> float:
 
 def _axes(layout: Layout, dim: int) -> int:
     """The axes that split a dim, as a bit mask."""
-    return sum(1 << axis for axis, p in enumerate(layout) if p.kind == "S" and p.dim == dim)
+    found = 0
+    for axis, p in enumerate(layout):
+        if p.kind == "S" and p.dim == dim:
+            found |= 1 << axis
+    return found
 
 
 def canonical(src: Layout, dst: Layout) -> tuple[Layout, Layout, tuple[int, ...]]:
@@ -142,15 +147,9 @@ def canonical_path(
     """`path` of a pair whose dims are numbered by first appearance: shortest path (Dijkstra)."""
     if src == dst:
         return ()
-    if any(d.is_partial and not s.is_partial for s, d in zip(src, dst, strict=True)):
+    if any(d.kind == "P" and s.kind != "P" for s, d in zip(src, dst, strict=True)):
         return None
     ends = {p.dim: (_axes(src, p.dim), _axes(dst, p.dim)) for p in (*src, *dst) if p.kind == "S"}
-
-    def splits_ok(layout: Layout, dim: int) -> bool:
-        """A passing layout may split a dim no further than one of the ends does."""
-        axes = _axes(layout, dim)
-        return any(axes & ~end == 0 for end in ends[dim])
-
     best: dict[Layout, float] = {src: 0.0}
     queue: list[tuple[float, int, Layout, tuple[Move, ...]]] = [(0.0, 0, src, ())]
     count = 0
@@ -161,31 +160,49 @@ def canonical_path(
         if cost > best[layout]:
             continue
         local = _local(layout, mesh_shape)
-        for axis, held in enumerate(layout):
-            for wanted in {dst[axis], Replicate()}:
-                if wanted == held or wanted.is_partial or held.own or wanted.own:
-                    continue
-                if held.kind == wanted.kind == "S" and held.dim == wanted.dim:
-                    continue  # other runs of the same dim: no all-to-all of blocks says that
-                after = (*layout[:axis], wanted, *layout[axis + 1 :])
-                if wanted.kind == "S" and not splits_ok(after, wanted.dim):
-                    continue  # a move to R splits less than before
-                if held.kind == "S" and not _is_minor(layout, axis, held, mesh_shape):
-                    continue
-                if wanted.kind == "S" and not _is_minor(after, axis, wanted, mesh_shape):
-                    continue
-                kind = move_kind(held, wanted)
-                size = mesh_shape[axis]
-                step = (
-                    _SLICE_COST
-                    if kind == "slice" or size == 1
-                    else _STEP_COST + _volume(kind, local, size)
-                )
-                total = cost + step
-                if total < best.get(after, float("inf")) - 1e-15:
-                    best[after] = total
-                    count += 1
-                    fraction = local * size if kind == "all_gather" else local
-                    move = Move(axis, held, wanted, fraction)
-                    heapq.heappush(queue, (total, count, after, (*moves, move)))
+        for axis, wanted, after in _steps(layout, dst, ends, mesh_shape):
+            kind = move_kind(layout[axis], wanted)
+            size = mesh_shape[axis]
+            step = (
+                _SLICE_COST
+                if kind == "slice" or size == 1
+                else _STEP_COST + _volume(kind, local, size)
+            )
+            total = cost + step
+            if total < best.get(after, float("inf")) - 1e-15:
+                best[after] = total
+                count += 1
+                fraction = local * size if kind == "all_gather" else local
+                move = Move(axis, layout[axis], wanted, fraction)
+                heapq.heappush(queue, (total, count, after, (*moves, move)))
     return None
+
+
+def _steps(
+    layout: Layout,
+    dst: Layout,
+    ends: Mapping[int, tuple[int, int]],
+    mesh_shape: tuple[int, ...],
+) -> Iterator[tuple[int, Placement, Layout]]:
+    """Moves of one axis on the way to `dst`: the axis, its new placement and the layout then.
+
+    `ends` are the axes that split each dim at either end: a passing layout splits it no further.
+    """
+    for axis, held in enumerate(layout):
+        if held.own or (held.kind == "S" and not _is_minor(layout, axis, held, mesh_shape)):
+            continue
+        for wanted in (dst[axis], _WHOLE):
+            if wanted == held or wanted.kind == "P" or wanted.own:
+                continue
+            after = (*layout[:axis], wanted, *layout[axis + 1 :])
+            if wanted.kind == "S":
+                if held.kind == "S" and held.dim == wanted.dim:
+                    continue  # other runs of the same dim: no all-to-all of blocks says that
+                axes = _axes(after, wanted.dim)
+                if axes & ~ends[wanted.dim][0] and axes & ~ends[wanted.dim][1]:
+                    continue  # a move to R splits less than before
+                if not _is_minor(after, axis, wanted, mesh_shape):
+                    continue
+            yield axis, wanted, after
+            if wanted.kind == "R":
+                break

@@ -28,6 +28,10 @@ class MoveCosts:
         self._number: dict[Layout, int] = {}
         self._layouts: list[Layout] = []
         self._table = np.full((2, 64, 64), np.nan)  # latency and per byte
+        # of each layout by axis: the dim that is split or -1, and the number of the rest
+        self._dims: list[list[int]] = []
+        self._forms: list[list[int]] = []
+        self._form_of: dict[tuple[str, int, bool], int] = {}
         self._canonical: dict[tuple[Layout, Layout], tuple[tuple[str, float, float], ...]] = {}
         self._links: dict[tuple[str, int], tuple[float, float]] = {}
         self._tables: dict[tuple[tuple[Layout, ...], tuple[Layout, ...], Bucket], Array] = {}
@@ -68,6 +72,10 @@ class MoveCosts:
             if layout not in self._number:
                 self._number[layout] = len(self._layouts)
                 self._layouts.append(layout)
+                self._dims.append([p.dim if p.is_shard else -1 for p in layout])
+                forms = [(p.kind, p.split, p.own) for p in layout]
+                known = self._form_of
+                self._forms.append([known.setdefault(form, len(known)) for form in forms])
         while len(self._layouts) > self._table.shape[1]:
             size = self._table.shape[1]
             self._table = np.pad(
@@ -92,13 +100,35 @@ class MoveCosts:
         if bucket.count > 1:
             return self._bucketed(sources, targets, num_bytes, bucket)
         at = np.ix_(self._numbers(sources), self._numbers(targets))
-        unknown = np.argwhere(np.isnan(self._table[0][at]))
-        rows, columns = at[0].ravel(), at[1].ravel()
-        pairs = {(int(rows[i]), int(columns[j])) for i, j in unknown}
-        for src, dst in sorted(pairs):
-            self._table[:, src, dst] = self._price(self._layouts[src], self._layouts[dst])
+        unknown = np.isnan(self._table[0][at])
+        if unknown.any():
+            i, j = np.nonzero(unknown)
+            self._fill(at[0].ravel()[i], at[1].ravel()[j])
         found: Array = self._table[0][at] + self._table[1][at] * num_bytes
         return found
+
+    def _fill(self, sources: Indices, targets: Indices) -> None:
+        """Price pairs of layouts, those that differ in the numbers of their dims alone once."""
+        dims = np.array(self._dims)
+        forms = np.array(self._forms)
+        dims = np.concatenate([dims[sources], dims[targets]], axis=1)
+        forms = np.concatenate([forms[sources], forms[targets]], axis=1)
+        # the first place with the same dim tells which dims are equal
+        width = dims.shape[1]
+        first = (dims[:, :, None] == dims[:, None, :]).argmax(axis=2)
+        codes = (forms * width + first).astype(np.int64)
+        key = np.zeros(len(codes), dtype=np.int64)
+        base = int(codes.max()) + 1
+        for column in codes.T:
+            if (int(key.max()) + 1) * base >= 1 << 62:
+                key = np.unique(key, return_inverse=True)[1]
+            key = key * base + column
+        _, samples, alike = np.unique(key, return_index=True, return_inverse=True)
+        prices = [
+            self._price(self._layouts[int(sources[k])], self._layouts[int(targets[k])])
+            for k in samples
+        ]
+        self._table[:, sources, targets] = np.array(prices).T[:, alike.ravel()]
 
     def _bucketed(
         self, sources: Sequence[Layout], targets: Sequence[Layout], num_bytes: float, bucket: Bucket

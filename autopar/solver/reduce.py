@@ -22,9 +22,10 @@ from autopar.solver.problem import Array, ChoiceProblem, Indices
 __all__ = ["Reduced", "reduce_problem"]
 
 _MAX_FILL = 1 << 22  # entries of a folded matrix
+_LARGE = 1 << 9  # entries of a folded matrix that are found state by state
 _MAX_COMPARED = 64  # states of a node that are compared pairwise
 
-Fold = tuple[Hashable, tuple[Hashable, ...], tuple[Indices, ...], Array]
+Fold = tuple[Hashable, tuple[Hashable, ...], tuple[Indices, ...], Indices]
 
 
 @dataclass(slots=True)
@@ -123,20 +124,19 @@ class _Reducer:
             return False
         own = self.costs[node]
         if not neighbours:
-            best: Array = np.asarray(int(own.argmin()))
+            best: Indices = np.asarray(int(own.argmin()))
             self.offset += float(own.min())
         elif len(neighbours) == 1:
             total = self.adjacent[node][neighbours[0]] + own[:, None]
             best = total.argmin(axis=0)
-            self.costs[neighbours[0]] = self.costs[neighbours[0]] + total.min(axis=0)
+            least = np.take_along_axis(total, best[None, :], axis=0)[0]
+            self.costs[neighbours[0]] = self.costs[neighbours[0]] + least
         else:
             i, j = neighbours
             left, right = self.adjacent[node][i], self.adjacent[node][j]
             if left.shape[1] * right.shape[1] * len(own) > _MAX_FILL:
                 return False
-            total = own[:, None, None] + left[:, :, None] + right[:, None, :]
-            best = total.argmin(axis=0)
-            joined = total.min(axis=0)
+            best, joined = _joined(own, left, right)
             if j in self.adjacent[i]:
                 joined = joined + self.adjacent[i][j]
             self.adjacent[i][j] = joined
@@ -171,6 +171,21 @@ class _Reducer:
                 changed = True
             if changed:
                 pending.update(dict.fromkeys(n for n in around if n in self.costs))
+
+
+def _joined(own: Array, left: Array, right: Array) -> tuple[Indices, Array]:
+    """The best state of a node for each pair of states of its neighbours, and its cost."""
+    if left.shape[1] * right.shape[1] < _LARGE:
+        total = own[:, None, None] + left[:, :, None] + right[:, None, :]
+        return total.argmin(axis=0), total.min(axis=0)
+    # state by state: large tables leave the processor's caches
+    least = (own[0] + left[0])[:, None] + right[0]
+    best = np.zeros(least.shape, dtype=np.intp)
+    for state in range(1, len(own)):
+        cost = (own[state] + left[state])[:, None] + right[state]
+        np.copyto(best, state, where=cost < least)
+        np.minimum(least, cost, out=least)
+    return best, least
 
 
 def _gain(costs: Array, matrices: Sequence[Array]) -> Array:
