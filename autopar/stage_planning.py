@@ -167,7 +167,7 @@ class StagePlanner:
             ports=taken,
             offers=self.offers,
         )
-        if limit is None:
+        if limit is None and found.plan.checkpoint == "none":
             self._free[key] = found
         return found.plan
 

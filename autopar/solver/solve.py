@@ -12,8 +12,7 @@ from autopar.core.folding import every_instance
 from autopar.core.graph import TracedModel
 from autopar.core.placement import Layout
 from autopar.core.plan import BucketBytes, NodePlan, Plan, Prediction, SolverReport
-from autopar.core.recompute import RECOMPUTATIONS, recomputed
-from autopar.core.units import format_bytes
+from autopar.core.recompute import RECOMPUTATIONS
 from autopar.cost_model import (
     Cluster,
     CollectiveKind,
@@ -22,21 +21,16 @@ from autopar.cost_model import (
     offload_seconds,
     optimizer_state_bytes,
 )
-from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError
+from autopar.errors import ConstraintError
 from autopar.solver import rules as _rules  # noqa: F401  (registers the rules)
 from autopar.solver.breakdown import timeline
-from autopar.solver.build import StepProblem, build_problem
 from autopar.solver.exclude import Excluded, exclude
-from autopar.solver.fit import Fit, MemorySearch
-from autopar.solver.ilp import Infeasible, Solution
+from autopar.solver.fit import Fit
 from autopar.solver.input_layouts import input_layouts
-from autopar.solver.liveness import Liveness
 from autopar.solver.modes import mode_names
 from autopar.solver.offers import Offers
-from autopar.solver.pins import Pins
-from autopar.solver.price import Decision, price
 from autopar.solver.rules.own_order import note_orders
-from autopar.solver.step import Step, build_step
+from autopar.solver.variant import Variant
 
 __all__ = ["Solved", "in_other_flights", "solve", "solve_step"]
 
@@ -77,7 +71,7 @@ class Solved:
     """A plan, and the choices that it is."""
 
     plan: Plan
-    _found: _Found
+    _found: Variant
     _fit: Fit
 
 
@@ -85,9 +79,13 @@ def in_other_flights(known: Solved, traced: TracedModel) -> Solved:
     """The choices of a step without a memory limit, for the same step in another schedule.
 
     How many microbatches a schedule holds at once changes what is live, not what ops cost.
+
+    Args:
+        known: without recomputation.
+        traced: the same graph with another `flight`.
     """
     found = known._found
-    assert found.kind == "none", "without a limit nothing is computed twice"
+    assert found.kind == "none"
     blocks = found.step.blocks.of(traced)
     found = replace(found, traced=traced, graph=traced, step=replace(found.step, blocks=blocks))
     fit = found.search.priced(found.step, known._fit.solution)
@@ -128,14 +126,14 @@ def solve_step(
     planned = _with_roles(cluster, roles)
     limit = planned.memory_bytes if memory_limit is None else int(memory_limit)
     known = (offers or Offers(planned)).over(planned)
-    tried: list[_Found] = []
+    tried: list[Variant] = []
     done: list[object] = []  # optimizers, where they are, of which an unlimited plan fits
     for kind, held in _variants(traced, planned, wanted, optimizer):
         if any(held is which for which in done):
             continue
         if isinstance(held, Offloaded) and tried and _no_offload_beats(tried, held):
             break
-        found = _Found.search_for(traced, known, wanted, roles, held, kind, limit, ports)
+        found = Variant.search_for(traced, known, wanted, roles, held, kind, limit, ports)
         if without is not None and not exclude(without, found.step, found.search.built):
             continue
         tried.append(found)
@@ -173,53 +171,11 @@ def _variants(
     return [(kind, which) for which in held for kind in kinds]
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A search with one kind of recomputation, and the best plan that it found.
-
-    `graph` is `traced` with the copies of that kind; `unlimited` is a bound of the seconds of any
-    plan with the states on the device.
-    """
-
-    traced: TracedModel
-    kind: str
-    graph: TracedModel
-    step: Step
-    pins: Pins
-    search: _Search
-
-    @classmethod
-    def search_for(
-        cls,
-        traced: TracedModel,
-        offers: Offers,
-        wanted: Constraints,
-        roles: tuple[AxisRole, ...],
-        optimizer: object,
-        kind: str,
-        limit: int,
-        ports: Mapping[str, Layout] | None,
-    ) -> _Found:
-        """States, costs and edges of the step with a kind of recomputation."""
-        graph = recomputed(traced, kind)
-        step = build_step(graph)
-        pins = Pins(wanted, roles, graph, step)
-        built = build_problem(graph, step, offers.cluster, pins, optimizer, ports, offers)
-        search = _Search(step, offers, built, optimizer, pins, limit)
-        return cls(traced, kind, graph, step, pins, search)
-
-    @property
-    def seconds(self) -> float:
-        """Of the best plan found; infinite without one."""
-        best = self.search.memory.best
-        return best.solution.objective if best else math.inf
-
-
-def _fastest(tried: list[_Found]) -> float:
+def _fastest(tried: list[Variant]) -> float:
     return min(found.seconds for found in tried)
 
 
-def _no_offload_beats(tried: list[_Found], offloaded: Offloaded) -> bool:
+def _no_offload_beats(tried: list[Variant], offloaded: Offloaded) -> bool:
     """True if no plan with the offloaded optimizer can beat the best one.
 
     Each costs at least an unlimited plan without recomputation, and the transfer of shards that
@@ -239,7 +195,7 @@ def _no_offload_beats(tried: list[_Found], offloaded: Offloaded) -> bool:
 
 
 def _as_plan(
-    found: _Found,
+    found: Variant,
     bound: float,
     planned: Cluster,
     wanted: Constraints,
@@ -301,7 +257,7 @@ def _as_plan(
     )
 
 
-def _predicted(found: _Found, fit: Fit) -> Prediction:
+def _predicted(found: Variant, fit: Fit) -> Prediction:
     price = fit.price
     return Prediction(
         step_time_s=price.total_s,
@@ -332,81 +288,3 @@ def _with_roles(cluster: Cluster, roles: tuple[AxisRole, ...]) -> Cluster:
         name = role.name.replace("-", "")
         names.append(name if name not in names else f"{name}{len(names)}")
     return cluster.with_mesh_shape(shape, tuple(names))
-
-
-class _Search:
-    """Finds the plan under the limit, or says what limit would do."""
-
-    def __init__(
-        self,
-        step: Step,
-        offers: Offers,
-        built: StepProblem,
-        optimizer: object,
-        pins: Pins,
-        limit: int,
-    ) -> None:
-        self.step = step
-        self.offers = offers
-        self.cluster = offers.cluster
-        self.built = built
-        self.optimizer = optimizer
-        self.pins = pins
-        granularity = self.cluster.device.allocation_granularity_bytes
-        liveness = Liveness(step, built, optimizer, granularity)
-        self.memory = MemorySearch(built.problem, liveness, self._fit, limit)
-
-    def start(self, beat: float, price: float) -> Fit | None:
-        """A fast plan found within the limit, if it beats some seconds."""
-        try:
-            self.memory.approximate()
-        except Infeasible as error:
-            raise ConstraintError(
-                f"{self.pins.describe()} cannot hold for the model as a whole: no combination of "
-                "placements connects its ops"
-            ) from error
-        return self.memory.start(beat, price)
-
-    def does_not_fit(self) -> InfeasiblePlanError:
-        """The error, with the least memory that some plan was found to need."""
-        smallest = self.memory.least()
-        need = smallest.peak
-        parts = ", ".join(
-            f"{kind} {format_bytes(size)}" for kind, size in smallest.price.peak.breakdown[:4]
-        )
-        return InfeasiblePlanError(
-            f"no plan fits {format_bytes(self.memory.limit)} per device on mesh "
-            f"{self.cluster.mesh_shape}. "
-            f"The smallest limit that a plan was found for is {need} bytes "
-            f"({format_bytes(need)}): {parts}. Use more devices, a smaller batch, an optimizer "
-            "with less state, or a lower precision.",
-            memory_limit_bytes=self.memory.limit,
-            required_bytes=need,
-        )
-
-    def _fit(self, solution: Solution) -> Fit:
-        return self.priced(self.step, solution)
-
-    def priced(self, step: Step, solution: Solution) -> Fit:
-        """The plan of a solution, for this step or for the same one in another schedule."""
-        decision = self._decision(solution)
-        priced = price(step, self.cluster, decision, self.optimizer, self.offers)
-        if not math.isclose(priced.total_s, solution.objective, rel_tol=1e-6, abs_tol=1e-9):
-            raise AutoparError(
-                f"the plan costs {priced.total_s:.9f} s by its placements, but the solver claims "
-                f"{solution.objective:.9f} s: this is a defect of autopar"
-            )
-        return Fit(solution, decision, priced)
-
-    def _decision(self, solution: Solution) -> Decision:
-        classes, chosen = self.built.classes, solution.chosen
-        return Decision(
-            {
-                name: self.built.candidates[classes[name]][chosen[classes[name]]]
-                for name in self.step.ops
-            },
-            {
-                name: self.built.storages[classes[name]][chosen[classes[name]]]
-                for name in (*self.step.parameters, *self.step.ports)
-            },
-        )

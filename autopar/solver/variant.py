@@ -1,0 +1,143 @@
+"""A step with a kind of recomputation and a place for the optimizer: its problem and its plans."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.core.constraints import AxisRole, Constraints
+from autopar.core.graph import TracedModel
+from autopar.core.placement import Layout
+from autopar.core.recompute import recomputed
+from autopar.core.units import format_bytes
+from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError
+from autopar.solver.build import StepProblem, build_problem
+from autopar.solver.fit import Fit, MemorySearch
+from autopar.solver.ilp import Infeasible, Solution
+from autopar.solver.liveness import Liveness
+from autopar.solver.offers import Offers
+from autopar.solver.pins import Pins
+from autopar.solver.price import Decision, price
+from autopar.solver.step import Step, build_step
+
+__all__ = ["Search", "Variant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A search with one kind of recomputation, and the best plan that it found.
+
+    `graph` is `traced` with the copies of that kind.
+    """
+
+    traced: TracedModel
+    kind: str
+    graph: TracedModel
+    step: Step
+    pins: Pins
+    search: Search
+
+    @classmethod
+    def search_for(
+        cls,
+        traced: TracedModel,
+        offers: Offers,
+        wanted: Constraints,
+        roles: tuple[AxisRole, ...],
+        optimizer: object,
+        kind: str,
+        limit: int,
+        ports: Mapping[str, Layout] | None,
+    ) -> Variant:
+        """States, costs and edges of the step with a kind of recomputation."""
+        graph = recomputed(traced, kind)
+        step = build_step(graph)
+        pins = Pins(wanted, roles, graph, step)
+        built = build_problem(graph, step, offers.cluster, pins, optimizer, ports, offers)
+        search = Search(step, offers, built, optimizer, pins, limit)
+        return cls(traced, kind, graph, step, pins, search)
+
+    @property
+    def seconds(self) -> float:
+        """Of the best plan found; infinite without one."""
+        best = self.search.memory.best
+        return best.solution.objective if best else math.inf
+
+
+class Search:
+    """Finds the plan under the limit, or says what limit would do."""
+
+    def __init__(
+        self,
+        step: Step,
+        offers: Offers,
+        built: StepProblem,
+        optimizer: object,
+        pins: Pins,
+        limit: int,
+    ) -> None:
+        self.step = step
+        self.offers = offers
+        self.cluster = offers.cluster
+        self.built = built
+        self.optimizer = optimizer
+        self.pins = pins
+        granularity = self.cluster.device.allocation_granularity_bytes
+        liveness = Liveness(step, built, optimizer, granularity)
+        self.memory = MemorySearch(built.problem, liveness, self._fit, limit)
+
+    def start(self, beat: float, price: float) -> Fit | None:
+        """A fast plan found within the limit, if it beats some seconds."""
+        try:
+            self.memory.approximate()
+        except Infeasible as error:
+            raise ConstraintError(
+                f"{self.pins.describe()} cannot hold for the model as a whole: no combination of "
+                "placements connects its ops"
+            ) from error
+        return self.memory.start(beat, price)
+
+    def does_not_fit(self) -> InfeasiblePlanError:
+        """The error, with the least memory that some plan was found to need."""
+        smallest = self.memory.least()
+        need = smallest.peak
+        parts = ", ".join(
+            f"{kind} {format_bytes(size)}" for kind, size in smallest.price.peak.breakdown[:4]
+        )
+        return InfeasiblePlanError(
+            f"no plan fits {format_bytes(self.memory.limit)} per device on mesh "
+            f"{self.cluster.mesh_shape}. "
+            f"The smallest limit that a plan was found for is {need} bytes "
+            f"({format_bytes(need)}): {parts}. Use more devices, a smaller batch, an optimizer "
+            "with less state, or a lower precision.",
+            memory_limit_bytes=self.memory.limit,
+            required_bytes=need,
+        )
+
+    def _fit(self, solution: Solution) -> Fit:
+        return self.priced(self.step, solution)
+
+    def priced(self, step: Step, solution: Solution) -> Fit:
+        """The plan of a solution, for this step or for the same one in another schedule."""
+        decision = self._decision(solution)
+        priced = price(step, self.cluster, decision, self.optimizer, self.offers)
+        if not math.isclose(priced.total_s, solution.objective, rel_tol=1e-6, abs_tol=1e-9):
+            raise AutoparError(
+                f"the plan costs {priced.total_s:.9f} s by its placements, but the solver claims "
+                f"{solution.objective:.9f} s: this is a defect of autopar"
+            )
+        return Fit(solution, decision, priced)
+
+    def _decision(self, solution: Solution) -> Decision:
+        classes, chosen = self.built.classes, solution.chosen
+        return Decision(
+            {
+                name: self.built.candidates[classes[name]][chosen[classes[name]]]
+                for name in self.step.ops
+            },
+            {
+                name: self.built.storages[classes[name]][chosen[classes[name]]]
+                for name in (*self.step.parameters, *self.step.ports)
+            },
+        )
