@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.solver.eliminate import minimise
-from autopar.solver.ilp import Infeasible, solve_problem
-from autopar.solver.problem import ChoiceProblem, evaluate
+from autopar.solver.ilp import Infeasible, Prepared, solve_problem
+from autopar.solver.messages import MessagePassing, improve_bounds
+from autopar.solver.problem import Array, ChoiceProblem, evaluate
+from autopar.solver.reduce import Reduced, _gain, _joined
 
 
 @st.composite
@@ -79,3 +81,69 @@ def test_elimination_gives_up_before_its_tables_are_too_large() -> None:
         problem.add_edge(i, j, np.ones((10, 10)))
     assert minimise(problem, max_entries=10_000) is None
     assert minimise(problem, max_entries=10_000_000) is not None
+
+
+@given(problems(), st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_bounds_that_are_resumed_equal_those_in_one_go(problem: ChoiceProblem, first: int) -> None:
+    problem = ChoiceProblem(problem.costs, {}, problem.edges)
+    resumed = MessagePassing(problem)
+    resumed.run(first, 1e-3)
+    found, whole = resumed.run(40, 1e-6), improve_bounds(problem, sweeps=40, tolerance=1e-6)
+    assert (found.lower, found.upper) == (whole.lower, whole.upper)
+    assert found.chosen == whole.chosen
+
+
+@given(problems())
+@settings(max_examples=100, deadline=None)
+def test_what_bounds_leave_open_is_eliminated(problem: ChoiceProblem) -> None:
+    problem = ChoiceProblem(problem.costs, {}, problem.edges)
+    best = enumerate_best(problem, None)
+    if math.isinf(best):
+        return
+    prepared = Prepared(
+        Reduced(problem, kept={n: np.arange(len(c)) for n, c in problem.costs.items()})
+    )
+    prepared.least = None  # as if it were too wide
+    for exact in (False, True):  # the second goes on from the first
+        solution = solve_problem(problem, exact=exact, prepared=prepared)
+        assert solution.bound <= best + 1e-9 <= solution.objective + 2e-9
+    assert solution.objective == pytest.approx(best)
+
+
+def slow_gain(costs: Array, matrices: list[Array]) -> Array:
+    """At least how much state r saves over s, pair by pair."""
+    count = len(costs)
+    gain = np.full((count, count), -np.inf)
+    for s, r in itertools.permutations(range(count), 2):
+        total = float(costs[s] - costs[r])
+        for matrix in matrices:
+            pairs = zip(matrix[s].tolist(), matrix[r].tolist(), strict=True)
+            total += min(math.inf if math.isinf(a) else a - b for a, b in pairs)
+        gain[s, r] = -math.inf if math.isnan(total) else total
+    return gain
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_gains_of_states_that_may_dominate_are_exact(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(2, 9))
+    costs = rng.integers(0, 4, count).astype(float)
+    matrices = [rng.integers(0, 3, (count, int(n))).astype(float) for n in rng.integers(1, 6, 3)]
+    for matrix in matrices:
+        matrix[rng.random(matrix.shape) < 0.3] = np.inf
+    wanted, found = slow_gain(costs, matrices), _gain(costs, matrices)
+    assert ((found >= 0) == (wanted >= 0)).all()
+    assert np.array_equal(found[found >= 0], wanted[wanted >= 0])
+
+
+@pytest.mark.parametrize("sizes", [(7, 3, 4), (9, 40, 50), (1, 30, 30)])
+def test_a_fold_takes_the_first_best_state(sizes: tuple[int, int, int]) -> None:
+    rng = np.random.default_rng(0)
+    own, left, right = (rng.integers(0, 3, shape).astype(float)
+                        for shape in (sizes[0], sizes[:2], (sizes[0], sizes[2])))  # fmt: skip
+    left[rng.random(left.shape) < 0.3] = np.inf
+    total = own[:, None, None] + left[:, :, None] + right[:, None, :]
+    best, least = _joined(own, left, right)
+    assert np.array_equal(best, total.argmin(axis=0))
+    assert np.array_equal(least, total.min(axis=0))

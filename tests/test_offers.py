@@ -1,0 +1,134 @@
+"""What solves share equals what each would make for itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autopar.codegen.microbatch import localise
+from autopar.codegen.stages import batch_bytes, cut_body, flying
+from autopar.core.constraints import Constraints
+from autopar.core.flights import flights
+from autopar.core.placement import Layout, Partial, Placement, Replicate, Shard
+from autopar.core.schedule import actions
+from autopar.cost_model import Cluster
+from autopar.pipeline_stages import Pipeliner, Stopped
+from autopar.pipelining import plan_step
+from autopar.solver.candidates import Pricer, expand
+from autopar.solver.fit import UNLIMITED
+from autopar.solver.microbatch import split_in_time
+from autopar.solver.moves import MoveCosts
+from autopar.solver.offers import Offers
+from autopar.solver.pipeline_shape import PipelineShape
+from autopar.solver.rules.own_order import note_orders
+from autopar.solver.solve import in_other_flights, solve_step
+from autopar.solver.step import build_step
+from autopar.stage_planning import StagePlanner
+from autopar.tracer.trace import trace
+from tests import zoo
+from tests.test_pipeline_search import nodes_apart, stack
+
+MESH = (4, 2, 2)
+CLUSTER = Cluster.from_profile("h100-sxm", nodes=2, devices_per_node=8, mesh_shape=MESH)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
+def test_offers_are_those_of_each_op(name: str) -> None:
+    model, inputs = zoo.MODELS[name]()
+    traced = trace(model, inputs)
+    note_orders(traced.graph)
+    offers, pricer = Offers(CLUSTER), Pricer(CLUSTER)
+    for op in build_step(traced).ops.values():
+        candidates = expand(op.call, MESH)
+        known = offers.of(op.call)
+        assert known.candidates == candidates, op.name
+        seconds = pricer.compute(op.call, candidates) + pricer.inner(candidates)
+        assert np.array_equal(known.seconds, seconds)
+        for candidate in candidates[::7]:
+            (one,) = pricer.compute(op.call, [candidate])
+            assert offers.seconds(op.call, candidate) == one
+
+
+def test_pairs_of_layouts_cost_what_each_costs() -> None:
+    rng = np.random.default_rng(0)
+    forms = [Replicate(), Partial(), *(Shard(d) for d in range(3)), Shard(0, 4), Shard(1, 2),
+             Placement("S", 0, own=True)]  # fmt: skip
+    layouts: list[Layout] = [
+        tuple(forms[k] for k in rng.integers(0, len(forms), 3)) for _ in range(90)
+    ]
+    moves, single = MoveCosts(CLUSTER), MoveCosts(CLUSTER)
+    for part in (layouts[:40], layouts):  # the second asks for more
+        table = moves.matrix(part, part[::-1], 1e6)
+        for i, src in enumerate(part):
+            for j, dst in enumerate(part[::-1]):
+                known = single.coefficients(src, dst)
+                wanted = sum(a for _, a, _ in known) + sum(b for _, _, b in known) * 1e6
+                assert table[i, j] == wanted
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", "gpipe"])
+def test_a_stage_in_another_schedule_is_as_if_solved_anew(schedule: str) -> None:
+    _, _, traced = stack(6)
+    cluster = replace(nodes_apart(), mesh_shape=(2,), axis_names=("a",))
+    time = split_in_time(traced, nodes_apart(), 4)
+    micro = localise(traced, time, 4)
+    parts = cut_body(micro, ["layers.3"])
+    batch = batch_bytes(traced, micro)
+
+    def model(schedule: str, stage: int):  # type: ignore[no-untyped-def]
+        return flying(parts, flights(actions(schedule, 2, 4, 1)), batch).stages.models[stage]
+
+    for stage in range(2):
+        known = solve_step(model("1f1b", stage), cluster, memory_limit=UNLIMITED)
+        found = in_other_flights(known, model(schedule, stage)).plan
+        fresh = solve_step(model(schedule, stage), cluster, memory_limit=UNLIMITED).plan
+        assert found.nodes == fresh.nodes
+        assert found.parameters == fresh.parameters
+        assert found.predicted == fresh.predicted
+        assert found.predicted != known.plan.predicted
+
+
+def test_a_shape_is_given_up_only_where_its_plan_is_of_no_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, _, traced = stack(8)
+    cluster = nodes_apart()
+    bounds: list[float] = []
+    least = Pipeliner._least_seconds
+
+    def noted(self, plans):  # type: ignore[no-untyped-def]
+        bounds.append(least(self, plans))
+        return bounds[-1]
+
+    monkeypatch.setattr(Pipeliner, "_least_seconds", noted)
+    shape = PipelineShape(size=2, microbatches=4, schedule="1f1b")
+
+    def planner(limit: int | None = None) -> StagePlanner:
+        return StagePlanner(traced, cluster, Constraints(), limit, "adamw", Offers(cluster))
+
+    whole = planner().plan(shape, free=True, below_s=1e9)
+    step_s = whole.predicted.step_time_s
+    assert len(bounds) == 2
+    assert bounds == sorted(bounds)
+    assert 0 < bounds[0] <= bounds[1] <= step_s * (1 + 1e-9)
+    assert planner().plan(shape, free=True, below_s=step_s * 1.001).predicted == whole.predicted
+    with pytest.raises(Stopped) as slow:
+        planner().plan(shape, free=True, below_s=bounds[0] * 0.99)
+    assert slow.value.least_s == bounds[0]
+    assert not slow.value.is_large
+    peak = whole.predicted.peak_memory_bytes
+    assert planner(peak).plan(shape, free=True, below_s=math.inf).predicted == whole.predicted
+    with pytest.raises(Stopped) as large:
+        planner(peak - 1).plan(shape, free=True, below_s=math.inf)
+    assert large.value.is_large
+
+
+def test_a_pinned_recomputation_is_planned_for_each_schedule() -> None:
+    _, _, traced = stack(8)
+    pins = Constraints.parse({"pipeline": {"size": 2, "microbatches": 4}, "checkpoint": "full"})
+    plan = plan_step(traced, nodes_apart(), constraints=pins)
+    assert plan.pipeline is not None
+    assert {stage.checkpoint for stage in plan.pipeline.stages} == {"full"}
