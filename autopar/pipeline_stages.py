@@ -219,7 +219,7 @@ class Pipeliner:
             # how a backward would be split is not known
             seconds.append({"F": float(forward), "B": float(backward), "I": 0.0, "W": 0.0})
         simulated = simulate_pipeline(self.orders, seconds)
-        ends_s = [simulated.finish_s(rank) for rank in range(len(self.orders))]
+        ends_s = simulated.finish_s()
         for rank, p in enumerate(plans):
             ends_s[rank] += p.predicted.phases["finish"]
         return max(p.predicted.phases["prepare"] for p in plans) + max(ends_s)
