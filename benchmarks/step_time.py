@@ -125,7 +125,7 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     profile = options.profile
     if profile is None:
-        profile = str(RESULTS / f"profile_cpu_{world}.toml")
+        profile = str(RESULTS / f"step_time_profile_{world}.toml")
         measured = measure_profile(
             f"cpu-{world}", base=load_profile("cpu-gloo"), ranks=world, dtypes=["float32"]
         )
