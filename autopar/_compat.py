@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.library import Library
 from torch.nn.modules.module import _has_any_global_hook
 
 from autopar.core.placement import Layout, Partial, Replicate, Shard
@@ -57,6 +58,28 @@ def _gather_any_strided_shard() -> None:
 
 
 _gather_any_strided_shard()
+
+
+def _gather_one_by_one() -> Library:
+    """Let `_c10d_functional.all_gather_into_tensor` of CPU tensors go gloo's plain way.
+
+    The op takes gloo's `allgather_coalesced`, which corrupts the heap where several are in flight
+    (pytorch/pytorch#65231 saw it in gloo's own tests). Its out variant does not.
+    """
+
+    def gather(tensor: Tensor, group_size: int, group_name: str) -> Tensor:
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        out = real.new_empty((real.shape[0] * group_size, *real.shape[1:]))
+        functional = torch.ops._c10d_functional
+        functional.all_gather_into_tensor_out(real, group_size, group_name, out=out)
+        return torch.view_as_complex(out) if tensor.is_complex() else out
+
+    library = Library("_c10d_functional", "IMPL")
+    library.impl("all_gather_into_tensor", gather, "CPU")
+    return library
+
+
+_gathers = _gather_one_by_one()  # kernels live as long as their library
 
 
 def default_store() -> Store:
