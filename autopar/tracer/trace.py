@@ -45,6 +45,7 @@ from autopar.tracer.precision import cast_gradients, cast_last, lift_casts, low_
 from autopar.tracer.replay import Mark, Replay, last_node
 from autopar.tracer.rewrites import invert_permutations, prepare_graph
 from autopar.tracer.signature import check_no_input_mutation, input_specs
+from autopar.tracer.simplify import simplify
 
 __all__ = ["normalize_inputs", "trace"]
 
@@ -289,6 +290,7 @@ class _JointTrace:
         )
         output.args = (tuple(results),)
         clean(graph)
+        simplify(graph, self.info)
         inputs = drop_unread(graph, inputs, self.plain)
         order = {n.name: i for i, n in enumerate(graph.nodes) if n.op == "placeholder"}
         inputs.sort(key=lambda s: order[s.node])

@@ -41,18 +41,20 @@ _FORWARD = [
     for square in _square(False)
     for rstd in _rstd(square)
 ]
-# gradient of x through the square, with the mean as sum over size, as autograd spells it
+# gradient of x through the square, with the mean as sum over size, as the tracer leaves it
 _SQUARE_GRAD = Op(
     _MUL,
-    Op((aten.div.Scalar, aten.div.Tensor),
-       Op(aten.expand.default,
-          Op(_MUL,
-             Op((aten.mul.Scalar, _MUL),
-                Op(aten.sum.dim_IntList, Op(_MUL, V("g"), V("x")), K("dims"), True), -0.5),
-             Op(aten.pow.Tensor_Scalar, V("rstd"), 3)),
-          K("shape")),
-       K("size")),
-    Op((aten.mul.Scalar, _MUL), Op(aten.pow.Tensor_Scalar, V("x"), 1.0), 2.0),
+    Op(aten.expand.default,
+       Op((aten.mul.Scalar, _MUL),
+          Op((aten.div.Scalar, aten.div.Tensor),
+             Op(_MUL,
+                Op((aten.mul.Scalar, _MUL),
+                   Op(aten.sum.dim_IntList, Op(_MUL, V("g"), V("x")), K("dims"), True), -0.5),
+                Op(aten.pow.Tensor_Scalar, V("rstd"), 3)),
+             K("size")),
+          2.0),
+       K("shape")),
+    V("x"),
 )  # fmt: skip
 _SCALED = Op(_MUL, V("g"), V("rstd"))
 _BACKWARD = [

@@ -1,4 +1,4 @@
-"""Rotary embedding of halves, and its gradient as autograd spells it."""
+"""Rotary embedding of halves, and its gradient as the tracer leaves it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ _TURNED = Op(
 _FORWARD = Op(_ADD, Op(_MUL, V("x"), V("cos")), Op(_MUL, _TURNED, V("sin")))
 _SIN = Op(_MUL, V("x"), V("sin"))
 _BACK = Op(
-    _ADD,
-    Op(aten.slice_backward.default,
-       Op(aten.neg.default, Op(aten.slice.Tensor, _SIN, K("dim"), 0, K("half"))),
-       K("shape"), K("dim"), K("half"), K("end"), 1),
-    Op(aten.slice_backward.default,
-       Op(aten.slice.Tensor, _SIN, K("dim"), K("half"), K("other_end")),
-       K("shape"), K("dim"), 0, K("half"), 1),
-)  # fmt: skip
+    aten.cat.default,
+    [
+        Op(aten.slice.Tensor, _SIN, K("dim"), K("half"), K("end")),
+        Op(aten.neg.default, Op(aten.slice.Tensor, _SIN, K("dim"), 0, K("half"))),
+    ],
+    K("last"),
+)
 _BACKWARD = Op(_ADD, _BACK, Op(_MUL, V("x"), V("cos")))
 
 
@@ -40,10 +39,9 @@ def _is_rotation(match: Match) -> bool:
     """Halves of the last of four dims, and tables that broadcast to it without growing it."""
     x = value_of(match["x"])
     size = x.shape[-1]
-    ends = [match.bound.get(k, size) for k in ("end", "other_end")]
     if x.dim() != 4 or match["dim"] not in (3, -1) or match.bound.get("last", -1) not in (3, -1):
         return False
-    if 2 * match["half"] != size or any(not size <= end <= sys.maxsize for end in ends):
+    if 2 * match["half"] != size or not size <= match["end"] <= sys.maxsize:
         return False
     tables = [value_of(match[k]) for k in ("cos", "sin")]
     return value_of(match.root).shape == x.shape and all(t.shape[-1] == size for t in tables)
@@ -67,5 +65,5 @@ def rotary(rewriter: Rewriter, root: fx.Node) -> bool:
 
 @pattern("rotary", _ADD, rank=40)
 def rotary_backward(rewriter: Rewriter, root: fx.Node) -> bool:
-    """Its transpose, from slices put back into zeros."""
+    """Its transpose."""
     return _rotate(rewriter, _BACKWARD, root, True)

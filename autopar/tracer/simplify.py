@@ -1,0 +1,222 @@
+"""Simplifications of the joint graph that change no number, for what autograd spells at length.
+
+- `drop_neutral`: ``x ** 1``, ``x * 1`` and ``x / 1`` are ``x``.
+- `compute_before_expanding`: ``f(expand(x))`` is ``expand(f(x))`` for an elementwise ``f``.
+- `scale_the_smaller`: ``expand(c) * (x * 2ⁿ)`` is ``expand(c * 2ⁿ) * x``, which rounds alike.
+- `join_slices`: a sum of slices put back into zeros, which together fill the whole, is their `cat`.
+
+Each saves passes over memory on any backend: in the gradients of root mean square norms, of rotary
+embeddings and of whatever else reads its input in slices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from autopar.core.graph import NodeInfo
+
+__all__ = ["simplify"]
+
+aten = torch.ops.aten
+
+_TIMES = (aten.mul.Tensor, aten.mul.Scalar)
+_BY_NUMBER = (*_TIMES, aten.div.Tensor, aten.div.Scalar, aten.pow.Tensor_Scalar)
+_OF_ONE = (*_BY_NUMBER, aten.neg.default, aten._to_copy.default)
+
+
+def simplify(graph: fx.Graph, info: dict[str, NodeInfo]) -> None:
+    """Run all of them on a joint graph, in place.
+
+    Args:
+        graph: with fake values.
+        info: origin of every node, by name; new nodes are added to it.
+    """
+    drop_neutral(graph)
+    compute_before_expanding(graph, info)
+    scale_the_smaller(graph, info)
+    join_slices(graph, info)
+    graph.eliminate_dead_code()
+
+
+def drop_neutral(graph: fx.Graph) -> None:
+    """Let what reads ``x ** 1``, ``x * 1`` or ``x / 1`` read x."""
+    for node in list(graph.nodes):
+        if node.target not in _BY_NUMBER or node.kwargs or _number(node) != 1:
+            continue
+        source = node.args[0]
+        if isinstance(source, fx.Node) and _alike(_value(source), _value(node)):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def compute_before_expanding(graph: fx.Graph, info: dict[str, NodeInfo]) -> None:
+    """Move elementwise ops of one tensor in front of the expansion that they read."""
+    for node in list(graph.nodes):
+        if node.target not in _OF_ONE or not _reads_one(node) or set(node.kwargs) - {"dtype"}:
+            continue
+        wide = node.args[0]
+        if not isinstance(wide, fx.Node) or wide.target is not aten.expand.default:
+            continue
+        source = wide.all_input_nodes[0]
+        value = _value(source).new_empty(_value(source).shape, dtype=_value(node).dtype)
+        with graph.inserting_before(node):
+            made = _call(graph, node.target, (source, *node.args[1:]), node.kwargs)
+            _note(made, node, value, info)
+            again = _call(graph, wide.target, (made, *wide.args[1:]), wide.kwargs)
+            _note(again, node, _value(node), info)
+        node.replace_all_uses_with(again)
+        graph.erase_node(node)
+
+
+def scale_the_smaller(graph: fx.Graph, info: dict[str, NodeInfo]) -> None:
+    """Let a power of two scale the factor that is expanded, and not the whole."""
+    for node in list(graph.nodes):
+        if node.target is not aten.mul.Tensor or len(node.all_input_nodes) != 2:
+            continue
+        for wide, scaled in (node.args, node.args[::-1]):
+            if _is_expansion(wide, node) and _is_scaled(scaled, node):
+                assert isinstance(wide, fx.Node) and isinstance(scaled, fx.Node)
+                source = wide.all_input_nodes[0]
+                with graph.inserting_before(node):
+                    less = _call(graph, aten.mul.Scalar, (source, _number(scaled)))
+                    _note(less, node, _value(source), info)
+                    again = _call(graph, wide.target, (less, *wide.args[1:]))
+                    _note(again, node, _value(wide), info)
+                node.args = (again, scaled.args[0])
+                break
+
+
+def _is_expansion(node: Any, reader: fx.Node) -> bool:
+    """True for a floating-point tensor that is smaller than what its reader makes."""
+    if not isinstance(node, fx.Node) or node.target is not aten.expand.default or node.kwargs:
+        return False
+    source = _value(node.all_input_nodes[0])
+    return source.numel() < _value(reader).numel() and source.dtype == _value(reader).dtype
+
+
+def _is_scaled(node: Any, reader: fx.Node) -> bool:
+    """True for a floating-point tensor times a power of two that nothing else reads."""
+    if not isinstance(node, fx.Node) or node.target not in _TIMES or len(node.users) != 1:
+        return False
+    number, value = _number(node), _value(node)
+    if number is None or not value.is_floating_point() or not _alike(value, _value(reader)):
+        return False
+    return number > 0 and math.frexp(number)[0] == 0.5 and _reads_one(node)
+
+
+# --- slices put back ----------------------------------------------------------------------------
+class _Slice(NamedTuple):
+    """What `slice_backward` puts at `start` to `end` of a dim of zeros."""
+
+    node: fx.Node
+    dim: int
+    start: int
+    end: int
+
+
+def join_slices(graph: fx.Graph, info: dict[str, NodeInfo]) -> None:
+    """Join the slices in a sum that fill a whole; what else is added stays."""
+    for node in reversed(list(graph.nodes)):
+        if not _is_sum(node) or node._erased:
+            continue
+        terms = list(_terms(node, node))
+        slices = [found for term in terms if (found := _slice_of(term)) is not None]
+        if len(slices) < 2 or not _fill(slices, _value(node)):
+            continue
+        parts = [s.node.args[0] for s in sorted(slices, key=lambda s: s.start)]
+        with graph.inserting_before(node):
+            total = _call(graph, aten.cat.default, (parts, slices[0].dim))
+            _note(total, node, _value(node), info)
+            inside = {s.node for s in slices}
+            for term in terms:
+                if term not in inside:
+                    total = _call(graph, aten.add.Tensor, (total, term))
+                    _note(total, node, _value(node), info)
+        node.replace_all_uses_with(total)
+        for dead in reversed(_sums(node, node)):
+            graph.erase_node(dead)
+
+
+def _is_sum(node: Any) -> bool:
+    return (
+        isinstance(node, fx.Node)
+        and node.target is aten.add.Tensor
+        and not node.kwargs
+        and len(node.all_input_nodes) == 2
+    )
+
+
+def _belongs(node: fx.Node, root: fx.Node) -> bool:
+    """True for a sum that is made for a larger one alone."""
+    return _is_sum(node) and len(node.users) == 1 and _alike(_value(node), _value(root))
+
+
+def _sums(node: fx.Node, root: fx.Node) -> list[fx.Node]:
+    """The sums of a sum, operands first."""
+    inner = [s for a in node.all_input_nodes if _belongs(a, root) for s in _sums(a, root)]
+    return [*inner, node]
+
+
+def _terms(node: fx.Node, root: fx.Node) -> Iterator[fx.Node]:
+    for operand in node.all_input_nodes:
+        if _belongs(operand, root):
+            yield from _terms(operand, root)
+        else:
+            yield operand
+
+
+def _slice_of(node: fx.Node) -> _Slice | None:
+    if node.target is not aten.slice_backward.default or len(node.users) != 1 or node.kwargs:
+        return None
+    args: Any = node.args
+    _, sizes, dim, start, end, step = args
+    if step != 1:
+        return None
+    low, high, _ = slice(start, end).indices(sizes[dim])
+    return _Slice(node, dim % len(sizes), low, high)
+
+
+def _fill(slices: list[_Slice], whole: Tensor) -> bool:
+    """True where the slices follow each other from one end of the whole to the other."""
+    if len({s.dim for s in slices}) > 1 or not all(_alike(_value(s.node), whole) for s in slices):
+        return False
+    ends = [0, *sorted(s.end for s in slices)]
+    starts = [*sorted(s.start for s in slices), whole.shape[slices[0].dim]]
+    return ends == starts
+
+
+# --- nodes --------------------------------------------------------------------------------------
+def _value(node: fx.Node) -> Tensor:
+    value = node.meta["val"]
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
+def _reads_one(node: fx.Node) -> bool:
+    return len(node.all_input_nodes) == 1 and node.args[0] is node.all_input_nodes[0]
+
+
+def _number(node: fx.Node) -> float | None:
+    """The number that a tensor is multiplied with, divided by or raised to."""
+    number = node.args[1] if len(node.args) == 2 else None
+    return number if isinstance(number, (int, float)) and not isinstance(number, bool) else None
+
+
+def _call(graph: fx.Graph, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
+    return graph.call_function(target, args, kwargs)
+
+
+def _note(made: fx.Node, like: fx.Node, value: Tensor, info: dict[str, NodeInfo]) -> None:
+    """Meta and origin of a new node, which stands for another."""
+    made.meta = {**like.meta, "val": value}
+    if like.name in info:
+        info[made.name] = info[like.name]
