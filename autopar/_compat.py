@@ -31,6 +31,7 @@ __all__ = [
     "inductor_compile",
     "layout_of",
     "module_has_hooks",
+    "storage_users",
     "symbolic_mode",
 ]
 
@@ -80,6 +81,12 @@ def _gather_one_by_one() -> Library:
 
 
 _gathers = _gather_one_by_one()  # kernels live as long as their library
+
+
+def storage_users(tensor: Tensor) -> int:
+    """How many tensors show the storage of one, itself included."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # of which `storage` is one
 
 
 def default_store() -> Store:

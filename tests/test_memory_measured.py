@@ -68,6 +68,7 @@ def test_the_predicted_peak_is_true(name: str, plan: str) -> None:
 _CHUNKS = {"size": 2, "chunks": 2, "schedule": "interleaved"}
 PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
     "turns": (1, {"pipeline": {"size": 1, "microbatches": 4}}),
+    "turns-zero0": (2, {"pipeline": {"size": 1, "microbatches": 2}, "data": 2, "zero": 0}),
     "turns-zero3": (2, {"pipeline": {"size": 1, "microbatches": 2}, "data": 2, "zero": 3}),
     "gpipe": (2, {"pipeline": {"size": 2, "microbatches": 4, "schedule": "gpipe"}}),
     "1f1b": (2, {"pipeline": {"size": 2, "microbatches": 4, "schedule": "1f1b"}}),
@@ -109,7 +110,7 @@ PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
     "interleaved-zero1": (4, {"pipeline": {**_CHUNKS, "microbatches": 2}, "data": 2, "zero": 1}),
     "interleaved-1d": (4, {"pipeline": {**_CHUNKS, "microbatches": 4}, "tensor": "1d"}),
 }
-_QUICK = ("turns-zero3", "gpipe", "1f1b", "zero-bubble")
+_QUICK = ("turns-zero0", "turns-zero3", "gpipe", "1f1b", "zero-bubble")
 _DEEP = ("1f1b-of-4", "zero-bubble-of-4")
 
 

@@ -1,13 +1,15 @@
 """Measures live bytes: every storage that ops create while the mode is on, until it is freed.
 
-The thread of a process group that ran a collective drops what it sent some time after the wait for
-it has returned, the later the busier the machine is. So before a peak is noted, such storages get
-time to go: what is still there then is held by the program.
+The thread of a process group that ran a collective drops what it sent, and its views of what
+arrived, some time after the wait for it has returned, the later the busier the machine is. So a
+wait lasts here until what arrived is the program's alone, and before a peak is noted, what was sent
+gets time to go: what is still there then is held by the program.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar._compat import storage_users
 
 __all__ = ["LiveBytes"]
 
@@ -74,14 +78,12 @@ class LiveBytes(TorchDispatchMode):
     def _note(self) -> None:
         total = self._total()
         if total > self.peak_bytes and self._lent:
-            self._wait_for_threads()
+            self._lent_expires()
             total = self._total()
         self.peak_bytes = max(self.peak_bytes, total)
 
-    def _wait_for_threads(self) -> None:
-        deadline = time.monotonic() + _PATIENCE_S
-        while not all(ref.expired() for ref in self._lent) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+    def _lent_expires(self) -> None:
+        _wait_until(lambda: all(ref.expired() for ref in self._lent))
         self._lent = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -100,8 +102,16 @@ class LiveBytes(TorchDispatchMode):
         key = result.untyped_storage()._cdata
         if func is torch.ops._c10d_functional.wait_tensor.default:
             self._lent += self._sent.pop(key, [])
+            _wait_until(lambda: storage_users(result) == 1)
         else:
             self._sent[key] = self._references(args)
+
+
+def _wait_until(done: Callable[[], bool]) -> None:
+    """Give other threads some time."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while not done() and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
 
 
 def _is_tensor(value: Any) -> bool:

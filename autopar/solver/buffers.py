@@ -205,12 +205,19 @@ class Buffers:
 
     def _packed_gradients(self, op: Op) -> int:
         """What a gradient is packed into while it is reduced to its storage layout."""
-        sizes = []
-        for name in self.gradients[op.name]:
-            value = self.step.gradients[name]
-            moves = self.pricing.moves(value, self.pricing.decision.storages[name])
-            sizes.append(round(self.step.specs[value].num_bytes * packing_fraction(moves)))
-        return max(sizes, default=0)
+        return max((self.reduction(name)[1] for name in self.gradients[op.name]), default=0)
+
+    def reduction(self, name: str) -> tuple[int, int, int]:
+        """Bytes of a gradient, of what it is packed into, and of what it is reduced from.
+
+        All are 0 where it is left as it arises.
+        """
+        value = self.step.gradients[name]
+        moves = self.pricing.moves(value, self.pricing.decision.storages[name])
+        if not moves:
+            return 0, 0, 0
+        packed = round(self.step.specs[value].num_bytes * packing_fraction(moves))
+        return self.share(name), packed, self.pricing.local_bytes(value, self.pricing.layout(value))
 
     def _arriving(self, op: Op) -> int:
         """Redistributed operands, and the largest buffer that one of them is packed into."""

@@ -119,7 +119,7 @@ class Schedule:
             for op in self.buffers.ops
         ]
         if self.step.in_turns:
-            schedule.append(self._finish())
+            schedule += self._finish() or [ScheduledOp(name="finish")]
         for twins in self.buffers.twins:
             span = twins.span
             if span.last + 1 == len(schedule):
@@ -132,15 +132,26 @@ class Schedule:
             _insert(schedule, span.last + 1, alloc=twins.kept)
         return schedule
 
-    def _finish(self) -> ScheduledOp:
-        """All gradients are reduced at once, when the last microbatch is done."""
-        pricing = self.buffers.pricing
-        made: list[tuple[str, int]] = []
+    def _finish(self) -> list[ScheduledOp]:
+        """Gradients are reduced one after the other, when the last microbatch is done.
+
+        A sum goes when it has been reduced, so an op allocates what there is beyond all sums.
+        """
+        sums_last = {value: name for name, value in self.step.gradients.items()}
+        found: list[ScheduledOp] = []
+        level = 0
         for name, value in self.step.gradients.items():
-            if pricing.moves(value, pricing.decision.storages[name]):
+            share, packed, total = self.buffers.reduction(name)
+            if share:
                 copies = self.step.blocks.copies(name)
-                made.append((f"grad.{name}", self.buffers.share(name) * copies))
-        return ScheduledOp(name="finish", alloc=tuple(made))
+                kept = share - (total if sums_last[value] == name else 0)
+                beyond = max(level, level + (copies - 1) * kept) + share + packed
+                level += copies * kept
+                buffer = (f"grad.{name}", max(beyond, 0))
+                found.append(ScheduledOp(name="finish", alloc=(buffer,), free=(buffer[0],)))
+            else:
+                found.append(ScheduledOp(name="finish"))
+        return found
 
 
 def _insert(

@@ -189,9 +189,28 @@ class Liveness:
         for span in self.spans:
             self._others(row, span, position)
         if self.step.in_turns and position >= len(self.order):
-            for name in self.step.gradients:
-                self._gradient(row, name, just=False)
+            self._finishing(row, position - len(self.order))
         return row
+
+    def _finishing(self, row: Row, turn: int) -> None:
+        """The gradient that is reduced, and those before it where they take more than their sums.
+
+        Sums go when they have been reduced; see `Schedule`.
+        """
+        for index, (name, value) in enumerate(self.step.gradients.items()):
+            sources = self.built.produced(value)
+            if index > turn or sources is None:
+                continue
+            spec = self.step.parameters[name]
+            whole = TensorSpec(spec.shape, spec.dtype)
+            owner, copies = self.built.classes[name], self.step.blocks.copies(name)
+            storages = self.built.storages[owner]
+            share = self._bytes(whole, storages)[None, :]
+            sizes = copies * np.maximum(share - self._bytes(whole, sources)[:, None], 0.0)
+            if index == turn:
+                sizes = sizes + share + self._packed(sources, storages, whole)
+            sizes = np.where(self._moved(sources, storages, whole), sizes, 0.0)
+            row.add_pair(self.built.classes[value[0]], owner, sizes)
 
     def _part(self, position: int) -> int:
         """Index in `others` of what is held while an op runs."""
@@ -268,8 +287,7 @@ class Liveness:
         owner = self.built.classes[name]
         storages = self.built.storages[owner]
         whole = TensorSpec(spec.shape, spec.dtype)
-        copies = self.step.blocks.copies(name) if self.step.in_turns else 1
-        row.add(owner, copies * self._bytes(whole, storages))
+        row.add(owner, self._bytes(whole, storages))
         value = self.step.gradients[name]
         sources = self.built.produced(value)
         if not just or sources is None or value in self.ends:
