@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 Sizes = Mapping[tuple[int, str], int]
 Live = Callable[[fx.Graph], Lifetimes]
+
+_MOST_TRIES = 4  # to shrink single buckets, each with a copy of the graph
 
 
 def bucket(
@@ -67,19 +69,33 @@ def _joined(
     sizes: Sizes,
     budget: int,
     live: Live,
-    choose: Callable[[fx.Graph, Sizes, int, Live], list[list[fx.Node]]],
+    choose: Callable[[fx.Graph, Sizes, int, Live, Collection[str]], list[list[fx.Node]]],
 ) -> fx.Graph:
-    """Join what `choose` finds; with smaller buckets where that lives in more than the budget."""
+    """Join what `choose` finds, in smaller buckets where that lives in more than the budget.
+
+    First only those buckets shrink that are open where the peak is, then all.
+    """
+    alone: set[str] = set()
+    tries = 0
     while any(sizes.values()):
         trial = _copy(graph)
-        buckets = choose(trial, sizes, budget, live)
+        buckets = choose(trial, sizes, budget, live, alone)
         if not buckets:
             break
         reached = max(sum(map(_size, members)) for members in buckets)
+        position = {node: index for index, node in enumerate(trial.nodes)}
+        names = [[(position[m], m.name) for m in members] for members in buckets]
         _join_all(trial, buckets)
-        if live(trial).peak_bytes <= budget:
+        lifetimes = live(trial)
+        if lifetimes.peak_bytes <= budget:
             return trial
-        sizes = {key: min(num_bytes, reached) // 2 for key, num_bytes in sizes.items()}
+        peak = position.get(lifetimes.nodes[int(lifetimes.live.argmax())], -1)
+        early = {n for members in names for at, n in members if at <= peak + 1 <= members[-1][0]}
+        tries += 1
+        if early and tries <= _MOST_TRIES:
+            alone |= early
+        else:
+            sizes = {key: min(num_bytes, reached) // 2 for key, num_bytes in sizes.items()}
     return graph
 
 
@@ -125,7 +141,9 @@ def _limit(node: fx.Node, sizes: Sizes) -> int:
     return sizes.get((axis, kind), 0)
 
 
-def _reductions(graph: fx.Graph, sizes: Sizes, budget: int, live: Live) -> list[list[fx.Node]]:
+def _reductions(
+    graph: fx.Graph, sizes: Sizes, budget: int, live: Live, alone: Collection[str]
+) -> list[list[fx.Node]]:
     """Runs of reductions that only the caller reads, in the order in which they are issued.
 
     Behind a reduction on one axis may stand one on another axis: members have equally many before.
@@ -150,6 +168,8 @@ def _reductions(graph: fx.Graph, sizes: Sizes, budget: int, live: Live) -> list[
         limit = _limit(node, sizes)
         if node.meta.get("phase") not in ("backward", "finish") or _size(node) >= limit:
             continue
+        if node.name in alone:
+            continue
         if node.target not in (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default):
             continue
         key = (_key(node), depth[node])
@@ -167,6 +187,7 @@ def _gathers(
     sizes: Sizes,
     budget: int,
     live: Live,
+    alone: Collection[str],
     block_of: Callable[[fx.Node], Hashable],
 ) -> list[list[fx.Node]]:
     """Gathers of parameters that one block needs in one phase.
@@ -181,7 +202,7 @@ def _gathers(
             continue
         limit, block = _limit(node, sizes), block_of(node)
         chained = any(is_start(n) for n in _ancestors(node))
-        if block is None or chained or _size(node) >= limit:
+        if block is None or chained or _size(node) >= limit or node.name in alone:
             continue
         key = (_key(node), block)
         joined = sum(map(_size, open_[key])) + _size(node)
