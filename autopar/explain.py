@@ -15,6 +15,9 @@ from typing import Any
 from rich.table import Table
 from torch import nn
 
+from autopar.core.apart import split_repeats
+from autopar.core.block_kinds import kinds_of
+from autopar.core.blocks import Block
 from autopar.core.constraints import Constraints
 from autopar.core.folding import every_instance
 from autopar.core.graph import TracedModel
@@ -174,8 +177,16 @@ def _stand_in(plan: Plan, param: str) -> str:
     timeline = plan.predicted.timeline
     planned = {name for op in timeline.ops for name in op.operands if name in plan.parameters}
     held = {name: name for name in plan.parameters}
+    repeats = plan.repeats
+    if not isinstance(plan.checkpoint, str) and plan.pipeline is None:
+        blocks = (
+            Block(r.container, n)
+            for r in repeats
+            for n in range(r.first - r.period, r.instances().stop)
+        )
+        repeats = split_repeats(repeats, kinds_of(plan.checkpoint, blocks))
     for name in (*timeline.alternatives, *planned):
-        held |= dict.fromkeys(every_instance({name: name}, plan.repeats), name)
+        held |= dict.fromkeys(every_instance({name: name}, repeats), name)
     return held[param]
 
 
@@ -203,9 +214,12 @@ def _resolved(found: Explanation, traced: TracedModel) -> Explanation:
 
     limit = plan.memory_limit_bytes
     excluded = Excluded(name=found.name, choice=found.choice)
+    pins = dict(plan.constraints)
+    if not isinstance(plan.checkpoint, str):
+        pins["checkpoint"] = plan.checkpoint  # ops of a mixture have names of its own
     return replace(
         found,
-        runner_up=again(plan.constraints, limit, excluded),
+        runner_up=again(pins, limit, excluded),
         unlimited=again(plan.constraints, _UNLIMITED),
         unpinned=again({}, limit) if plan.constraints else None,
     )

@@ -10,6 +10,7 @@ from rich.table import Table
 from torch import nn
 
 from autopar.api import plan
+from autopar.core.block_kinds import checkpoint_text
 from autopar.core.plan import Plan
 from autopar.core.units import format_bytes, format_seconds
 from autopar.cost_model import Cluster
@@ -72,7 +73,7 @@ def render_frontier(points: list[FrontierPoint], width: int | None = None) -> st
             format_bytes(predicted.peak_memory_bytes),
             format_seconds(predicted.step_time_s),
             f"{predicted.step_time_s / fastest:.3f}" if fastest else "",
-            point.plan.checkpoint,
+            checkpoint_text(point.plan.checkpoint),
             f"{solver.gap:.2%}",
         )
     console = Console(width=width, color_system=None)

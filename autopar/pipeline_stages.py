@@ -274,6 +274,7 @@ class Pipeliner:
             fingerprint=self.traced.fingerprint(),
             nodes={},
             inputs={},
+            checkpoint=self.parts.checkpoint(plans),
             parameters={name: merged[name] for name in order},
             shapes={k: v for p in plans for k, v in p.shapes.items()},
             dtypes={k: v for p in plans for k, v in p.dtypes.items()},

@@ -154,7 +154,9 @@ class _Search:
 
     def _may_pipeline(self) -> bool:
         """A training step, and devices that no pin speaks of."""
-        if not self.traced.training or self.traced.loss_index is None or self.constraints.params:
+        if not self.traced.training or self.traced.loss_index is None:
+            return False
+        if self.constraints.params or self.constraints.pins_blocks:
             return False
         roles = assign_mesh(self.constraints, self.cluster.mesh_shape)
         return any(r.name == "free" for r in roles) and bool(block_order(self.traced))

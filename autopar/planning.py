@@ -101,7 +101,8 @@ def check_emitted(traced: TracedModel, found: Plan) -> None:
         alike = turns[0].kinds[number], stage.nodes
         if alike not in seen:
             seen.append(alike)
-            emit_turns([t.model(number) for t in turns], stage, first)
+            own = turns[0].named(number, stage, back=True)
+            emit_turns([t.model(number) for t in turns], own, first)
 
 
 def may_fold(model: nn.Module, constraints: Constraints) -> bool:
@@ -111,6 +112,9 @@ def may_fold(model: nn.Module, constraints: Constraints) -> bool:
     if pin is not None and pin != NO_PIPELINE:
         # the cuts of a folded graph stand between blocks that repeat together
         if pin.cuts is not None or any(r.period > 1 for r in repeats):
+            return False
+        # equal stages share one plan
+        if constraints.pins_blocks:
             return False
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     matches = {glob: fnmatch.filter(names, glob) for glob in constraints.params}

@@ -15,6 +15,8 @@ from dataclasses import replace
 
 from autopar.codegen.microbatch import Microbatch, localise
 from autopar.codegen.stages import Staged, cut_body
+from autopar.core.block_kinds import pinned_kinds, pins_among
+from autopar.core.blocks import Blocks
 from autopar.core.constraints import Constraints
 from autopar.core.folding import every_instance
 from autopar.core.graph import TracedModel
@@ -44,6 +46,9 @@ class StagePlanner:
         memory_limit: bytes per device; default: the device's memory.
         optimizer: whose states count in memory.
         offers: what is known of ops on these devices.
+
+    Raises:
+        ConstraintError: the recomputation of a block is pinned that there is not.
     """
 
     def __init__(
@@ -55,6 +60,8 @@ class StagePlanner:
         optimizer: object,
         offers: Offers,
     ) -> None:
+        if isinstance(constraints.checkpoint, Mapping):
+            pinned_kinds(constraints.checkpoint, Blocks(traced).every())  # else it says what is not
         self.traced = traced
         self.whole = cluster
         self.constraints = constraints
@@ -172,14 +179,17 @@ class StagePlanner:
         return found.plan
 
     def _inside(self, model: TracedModel) -> Constraints:
-        """The constraints of a stage: those that speak of its parameters."""
+        """The constraints of a stage: those that speak of its parameters and blocks."""
         named = every_instance({s.target: None for s in model.parameters()}, model.repeats)
         params = {
             glob: wanted
             for glob, wanted in self.constraints.params.items()
             if fnmatch.filter(named, glob)
         }
-        return replace(self.constraints, pipeline=None, params=params)
+        checkpoint = self.constraints.checkpoint
+        if isinstance(checkpoint, Mapping):
+            checkpoint = pins_among(checkpoint, Blocks(model).every()) or None
+        return replace(self.constraints, pipeline=None, params=params, checkpoint=checkpoint)
 
 
 def _port_names(model: TracedModel) -> list[str]:

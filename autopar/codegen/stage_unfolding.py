@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.codegen.stages import staged_as_planned
+from autopar.codegen.stages import Staged, staged_as_planned
 from autopar.core.folding import stand_ins, unfolded
 from autopar.core.graph import InputSpec, OutputSpec, TracedModel
 from autopar.core.plan import Plan
@@ -34,10 +34,7 @@ def unfolded_plan(plan: Plan, folded: TracedModel, whole: TracedModel) -> Plan:
         staged_as_planned(folded, given),
         staged_as_planned(whole, replace(given, time=time)),
     )
-    stages = [
-        _stage(stage, made.model(number), real.model(number), made.shifts[number])
-        for number, stage in enumerate(given.stages)
-    ]
+    stages = [_stage(stage, number, made, real) for number, stage in enumerate(given.stages)]
     return replace(
         plan,
         fingerprint=whole.fingerprint(),
@@ -46,11 +43,14 @@ def unfolded_plan(plan: Plan, folded: TracedModel, whole: TracedModel) -> Plan:
     )
 
 
-def _stage(plan: Plan, folded: TracedModel, whole: TracedModel, shift: int) -> Plan:
+def _stage(plan: Plan, number: int, made: Staged, real: Staged) -> Plan:
     """The plan of one stage."""
+    folded, whole = made.model(number), real.model(number)
     ends = _ends(folded, whole)
-    kind = plan.checkpoint
-    twins = stand_ins(recomputed(folded, kind), recomputed(whole, kind), shift)
+    own = made.named(number, plan, back=True).checkpoint
+    twins = stand_ins(
+        recomputed(folded, own), recomputed(whole, plan.checkpoint), made.shifts[number]
+    )
     return replace(
         plan,
         fingerprint=whole.fingerprint(),

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 from torch import fx
 
 from autopar.codegen.microbatch import Microbatch, localise
-from autopar.core.blocks import block_of
+from autopar.core.block_kinds import Checkpoint, as_checkpoint, kinds_of, moved_checkpoint
+from autopar.core.blocks import Block, Blocks, block_of
 from autopar.core.flights import Flight, flights, most
 from autopar.core.graph import TracedModel
 from autopar.core.plan import NodePlan, PipelinePlan, Plan
@@ -58,11 +59,28 @@ class Staged:
 
         return replace(
             plan,
+            checkpoint=moved_checkpoint(plan.checkpoint, container, by),
             parameters=named(plan.parameters),
             shapes=named(plan.shapes),
             dtypes=named(plan.dtypes),
             modes=named(plan.modes),
         )
+
+    def checkpoint(self, plans: Sequence[Plan]) -> Checkpoint:
+        """The kinds of all blocks, from the plans of the stages under their own names."""
+        if len({str(plan.checkpoint) for plan in plans}) == 1:
+            first = plans[0].checkpoint
+            if isinstance(first, str):
+                return first
+        found: dict[Block, str] = {}
+        for stage, plan in enumerate(plans):
+            by = self.shifts[stage]  # of equal stages, all of whose blocks are of one container
+            every = Blocks(self.model(stage)).every()
+            blocks = [Block(b.container, b.number + by) for b in every]
+            found.update(kinds_of(plan.checkpoint, blocks))
+        order = list(dict.fromkeys(b.container for b in found))
+        blocks = sorted(found, key=lambda b: (order.index(b.container), b.number))
+        return as_checkpoint({block: found[block] for block in blocks})
 
     def crossing(self, below: int, above: int, phase: str) -> list[Transfer]:
         """What goes over a cut of the graph, in one phase."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from copy import copy
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -45,20 +46,25 @@ class Blocks:
     Attributes:
         members: nodes of each block, in graph order.
         place: block and position of each node in one.
-        classes: representative of each such node, by name.
     """
 
     def __init__(self, traced: TracedModel) -> None:
         self.traced = traced
         self.specs: dict[str, InputSpec] = {spec.node: spec for spec in traced.inputs}
-        self.repeats: dict[str, Repeat] = {r.container: r for r in traced.repeats}
+        self.repeats: dict[str, list[Repeat]] = {}
+        for repeat in traced.repeats:
+            self.repeats.setdefault(repeat.container, []).append(repeat)
         self.members = self._members()
         self.place: dict[str, tuple[Block, int]] = {
             node.name: (block, i)
             for block, nodes in self.members.items()
             for i, node in enumerate(nodes)
         }
-        self.classes = self._classes()
+
+    @cached_property
+    def classes(self) -> dict[str, str]:
+        """Representative of each node of a block, by name."""
+        return self._classes()
 
     def of(self, traced: TracedModel) -> Blocks:
         """Those of the same graph in another schedule."""
@@ -69,24 +75,34 @@ class Blocks:
 
     def rank(self, block: Block) -> int:
         """Position of a block among those of its container that the graph holds."""
-        repeat = self.repeats.get(block.container)
-        return repeat.rank(block.number) if repeat else block.number
+        skipped = (
+            repeat.skipped
+            for repeat in self.repeats.get(block.container, ())
+            if block.number >= repeat.first + repeat.period
+        )
+        return block.number - sum(skipped)
 
-    def unit(self, block: Block) -> int:
-        """Number of the period that a block of a folded container belongs to; the folded one is 0.
-
-        Periods before it are negative.
-        """
-        repeat = self.repeats[block.container]
-        return (self.rank(block) - repeat.first) // repeat.period
+    def every(self) -> list[Block]:
+        """All blocks of the model, by container in the order of their ops, then by number."""
+        found: dict[Block, None] = {}
+        for block in self.members:
+            repeat = next(
+                (r for r in self.repeats.get(block.container, ()) if r.holds(block.number)), None
+            )
+            numbers = [block.number] if repeat is None else repeat.instances()
+            found |= dict.fromkeys(Block(block.container, number) for number in numbers)
+        calls = (n.name for n in self.traced.graph.nodes if n.op == "call_function")
+        running = (self.place[name][0] for name in calls if name in self.place)
+        order = list(dict.fromkeys(b.container for b in (*running, *found)))
+        return sorted(found, key=lambda b: (order.index(b.container), b.number))
 
     def repeat_of(self, name: str) -> Repeat | None:
         """The repeat whose blocks a node stands in for, if it does."""
         if name not in self.place:
             return None
         block = self.place[name][0]
-        repeat = self.repeats.get(block.container)
-        return repeat if repeat is not None and repeat.holds(block.number) else None
+        repeats = self.repeats.get(block.container, ())
+        return next((r for r in repeats if r.holds(block.number)), None)
 
     def copies(self, name: str) -> int:
         """How many times a node of the graph stands in the model."""
@@ -115,11 +131,11 @@ class Blocks:
         if into is None:
             if out_of is None or consumer not in self.place:
                 return 1
-            later = self.rank(self.place[consumer][0]) > self.rank(self.place[producer][0])
+            later = self.place[consumer][0].number > self.place[producer][0].number
             return 1 if later else out_of.times
         if out_of is None and producer in self.place:
             source = self.place[producer][0]
-            if source.container == into.container and self.unit(source) > 0:
+            if source.container == into.container and into.unit(source.number) > 0:
                 return 1
         return into.times
 

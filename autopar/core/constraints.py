@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from autopar.core.block_kinds import Checkpoint, parse_checkpoint
 from autopar.core.schedule import schedules
 from autopar.errors import ConstraintError
 
@@ -16,7 +17,6 @@ __all__ = ["NO_PIPELINE", "AxisRole", "Constraints", "PipelinePin", "assign_mesh
 TENSOR_MODES = ("1d", "2d", "2.5d", "3d")
 SEQUENCE_MODES = ("megatron", "ulysses", "ring", "none")
 _KEYS = ("tensor", "sequence", "data", "zero", "checkpoint", "offload", "pipeline", "params")
-CHECKPOINTS = ("none", "selective", "full")
 OFFLOADS = ("none", "optimizer")
 
 
@@ -71,7 +71,8 @@ class Constraints:
         data: devices that split the batch; None is free.
         zero: stage on the data axes. 0 keeps every parameter whole; the others shard optimizer
             state and gradient, and gather the parameter once a step (1, 2) or at each use (3).
-        checkpoint: recomputation of activations, "none", "selective" or "full"; None is free.
+        checkpoint: recomputation of activations, "none", "selective" or "full", of all blocks or
+            by FQN, run or glob of blocks; None is free, and so are blocks that no key matches.
         offload: what lives in host memory between updates, "none" or "optimizer"; None is free.
         pipeline: stages and microbatches.
         params: storage placements by FQN glob, one per mesh axis (of a stage's mesh).
@@ -84,10 +85,15 @@ class Constraints:
     sequence_size: int | None = None
     data: int | None = None
     zero: int | None = None
-    checkpoint: str | None = None
+    checkpoint: Checkpoint | None = None
     pipeline: PipelinePin | None = None
     offload: str | None = None
     params: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def pins_blocks(self) -> bool:
+        """The recomputation of single blocks is pinned."""
+        return self.checkpoint is not None and not isinstance(self.checkpoint, str)
 
     @classmethod
     def parse(cls, value: Constraints | Mapping[str, Any] | None) -> Constraints:
@@ -119,11 +125,7 @@ class Constraints:
                 raise ConstraintError(f"zero={zero!r}: the stages are 0, 1, 2 and 3")
             fields["zero"] = zero
         if (checkpoint := value.get("checkpoint")) is not None:
-            if checkpoint not in CHECKPOINTS:
-                raise ConstraintError(
-                    f"checkpoint={checkpoint!r}: known are {', '.join(CHECKPOINTS)}"
-                )
-            fields["checkpoint"] = checkpoint
+            fields["checkpoint"] = parse_checkpoint(checkpoint)
         if (pipeline := value.get("pipeline")) is not None:
             fields["pipeline"] = _pipeline(pipeline)
         if (offload := value.get("offload")) is not None:
@@ -147,6 +149,8 @@ class Constraints:
         for key in ("data", "zero", "checkpoint", "offload"):
             if getattr(self, key) is not None:
                 found[key] = getattr(self, key)
+        if isinstance(self.checkpoint, Mapping):
+            found["checkpoint"] = dict(self.checkpoint)
         if self.pipeline is not None:
             found["pipeline"] = self.pipeline.to_dict()
         if self.params:

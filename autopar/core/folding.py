@@ -22,7 +22,6 @@ T = TypeVar("T")
 
 def every_instance(named: Mapping[str, T], repeats: Sequence[Repeat]) -> dict[str, T]:
     """Add the FQNs of the blocks that others stand for, with the values of the stand-ins."""
-    by_container = {r.container: r for r in repeats}
     found: dict[str, T] = {}
     waiting: list[tuple[str, T]] = []  # of the blocks that repeat
 
@@ -35,16 +34,22 @@ def every_instance(named: Mapping[str, T], repeats: Sequence[Repeat]) -> dict[st
     repeat = Repeat(container="", first=0, period=1, times=1)
     for name, value in named.items():
         block = block_of(name)
-        owner = by_container.get(block.container) if block else None
-        inside = owner is not None and block is not None and owner.holds(block.number)
-        if not inside or owner != repeat:
+        owner = None if block is None else _holding(repeats, block)
+        if owner != repeat:
             flush()
         found[name] = value
-        if inside and owner is not None:
+        if owner is not None:
             repeat = owner
             waiting.append((name, value))
     flush()
     return found
+
+
+def _holding(repeats: Sequence[Repeat], block: Block) -> Repeat | None:
+    """The repeat that a block stands for others in."""
+    return next(
+        (r for r in repeats if r.container == block.container and r.holds(block.number)), None
+    )
 
 
 def _shifted(name: str, by: int) -> str:
@@ -130,13 +135,11 @@ def _pairs(folded: Blocks, whole: Blocks, shift: int) -> Iterator[tuple[fx.Node,
 
 
 def _stand_in(folded: Blocks, block: Block) -> Block:
-    repeat = folded.repeats.get(block.container)
-    if repeat is None:
-        return block
-    offset = block.number - repeat.first
-    if not 0 <= offset < repeat.period * repeat.times:
-        return block
-    return Block(block.container, repeat.first + offset % repeat.period)
+    for repeat in folded.repeats.get(block.container, ()):
+        if repeat.covers(block.number):
+            offset = (block.number - repeat.first) % repeat.period
+            return Block(block.container, repeat.first + offset)
+    return block
 
 
 def _calls(nodes: Sequence[fx.Node]) -> list[fx.Node]:

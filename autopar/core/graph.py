@@ -118,12 +118,27 @@ class Repeat:
         return self.period * (self.times - 1)
 
     def rank(self, index: int) -> int:
-        """Position of a block among those that the graph holds."""
+        """Position of a block among those that the graph holds, were there no other repeat."""
         return index - self.skipped if index >= self.first + self.period else index
+
+    def unit(self, index: int) -> int:
+        """Number of the period that a block of the graph belongs to; the folded one is 0.
+
+        Periods before it are negative.
+        """
+        return (self.rank(index) - self.first) // self.period
 
     def holds(self, index: int) -> bool:
         """True for a block that stands for others."""
         return self.first <= index < self.first + self.period
+
+    def covers(self, index: int) -> bool:
+        """True for a block that stands for others, and for those that it stands for."""
+        return self.first <= index < self.first + self.period * self.times
+
+    def instances(self) -> range:
+        """Indices of all these blocks."""
+        return range(self.first, self.first + self.period * self.times)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +154,8 @@ class TracedModel:
         loss_index: position of the scalar loss among the user outputs, if there is one.
         tied: FQNs that share storage with a parameter, `(alias, owner)`.
         state_values: tensors lifted from the code, by FQN.
-        repeats: blocks that the graph holds once for many; empty for a graph to run.
+        repeats: blocks that the graph holds once for many; empty for a graph to run. A container
+            has several where its blocks are recomputed in several ways.
         reduce_dtype: of sums of gradients over ranks; None where it is the solver's choice.
         precision: what its parameters and inputs are cast to: "fp32" (nothing), "bf16", "fp16".
         microbatches: how often the graph runs in a step; `hoisted` nodes run once, before.

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from autopar.core.block_kinds import Checkpoint, read_checkpoint
 from autopar.core.constraints import Constraints
 from autopar.core.graph import Repeat
 from autopar.core.held import Held
@@ -175,7 +176,8 @@ class Plan:
         constraints: what the user pinned.
         memory_limit_bytes: what it had to fit.
         optimizer: name of the optimizer that memory was priced for.
-        checkpoint: recomputation of activations: "none", "selective" or "full".
+        checkpoint: recomputation of activations, "none", "selective" or "full", of all blocks, or
+            of each run of them: `{"model.layers.0-10": "full", "model.layers.11-31": "none"}`.
         offload: what lives in host memory between updates: "none" or "optimizer".
         repeats: blocks of `nodes` that stand for others (`parameters` names all of them).
         precision: of compute, "fp32", "bf16" or "fp16"; `dtypes` are those of the masters.
@@ -202,7 +204,7 @@ class Plan:
     constraints: Mapping[str, Any] = field(default_factory=dict)
     memory_limit_bytes: int = 0
     optimizer: str = "adamw"
-    checkpoint: str = "none"
+    checkpoint: Checkpoint = "none"
     offload: str = "none"
     repeats: tuple[Repeat, ...] = ()
     precision: str = "fp32"
@@ -368,6 +370,7 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
     fields["dtypes"] = {name: row[2] for name, row in rows.items()}
     fields["modes"] = {name: row[3] for name, row in rows.items() if row[3] is not None}
     fields["nodes"] = _nodes(data["nodes"])
+    fields["checkpoint"] = read_checkpoint(data.get("checkpoint", "none"))
     if data.get("pipeline") is not None:
         pipeline = dict(data["pipeline"])
         pipeline["cuts"] = tuple(pipeline["cuts"])

@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import operator
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import fx
 
+from autopar.core.apart import told_apart
+from autopar.core.block_kinds import Checkpoint, kinds_of
 from autopar.core.blocks import Blocks
 from autopar.core.graph import NodeInfo, TracedModel
 
-__all__ = ["RECOMPUTATIONS", "Recomputation", "recomputed"]
-
-Recomputation = Literal["none", "selective", "full"]
-RECOMPUTATIONS: tuple[Recomputation, ...] = ("none", "selective", "full")
+__all__ = ["recomputed"]
 
 _KEPT_BY_SELECTIVE = (
     torch.ops.autopar.einsum.default,
@@ -37,10 +35,22 @@ _KEPT_BY_SELECTIVE = (
 )
 
 
-def recomputed(traced: TracedModel, kind: str) -> TracedModel:
-    """The step with the copies of one kind of recomputation; the step itself for "none"."""
-    if kind == "none" or not traced.training:
+def recomputed(traced: TracedModel, checkpoint: Checkpoint) -> TracedModel:
+    """The step with the copies that each block's kind of recomputation asks for.
+
+    A folded graph gets a stand-in for each run of equal blocks of one kind (`told_apart`).
+
+    Args:
+        traced: the step; returned as it is where no block is recomputed.
+        checkpoint: the kind of all blocks, or of each run of them.
+
+    Raises:
+        ConstraintError: blocks that repeat cannot be told apart.
+    """
+    if checkpoint == "none" or not traced.training:
         return traced
+    if not isinstance(checkpoint, str):
+        traced = told_apart(traced, kinds_of(checkpoint, Blocks(traced).every()))
     graph = fx.Graph()
     twins: dict[fx.Node, fx.Node] = {}
     results = graph.graph_copy(traced.graph, twins)
@@ -54,8 +64,11 @@ def recomputed(traced: TracedModel, kind: str) -> TracedModel:
     )
     names = {twin.name: node.name for node, twin in twins.items()}
     assert all(new == old for new, old in names.items()), "a copied graph keeps its names"
-    for nodes in Blocks(copied).members.values():
-        _Repeater(graph, info, nodes, kind, traced.hoisted).run()
+    members = Blocks(copied).members
+    kinds = kinds_of(checkpoint, members)
+    for block, nodes in members.items():
+        if kinds[block] != "none":
+            _Repeater(graph, info, nodes, kinds[block], traced.hoisted).run()
     copied.graph_module.recompile()
     return copied
 
@@ -126,6 +139,7 @@ class _Repeater:
             stack.pop()
             if top not in self.copies:
                 twin = self.graph.node_copy(top, lambda n: self.copies.get(n, n))
+                twin.meta["again"] = top.name
                 origin = self.info[top.name]
                 self.info[twin.name] = replace(origin, phase="backward", recomputed=True)
                 self.copies[top] = twin

@@ -245,7 +245,7 @@ class _Extender:
         place = self.blocks.place.get(node.name)
         if place is None or place[0].container != self.repeat.container:
             return None
-        return self.blocks.unit(place[0])
+        return self.repeat.unit(place[0].number)
 
     def _twins(self) -> dict[fx.Node, fx.Node]:
         found: dict[fx.Node, fx.Node] = {}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from rich.console import RenderableType
 
+from autopar.core.block_kinds import checkpoint_text
 from autopar.core.plan import Plan
 from autopar.core.units import format_bytes, format_seconds
 from autopar.report.parameters import merged_names
@@ -19,7 +20,7 @@ _SAME = 1e-9  # relative: sums of seconds in another order
 _FACTS: dict[str, Callable[[Plan], str]] = {
     "mesh": mesh_text,
     "pinned": pinned_text,
-    "recomputation": lambda plan: plan.checkpoint,
+    "recomputation": lambda plan: checkpoint_text(plan.checkpoint),
     "solver": lambda plan: f"{plan.solver.status}, gap {plan.solver.gap:.2%}",
     "memory limit": lambda plan: format_bytes(plan.memory_limit_bytes),
 }

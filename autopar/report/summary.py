@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.table import Table
 
+from autopar.core.block_kinds import checkpoint_text
 from autopar.core.placement import Layout
 from autopar.core.plan import Plan
 from autopar.core.units import format_bytes, format_seconds
@@ -57,7 +58,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ("cluster", _cluster(plan)),
         ("step time", _step_time(plan)),
         ("peak memory", _memory(plan)),
-        ("recomputation", plan.checkpoint),
+        ("recomputation", checkpoint_text(plan.checkpoint)),
         *_offload(plan),
         ("solver", _solver(plan)),
         ("pinned", pinned_text(plan)),

@@ -49,6 +49,12 @@ class StepProblem:
     classes: dict[str, str]
     moves: MoveCosts
 
+    def states(self, owner: str) -> list[Any]:
+        """What the states of a class are, whatever the graph: layouts and ways to compute."""
+        if owner in self.candidates:
+            return [(c.inputs, c.outputs, c.variants) for c in self.candidates[owner]]
+        return list(self.storages[owner])
+
     def produced(self, value: Value) -> list[Layout] | None:
         """Layout of a value in each state of its producer; None for inputs of the step."""
         name, index = value

@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from autopar.solver.branch import Part, Split, branch, split_states
 from autopar.solver.ilp import Infeasible, Prepared, Solution, solve_problem
@@ -66,6 +67,14 @@ class Fit:
     @property
     def peak(self) -> int:
         return self.price.peak.peak_bytes
+
+
+class Met(NamedTuple):
+    """A plan met on the way: its peak is that of the rows known, where it was not priced."""
+
+    chosen: Assignment
+    seconds: float
+    peak: float
 
 
 class MemorySearch:
@@ -161,6 +170,20 @@ class MemorySearch:
             variables=run.variables,
             constraints=run.constraints,
         )
+
+    def met(self) -> list[Met]:
+        """The plans met so far, the unlimited one among them."""
+        self.rough()
+        priced = [f for f in (self.best, self.free, self._rough, self._least) if f is not None]
+        return [
+            *(Met(f.solution.chosen, f.solution.objective, f.peak) for f in priced),
+            *(Met(c.chosen, c.seconds, c.peak) for c in self.relaxed.columns if c.num_bytes),
+        ]
+
+    def seed(self, chosen: Assignment) -> Fit:
+        """Consider a plan that is known from another problem."""
+        self.approximate()
+        return self._keep(self._plan(chosen, "bounded"))
 
     def consider(self, column: Column) -> None:
         """Price a plan that may fit and be the fastest; else repair it and try again.

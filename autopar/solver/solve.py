@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from autopar.core.block_kinds import Checkpoint
 from autopar.core.constraints import AxisRole, Constraints, assign_mesh
 from autopar.core.folding import every_instance
 from autopar.core.graph import TracedModel
 from autopar.core.placement import Layout
 from autopar.core.plan import BucketBytes, NodePlan, Plan, Prediction, SolverReport
-from autopar.core.recompute import RECOMPUTATIONS
 from autopar.cost_model import (
     Cluster,
     CollectiveKind,
@@ -27,6 +27,7 @@ from autopar.solver.breakdown import timeline
 from autopar.solver.exclude import Excluded, exclude
 from autopar.solver.fit import Fit
 from autopar.solver.input_layouts import input_layouts
+from autopar.solver.mixture import free_blocks, mixtures, uniform_checkpoints
 from autopar.solver.modes import mode_names
 from autopar.solver.offers import Offers
 from autopar.solver.rules.own_order import note_orders
@@ -85,7 +86,7 @@ def in_other_flights(known: Solved, traced: TracedModel) -> Solved:
         traced: the same graph with another `flight`.
     """
     found = known._found
-    assert found.kind == "none"
+    assert found.checkpoint == "none"
     blocks = found.step.blocks.of(traced)
     found = replace(found, traced=traced, graph=traced, step=replace(found.step, blocks=blocks))
     fit = found.search.priced(found.step, known._fit.solution)
@@ -128,12 +129,12 @@ def solve_step(
     known = (offers or Offers(planned)).over(planned)
     tried: list[Variant] = []
     done: list[object] = []  # optimizers, where they are, of which an unlimited plan fits
-    for kind, held in _variants(traced, planned, wanted, optimizer):
+    for checkpoint, held in _variants(traced, planned, wanted, optimizer):
         if any(held is which for which in done):
             continue
         if isinstance(held, Offloaded) and tried and _no_offload_beats(tried, held):
             break
-        found = Variant.search_for(traced, known, wanted, roles, held, kind, limit, ports)
+        found = Variant.search_for(traced, known, wanted, roles, held, checkpoint, limit, ports)
         if without is not None and not exclude(without, found.step, found.search.built):
             continue
         tried.append(found)
@@ -152,18 +153,27 @@ def solve_step(
     best = min(tried, key=lambda f: f.seconds)
     if best.search.memory.best is None:
         raise min(tried, key=lambda f: f.search.memory.least().peak).search.does_not_fit()
+    if without is None and len(tried) > 1:
+
+        def make(held: object, checkpoint: Checkpoint) -> Variant:
+            return Variant.search_for(traced, known, wanted, roles, held, checkpoint, limit, ports)
+
+        tried += mixtures(tried, free_blocks(traced, wanted.checkpoint), make)
+        best = min(tried, key=lambda f: f.seconds)
+    fit = best.search.memory.best
+    assert fit is not None
     bound = min(found.search.memory.bound for found in tried)
     plan = _as_plan(best, bound, planned, wanted, limit, optimizer)
-    return Solved(plan, best, best.search.memory.best)
+    return Solved(plan, best, fit)
 
 
 def _variants(
     traced: TracedModel, cluster: Cluster, wanted: Constraints, optimizer: object
-) -> list[tuple[str, object]]:
+) -> list[tuple[Checkpoint, object]]:
     """Kinds of recomputation, each with the optimizer where it is; offloaded ones come last."""
     if not traced.training:
         return [("none", optimizer)]
-    kinds = [wanted.checkpoint] if wanted.checkpoint else list(RECOMPUTATIONS)
+    kinds = uniform_checkpoints(traced, wanted.checkpoint)
     held: list[object] = [] if wanted.offload == "optimizer" else [optimizer]
     chosen = wanted.offload is None and can_offload(cluster.device)
     if wanted.offload == "optimizer" or (chosen and optimizer_state_bytes(optimizer, 1024)):
@@ -210,10 +220,12 @@ def _as_plan(
         name: NodePlan(inputs=c.inputs, outputs=c.outputs, variants=c.variants)
         for name, c in best.decision.candidates.items()
     }
-    parameters = list(traced.parameters())
+    parameters = list(found.graph.parameters())
+    order = every_instance({s.target: None for s in traced.parameters()}, traced.repeats)
 
     def whole(named: dict[str, T]) -> dict[str, T]:
-        return every_instance(named, traced.repeats)
+        given = every_instance(named, found.graph.repeats)
+        return {name: given[name] for name in order if name in given}
 
     return Plan(
         fingerprint=traced.fingerprint(),
@@ -243,7 +255,7 @@ def _as_plan(
         constraints=wanted.to_dict(),
         memory_limit_bytes=limit,
         optimizer=optimizer if isinstance(optimizer, str) else _name(optimizer),
-        checkpoint=found.kind,
+        checkpoint=found.checkpoint,
         offload="optimizer" if isinstance(found.search.optimizer, Offloaded) else "none",
         repeats=traced.repeats,
         precision=traced.precision,

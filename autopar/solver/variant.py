@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autopar.core.block_kinds import Checkpoint
 from autopar.core.constraints import AxisRole, Constraints
 from autopar.core.graph import TracedModel
 from autopar.core.placement import Layout
@@ -19,6 +20,7 @@ from autopar.solver.liveness import Liveness
 from autopar.solver.offers import Offers
 from autopar.solver.pins import Pins
 from autopar.solver.price import Decision, price
+from autopar.solver.problem import Assignment, evaluate
 from autopar.solver.step import Step, build_step
 
 __all__ = ["Search", "Variant"]
@@ -28,11 +30,11 @@ __all__ = ["Search", "Variant"]
 class Variant:
     """A search with one kind of recomputation, and the best plan that it found.
 
-    `graph` is `traced` with the copies of that kind.
+    `graph` is `traced` with the copies of that kind, or of each block's.
     """
 
     traced: TracedModel
-    kind: str
+    checkpoint: Checkpoint
     graph: TracedModel
     step: Step
     pins: Pins
@@ -46,17 +48,21 @@ class Variant:
         wanted: Constraints,
         roles: tuple[AxisRole, ...],
         optimizer: object,
-        kind: str,
+        checkpoint: Checkpoint,
         limit: int,
         ports: Mapping[str, Layout] | None,
     ) -> Variant:
         """States, costs and edges of the step with a kind of recomputation."""
-        graph = recomputed(traced, kind)
+        graph = recomputed(traced, checkpoint)
         step = build_step(graph)
         pins = Pins(wanted, roles, graph, step)
         built = build_problem(graph, step, offers.cluster, pins, optimizer, ports, offers)
         search = Search(step, offers, built, optimizer, pins, limit)
-        return cls(traced, kind, graph, step, pins, search)
+        return cls(traced, checkpoint, graph, step, pins, search)
+
+    @property
+    def built(self) -> StepProblem:
+        return self.search.built
 
     @property
     def seconds(self) -> float:
@@ -114,6 +120,22 @@ class Search:
             memory_limit_bytes=self.memory.limit,
             required_bytes=need,
         )
+
+    def of(self, chosen: Assignment) -> Fit | None:
+        """The plan of an assignment, priced and not yet considered; None if it is not possible."""
+        seconds = evaluate(self.built.problem, chosen)[0]
+        if not math.isfinite(seconds):
+            return None
+        solution = Solution(
+            chosen=dict(chosen),
+            objective=seconds,
+            bound=0.0,
+            status="bounded",
+            seconds=0.0,
+            variables=0,
+            constraints=0,
+        )
+        return self._fit(solution)
 
     def _fit(self, solution: Solution) -> Fit:
         return self.priced(self.step, solution)

@@ -253,7 +253,7 @@ def is_sound(traced: TracedModel) -> bool:
         block = blocks.place[node.name][0]
         if block.container not in blocks.repeats:
             continue
-        inside = blocks.unit(block) in (-1, 0)
+        inside = _unit(blocks, block) in (-1, 0)
         if inside and node.name in results:
             return False
         for user in node.users:
@@ -272,13 +272,18 @@ def _equal_nodes(blocks: Blocks, repeat: Repeat, index: int) -> bool:
     )
 
 
+def _unit(blocks: Blocks, block: Block) -> int:
+    (repeat,) = blocks.repeats[block.container]
+    return repeat.unit(block.number)
+
+
 def _may_see(blocks: Blocks, block: Block, inside: bool, user: str) -> bool:
     if user not in blocks.place:
         return not inside
     other = blocks.place[user][0]
     if other.container != block.container:
         return not inside
-    ours, theirs = blocks.unit(block), blocks.unit(other)
+    ours, theirs = _unit(blocks, block), _unit(blocks, other)
     if inside or (theirs in (-1, 0) and ours > 0):
         return abs(ours - theirs) <= 1
     return True

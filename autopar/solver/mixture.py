@@ -1,0 +1,297 @@
+"""Mixtures: the first blocks recomputed one way, those behind them in a cheaper way.
+
+Uniform plans leave steps in the frontier of time and memory. Under a limit L, of two plans met,
+one of a cheaper kind that is too large, `(t, m)`, and one of a stronger kind that fits, `(t', m')`,
+a mixture takes about
+
+    t' + (t - t') * (L - m') / (m - m')
+
+seconds. The two that promise least say which kinds to mix, and how a block of each is placed; how
+many blocks are of the stronger kind is found by pricing mixtures, and that one is solved as any
+other step. Blocks in front are recomputed more: when the backward comes to them, that of the others
+is done, and what they compute again has the room that these held.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from autopar.core.block_kinds import (
+    RECOMPUTATIONS,
+    Checkpoint,
+    as_checkpoint,
+    kinds_of,
+    pinned_kinds,
+)
+from autopar.core.blocks import Block, Blocks
+from autopar.core.graph import TracedModel
+from autopar.errors import ConstraintError
+from autopar.solver.fit import Fit, Met
+from autopar.solver.problem import Assignment
+from autopar.solver.variant import Variant
+
+__all__ = ["free_blocks", "mixtures", "uniform_checkpoints"]
+
+_WORTH = 5e-3  # of the seconds of the best plan: what a mixture must promise to save
+_PRICED = 8  # mixtures that are priced to find how many blocks must be recomputed
+_PERIOD = re.compile(r"_period\d+$")  # ends the name of a node that stands for other blocks
+
+Make = Callable[[object, Checkpoint], Variant]
+
+
+class _Point(NamedTuple):
+    """A plan that the search of a kind has met."""
+
+    kind: str
+    variant: Variant
+    met: Met
+
+
+def uniform_checkpoints(traced: TracedModel, pinned: Checkpoint | None) -> list[Checkpoint]:
+    """Each kind of recomputation, of all blocks that no pin speaks of.
+
+    Raises:
+        ConstraintError: a pin speaks of a block that there is not.
+    """
+    if pinned is None:
+        return list(RECOMPUTATIONS)
+    if isinstance(pinned, str):
+        return [pinned]
+    blocks = Blocks(traced).every()
+    fixed = pinned_kinds(pinned, blocks)
+    found = [as_checkpoint({b: fixed.get(b, kind) for b in blocks}) for kind in RECOMPUTATIONS]
+    return [checkpoint for i, checkpoint in enumerate(found) if checkpoint not in found[:i]]
+
+
+def free_blocks(traced: TracedModel, pinned: Checkpoint | None) -> list[Block]:
+    """Blocks that no pin speaks of, in the order in which they run."""
+    if isinstance(pinned, str):
+        return []
+    blocks = Blocks(traced).every()
+    fixed = pinned_kinds(pinned, blocks) if pinned is not None else {}
+    return [block for block in blocks if block not in fixed]
+
+
+def mixtures(tried: Sequence[Variant], free: Sequence[Block], make: Make) -> list[Variant]:
+    """Mixtures of two of the kinds tried, searched; none where none promises to be faster.
+
+    Args:
+        tried: searched, each with all of `free` of one kind.
+        free: blocks whose kind is open, in the order in which they run.
+        make: the variant of a checkpoint, with the optimizer in some place.
+    """
+    found: list[Variant] = []
+    seen: list[object] = []
+    for held in (v.search.optimizer for v in tried):
+        if len(free) > 1 and not any(held is other for other in seen):
+            seen.append(held)
+            alike = [v for v in tried if v.search.optimizer is held]
+            found += _mixtures(alike, free, partial(make, held), [*tried, *found])
+    return found
+
+
+def _mixtures(
+    tried: Sequence[Variant],
+    free: Sequence[Block],
+    make: Callable[[Checkpoint], Variant],
+    others: Sequence[Variant],
+) -> list[Variant]:
+    """Those with the optimizer in one place, if they promise to be faster than all others."""
+    best = min(others, key=lambda v: v.seconds)
+    memory = best.search.memory
+    pair = _most_promising(tried, free[0], best.seconds * (1 - _WORTH))
+    if pair is None:
+        return []
+    mixer = _Mixer(*pair, free, make)
+    first = mixer.fewest()
+    if first is None:
+        return []
+    first.variant.search.memory.seed(first.chosen)
+    first.variant.search.start(best.seconds, memory.price)
+    first.variant.search.memory.finish(best.seconds)
+    fewer = mixer.fewer(first)
+    if fewer is None:
+        return [first.variant]
+    fewer.variant.search.memory.seed(fewer.chosen)
+    return [first.variant, fewer.variant]
+
+
+def _most_promising(
+    tried: Sequence[Variant], block: Block, below_s: float
+) -> tuple[_Point, _Point] | None:
+    """The two plans between which a mixture comes below the limit in the least time."""
+    order: tuple[str, ...] = RECOMPUTATIONS
+    points = [
+        _Point(kinds_of(variant.checkpoint, [block])[block], variant, met)
+        for variant in tried
+        for met in variant.search.memory.met()
+    ]
+    limit = tried[0].search.memory.limit
+    large = [p for p in points if p.met.peak > limit]
+    small = [p for p in points if p.met.peak <= limit]
+    best: tuple[_Point, _Point] | None = None
+    for strong in small:
+        for cheap in large:
+            if order.index(cheap.kind) >= order.index(strong.kind):
+                continue
+            share = (limit - strong.met.peak) / (cheap.met.peak - strong.met.peak)
+            seconds = strong.met.seconds + (cheap.met.seconds - strong.met.seconds) * share
+            if seconds < below_s:
+                best, below_s = (cheap, strong), seconds
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class _Mixture:
+    """The step with so many blocks of the stronger kind, and a plan of it."""
+
+    number: int
+    variant: Variant
+    chosen: Assignment
+    fit: Fit
+
+
+class _Mixer:
+    """Mixes two plans of two kinds."""
+
+    def __init__(
+        self,
+        cheap: _Point,
+        strong: _Point,
+        free: Sequence[Block],
+        make: Callable[[Checkpoint], Variant],
+    ) -> None:
+        self.cheap = cheap
+        self.strong = strong
+        self.free = free
+        blocks = Blocks(strong.variant.traced).every()
+        self.kinds = kinds_of(strong.variant.checkpoint, blocks)
+        self.make = make
+        self.limit = strong.variant.search.memory.limit
+
+    def fewest(self) -> _Mixture | None:
+        """Of the mixtures that fit, placed as the two are, that which recomputes fewest blocks."""
+        placed = _Placed()
+        placed.add(self.cheap.variant, self.cheap.met.chosen)
+        placed.add(self.strong.variant, self.strong.met.chosen)
+        ends = (0, self.cheap.met.peak), (len(self.free), self.strong.met.peak)
+        return self._between(*ends, placed)
+
+    def fewer(self, known: _Mixture) -> _Mixture | None:
+        """One with fewer blocks than a mixture that was solved, placed as that is."""
+        best = known.variant.search.memory.best
+        if best is None:
+            return None
+        placed = _Placed()
+        placed.add(known.variant, best.solution.chosen)
+        each = (self.cheap.met.peak - self.strong.met.peak) / len(self.free)
+        if best.peak + each > self.limit:
+            return None
+        ends = (0, best.peak + known.number * each), (known.number, float(best.peak))
+        return self._between(*ends, placed)
+
+    def _between(
+        self, below: tuple[int, float], above: tuple[int, float], placed: _Placed
+    ) -> _Mixture | None:
+        """The fewest blocks between two numbers, of which one has too large a peak.
+
+        The peak falls by about the same for each block.
+        """
+        (low, most), (high, least) = below, above
+        found: _Mixture | None = None
+        for _ in range(_PRICED):
+            each = max((most - least) / (high - low), 1.0)
+            if high - low < 2 or (found is not None and least + each > self.limit):
+                break
+            guess = low + math.ceil((most - self.limit) / each)
+            mixture = self._priced(min(max(guess, low + 1), high - 1), placed)
+            if mixture is None:
+                break
+            if mixture.fit.peak <= self.limit:
+                found, high, least = mixture, mixture.number, mixture.fit.peak
+            else:
+                low, most = mixture.number, mixture.fit.peak
+        return found
+
+    def _priced(self, number: int, placed: _Placed) -> _Mixture | None:
+        """The mixture with a number of blocks of the stronger kind; None if it cannot be so."""
+        kinds = dict(self.kinds)
+        kinds |= dict.fromkeys(self.free[:number], self.strong.kind)
+        kinds |= dict.fromkeys(self.free[number:], self.cheap.kind)
+        try:
+            variant = self.make(as_checkpoint(kinds))
+        except ConstraintError:
+            return None  # blocks of a folded graph that cannot be told apart
+        chosen = placed.carried_to(variant)
+        if chosen is None:
+            return None
+        fit = variant.search.of(chosen)
+        return None if fit is None else _Mixture(number, variant, chosen, fit)
+
+
+class _Role(NamedTuple):
+    """What a node is in the step, whatever is recomputed.
+
+    Attributes:
+        name: of the node in the traced graph.
+        again: it computes that one again.
+    """
+
+    name: str
+    again: bool
+
+
+class _Placed:
+    """How plans place each node of a step, by the kind of the node's block."""
+
+    def __init__(self) -> None:
+        self.places: dict[_Role, dict[str, Any]] = defaultdict(dict)
+
+    def add(self, variant: Variant, chosen: Assignment) -> None:
+        """Those of a plan; the last one added counts for nodes outside of blocks."""
+        for name, role, kind in _roles(variant):
+            owner = variant.built.classes[name]
+            self.places[role][kind] = variant.built.states(owner)[chosen[owner]]
+
+    def carried_to(self, variant: Variant) -> Assignment | None:
+        """The assignment of a mixture that places its nodes so; None where a state is missing."""
+        members: dict[str, list[tuple[_Role, str]]] = defaultdict(list)
+        for name, role, kind in _roles(variant):
+            members[variant.built.classes[name]].append((role, kind))
+        chosen: dict[Hashable, int] = {}
+        for owner, roles in members.items():
+            states = variant.built.states(owner)
+            wanted = next((s for s in self._wanted(roles) if s in states), None)
+            if wanted is None:
+                return None
+            chosen[owner] = states.index(wanted)
+        return chosen
+
+    def _wanted(self, roles: Sequence[tuple[_Role, str]]) -> Iterator[Any]:
+        """States for a class, best first: of its kind, of another, of what is computed again."""
+        for role, kind in roles:
+            if kind in self.places.get(role, ()):
+                yield self.places[role][kind]
+        for role, _ in roles:
+            for like in (role, _Role(role.name, False)):
+                yield from self.places.get(like, {}).values()
+
+
+def _roles(variant: Variant) -> Iterator[tuple[str, _Role, str]]:
+    """Each node of the problem with its role and the kind of its block; "" outside of blocks."""
+    known = variant.traced.nodes()
+    blocks = variant.step.blocks
+    kinds = kinds_of(variant.checkpoint, blocks.members)
+    nodes = variant.graph.nodes()
+    for name in variant.built.classes:
+        node = nodes.get(name)
+        origin = name if node is None else node.meta.get("again", name)
+        role = _Role(origin if origin in known else _PERIOD.sub("", origin), origin != name)
+        place = blocks.place.get(name)
+        yield name, role, kinds[place[0]] if place is not None else ""
