@@ -300,8 +300,8 @@ def test_a_mixture_is_chosen_with_the_placements() -> None:
     """Neither alone gets under the limit in so little time."""
     traced = trace(llama(12), TEXT, training=True, fold=True)
     free = planned(traced, 4, pipeline="none")
-    one = planned(traced, 4, pipeline="none", checkpoint="full", data=4, zero=3)
-    limit = (free.predicted.peak_memory_bytes + one.predicted.peak_memory_bytes) // 2
+    full = planned(traced, 4, pipeline="none", checkpoint="full")
+    limit = (free.predicted.peak_memory_bytes + full.predicted.peak_memory_bytes) // 2
     plan = planned(traced, 4, limit, pipeline="none")
     assert plan.predicted.peak_memory_bytes <= limit
     for kind in RECOMPUTATIONS:

@@ -57,20 +57,16 @@ def recomputed(traced: TracedModel, checkpoint: Checkpoint) -> TracedModel:
     old_output = next(iter(reversed(traced.graph.nodes)))
     graph.output(results).meta = dict(old_output.meta)
     info = dict(traced.info)
-    copied = replace(
-        traced,
-        graph_module=fx.GraphModule(torch.nn.Module(), graph),
-        info=info,
-    )
     names = {twin.name: node.name for node, twin in twins.items()}
     assert all(new == old for new, old in names.items()), "a copied graph keeps its names"
-    members = Blocks(copied).members
+    members = Blocks(traced).members
     kinds = kinds_of(checkpoint, members)
     for block, nodes in members.items():
         if kinds[block] != "none":
-            _Repeater(graph, info, nodes, kinds[block], traced.hoisted).run()
-    copied.graph_module.recompile()
-    return copied
+            inside = [twins[node] for node in nodes]
+            _Repeater(graph, info, inside, kinds[block], traced.hoisted).run()
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    return replace(traced, graph_module=module, info=info)
 
 
 class _Repeater:

@@ -39,6 +39,7 @@ from autopar.solver.variant import Variant
 __all__ = ["free_blocks", "mixtures", "uniform_checkpoints"]
 
 _WORTH = 5e-3  # of the seconds of the best plan: what a mixture must promise to save
+_NEARLY = 0.03  # by how much more a pair of kinds may promise to take than the best pair
 _PRICED = 8  # mixtures that are priced to find how many blocks must be recomputed
 _PERIOD = re.compile(r"_period\d+$")  # ends the name of a node that stands for other blocks
 
@@ -78,11 +79,14 @@ def free_blocks(traced: TracedModel, pinned: Checkpoint | None) -> list[Block]:
     return [block for block in blocks if block not in fixed]
 
 
-def mixtures(tried: Sequence[Variant], free: Sequence[Block], make: Make) -> list[Variant]:
+def mixtures(
+    tried: Sequence[Variant], kinds: Sequence[Checkpoint], free: Sequence[Block], make: Make
+) -> list[Variant]:
     """Mixtures of two of the kinds tried, searched; none where none promises to be faster.
 
     Args:
         tried: searched, each with all of `free` of one kind.
+        kinds: all checkpoints of which this may be said.
         free: blocks whose kind is open, in the order in which they run.
         make: the variant of a checkpoint, with the optimizer in some place.
     """
@@ -92,6 +96,9 @@ def mixtures(tried: Sequence[Variant], free: Sequence[Block], make: Make) -> lis
         if len(free) > 1 and not any(held is other for other in seen):
             seen.append(held)
             alike = [v for v in tried if v.search.optimizer is held]
+            # kinds that were not searched, as a cheaper one fits without a limit, may mix better
+            known = [v.checkpoint for v in alike]
+            alike += [make(held, kind) for kind in kinds if kind not in known]
             found += _mixtures(alike, free, partial(make, held), [*tried, *found])
     return found
 
@@ -105,13 +112,16 @@ def _mixtures(
     """Those with the optimizer in one place, if they promise to be faster than all others."""
     best = min(others, key=lambda v: v.seconds)
     memory = best.search.memory
-    pair = _most_promising(tried, free[0], best.seconds * (1 - _WORTH))
-    if pair is None:
+    pairs = _promising(tried, free, best.seconds * (1 - _WORTH))
+    priced = []
+    for cheap, strong in pairs:
+        mixer = _Mixer(cheap, strong, free, make)
+        mixture = mixer.fewest() or mixer.fewest_as_strong()
+        if mixture is not None:
+            priced.append((mixture.fit.price.total_s, mixture, mixer))
+    if not priced:
         return []
-    mixer = _Mixer(*pair, free, make)
-    first = mixer.fewest()
-    if first is None:
-        return []
+    _, first, mixer = min(priced, key=lambda row: row[0])
     first.variant.search.memory.seed(first.chosen)
     first.variant.search.start(best.seconds, memory.price)
     first.variant.search.memory.finish(best.seconds)
@@ -122,10 +132,16 @@ def _mixtures(
     return [first.variant, fewer.variant]
 
 
-def _most_promising(
-    tried: Sequence[Variant], block: Block, below_s: float
-) -> tuple[_Point, _Point] | None:
-    """The two plans between which a mixture comes below the limit in the least time."""
+def _promising(
+    tried: Sequence[Variant], free: Sequence[Block], below_s: float
+) -> list[tuple[_Point, _Point]]:
+    """For each two kinds, the plans between which a mixture comes below the limit soonest.
+
+    Pairs that promise as much as the best, or nearly so, come back. The last block may be of the
+    cheap kind whatever the limit: where plans of the stronger kind peak as its backward begins,
+    what it would compute again is there in any case.
+    """
+    block, least = free[-1], 1 / len(free)
     order: tuple[str, ...] = RECOMPUTATIONS
     points = [
         _Point(kinds_of(variant.checkpoint, [block])[block], variant, met)
@@ -133,18 +149,19 @@ def _most_promising(
         for met in variant.search.memory.met()
     ]
     limit = tried[0].search.memory.limit
-    large = [p for p in points if p.met.peak > limit]
     small = [p for p in points if p.met.peak <= limit]
-    best: tuple[_Point, _Point] | None = None
-    for strong in small:
-        for cheap in large:
+    found: dict[tuple[str, str], tuple[float, _Point, _Point]] = {}
+    for cheap in (p for p in points if p.met.peak > limit):
+        for strong in small:
             if order.index(cheap.kind) >= order.index(strong.kind):
                 continue
-            share = (limit - strong.met.peak) / (cheap.met.peak - strong.met.peak)
+            share = max((limit - strong.met.peak) / (cheap.met.peak - strong.met.peak), least)
             seconds = strong.met.seconds + (cheap.met.seconds - strong.met.seconds) * share
-            if seconds < below_s:
-                best, below_s = (cheap, strong), seconds
-    return best
+            kinds = cheap.kind, strong.kind
+            if seconds < found.get(kinds, (below_s,))[0]:
+                found[kinds] = seconds, cheap, strong
+    most_s = min((row[0] for row in found.values()), default=0.0) * (1 + _NEARLY)
+    return [(cheap, strong) for seconds, cheap, strong in found.values() if seconds <= most_s]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +200,17 @@ class _Mixer:
         ends = (0, self.cheap.met.peak), (len(self.free), self.strong.met.peak)
         return self._between(*ends, placed)
 
+    def fewest_as_strong(self) -> _Mixture | None:
+        """The same with all blocks placed as in the plan of the stronger kind."""
+        placed = _Placed()
+        placed.add(self.strong.variant, self.strong.met.chosen)
+        chosen = placed.carried_to(self.cheap.variant)
+        fit = self.cheap.variant.search.of(chosen) if chosen is not None else None
+        if fit is None or fit.peak <= self.strong.met.peak:
+            return None
+        ends = (0, float(fit.peak)), (len(self.free), self.strong.met.peak)
+        return self._between(*ends, placed)
+
     def fewer(self, known: _Mixture) -> _Mixture | None:
         """One with fewer blocks than a mixture that was solved, placed as that is."""
         best = known.variant.search.memory.best
@@ -206,9 +234,9 @@ class _Mixer:
         (low, most), (high, least) = below, above
         found: _Mixture | None = None
         for _ in range(_PRICED):
-            each = max((most - least) / (high - low), 1.0)
-            if high - low < 2 or (found is not None and least + each > self.limit):
+            if high - low < 2:
                 break
+            each = max((most - least) / (high - low), 1.0)
             guess = low + math.ceil((most - self.limit) / each)
             mixture = self._priced(min(max(guess, low + 1), high - 1), placed)
             if mixture is None:

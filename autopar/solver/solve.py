@@ -158,7 +158,8 @@ def solve_step(
         def make(held: object, checkpoint: Checkpoint) -> Variant:
             return Variant.search_for(traced, known, wanted, roles, held, checkpoint, limit, ports)
 
-        tried += mixtures(tried, free_blocks(traced, wanted.checkpoint), make)
+        kinds = uniform_checkpoints(traced, wanted.checkpoint)
+        tried += mixtures(tried, kinds, free_blocks(traced, wanted.checkpoint), make)
         best = min(tried, key=lambda f: f.seconds)
     fit = best.search.memory.best
     assert fit is not None
