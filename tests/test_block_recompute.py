@@ -307,6 +307,7 @@ def test_a_smaller_limit_is_never_faster() -> None:
     assert found[0].checkpoint == "none"
 
 
+@pytest.mark.slow
 def test_the_frontier_shows_mixtures() -> None:
     points = frontier(gpt2(9), devices(1), TEXT, points=3, constraints={"pipeline": "none"})
     mixed = [p.plan for p in points if not isinstance(p.plan.checkpoint, str)]
@@ -382,20 +383,14 @@ def test_the_peak_of_a_mixture_is_true_and_below_the_limit(
 
 
 # --- pipelines -----------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("size", "pipeline"),
-    [
-        (2, {"size": 2, "microbatches": 4, "chunks": 2}),
-        pytest.param(3, {"size": 3, "microbatches": 4}, marks=pytest.mark.slow),
-    ],
-)
-def test_stages_are_mixed_and_give_the_same_numbers(size: int, pipeline: dict[str, Any]) -> None:
+def test_stages_are_mixed_and_give_the_same_numbers() -> None:
+    """Of four folded stages, the two in the middle are equal and share one mixture."""
+    size, pipeline = 2, {"size": 2, "microbatches": 4, "chunks": 2}
     torch.manual_seed(0)
     model = llama(18).double().train()
     folded = trace(model, TEXT, fold=True)
     plans = [planned(folded, size, pipeline=pipeline, checkpoint=k) for k in ("none", "full")]
-    limit = sum(min(plan.pipeline.peaks) for plan in plans if plan.pipeline) // 2
-    limit = max(limit, min(max(p.pipeline.peaks) for p in plans if p.pipeline) + 1)
+    limit = sum(plan.predicted.peak_memory_bytes for plan in plans) // 2
     plan = planned(folded, size, limit, pipeline=pipeline)
     assert plan.pipeline is not None
     assert max(plan.pipeline.peaks) <= limit
