@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from autopar.codegen.stages import batch_bytes, flying
 from autopar.core.flights import flights
 from autopar.core.folding import every_instance
@@ -44,14 +46,14 @@ class Stopped(Exception):
     """A pipeline that was given up before all of its stages were planned.
 
     Args:
-        least_s: no plan of it takes less; 0 where it is not known to be slow.
-        is_large: a rank exceeds the memory limit.
+        least_s: with its cuts it takes no less; 0 where it is not known to be slow.
+        peak_bytes: of a rank that exceeds the memory limit; 0 where none is known to.
     """
 
-    def __init__(self, *, least_s: float = 0.0, is_large: bool = False) -> None:
-        super().__init__("too large" if is_large else f"takes {least_s} s at least")
+    def __init__(self, *, least_s: float = 0.0, peak_bytes: int = 0) -> None:
+        super().__init__("too large" if peak_bytes else f"takes {least_s} s at least")
         self.least_s = least_s
-        self.is_large = is_large
+        self.peak_bytes = peak_bytes
 
 
 class Pipeliner:
@@ -200,8 +202,9 @@ class Pipeliner:
         last = len(plans) - 1
         held = plans[last].predicted.held
         assert held is not None
-        if sum(rank_peak(self.orders, [held], last).values()) > self.limit:
-            raise Stopped(is_large=True)
+        peak_bytes = sum(rank_peak(self.orders, [held], last).values())
+        if peak_bytes > self.limit:
+            raise Stopped(peak_bytes=peak_bytes)
         if math.isinf(below_s):
             return
         least_s = self._least_seconds(plans)
@@ -210,14 +213,13 @@ class Pipeliner:
 
     def _least_seconds(self, plans: Sequence[Plan]) -> float:
         """What the step takes at least, with these plans of its first stages."""
-        turns, devices = self.shape.microbatches, self.cluster.num_devices
-        ideal = self.planner.work.of_stages(self.cuts, devices, turns)
-        if ideal is None:
-            return 0.0
+        names, turn = self.planner.work.names, self.planner.turn(self.shape)
+        starts = [names.index(cut) for cut in self.cuts]
+        parts = (turn.forward, turn.backward, turn.inputs, turn.weights)
         seconds: list[Mapping[Kind, float]] = [action_seconds(p) for p in plans]
-        for forward, backward in list(zip(*ideal, strict=True))[len(plans) :]:
-            # how a backward would be split is not known
-            seconds.append({"F": float(forward), "B": float(backward), "I": 0.0, "W": 0.0})
+        for row in list(zip(*(np.split(x, starts) for x in parts), strict=True))[len(plans) :]:
+            forward, backward, inputs, weights = (float(x.sum()) for x in row)
+            seconds.append({"F": forward, "B": backward, "I": inputs, "W": weights})
         simulated = simulate_pipeline(self.orders, seconds)
         ends_s = simulated.finish_s()
         for rank, p in enumerate(plans):
@@ -261,7 +263,8 @@ class Pipeliner:
         shape, size = self.shape, self.shape.size
         step_s = clock.predicted.step_time_s
         slowest = max(plans, key=lambda p: p.predicted.step_time_s)
-        bound = max(sum(p.solver.bound for p in plans[rank::size]) for rank in range(size))
+        # of one stage; of several, those behind the first only hold for what it sends them
+        bound = plans[0].solver.bound if len(plans) == 1 else 0.0
         plans = [replace(p, predicted=replace(p.predicted, held=None)) for p in plans]
         unlike = list({p.fingerprint: p for p in plans}.values())
         merged: dict[str, Layout] = {}
@@ -287,7 +290,7 @@ class Pipeliner:
                 status="bounded" if size > 1 else slowest.solver.status,
                 objective=step_s,
                 bound=min(bound, step_s),
-                gap=max(0.0, 1 - bound / step_s),
+                gap=max(0.0, 1 - bound / step_s) if step_s else 0.0,
                 seconds=sum(p.solver.seconds for p in unlike),
                 variables=sum(p.solver.variables for p in unlike),
                 constraints=sum(p.solver.constraints for p in unlike),

@@ -1,37 +1,33 @@
 """`plan_step`: chooses whether to pipeline a step, and how: stages, microbatches, schedule.
 
-Shapes of pipelines are listed, bounded from below, and planned from the most promising on until
-no bound is below the best plan (`stage_planning.py` plans one shape). With block work ``t_s`` of
-stage s as in `solver/ideal.py`, m microbatches and stages s = r, r + p, … on rank r,
-
-    step >= max_r [ m * sum_(s on r) t_s + sum_(s < r) (t_s + 2 * hop) ]
-
-as rank r waits for the first microbatch to come through the stages before it, and these for the
-last one to come back; a hop is the latency of a transfer. A zero-bubble schedule fills the way
-back, so only the way there counts.
+The shapes that a pipeline may have are listed and bounded from below (`pipeline_shapes.py`). The
+one with the least bound gets a closer bound or, where there is none, a plan (`stage_planning.py`),
+until no bound is below the best plan, or some shapes have been planned. The least bound of all that
+was listed is the bound of the plan: nothing that the search ranges over is faster.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
-import numpy as np
-
-from autopar.core.constraints import Constraints, PipelinePin, assign_mesh
+from autopar.core.constraints import NO_PIPELINE, Constraints, PipelinePin, assign_mesh
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
-from autopar.core.schedule import actions
+from autopar.core.schedule import Kind, actions
 from autopar.core.stages import block_order
-from autopar.cost_model import Cluster, CollectiveKind
+from autopar.core.units import format_bytes, format_seconds
+from autopar.cost_model import Cluster
+from autopar.cost_model.pipeline import simulate_pipeline
+from autopar.cost_model.stages import action_seconds
 from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError
+from autopar.pipeline_shapes import Shapes
 from autopar.pipeline_stages import Stopped
 from autopar.scheduling import scheduled
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.offers import Offers
-from autopar.solver.pipeline_shape import PipelineShape, balanced_cuts, stage_mesh
-from autopar.solver.problem import Array
+from autopar.solver.pipeline_shape import PipelineShape
 from autopar.solver.solve import solve
 from autopar.stage_planning import StagePlanner
 
@@ -39,9 +35,8 @@ __all__ = ["plan_step"]
 
 _GAIN = 0.05  # what a pipeline must save unasked: stage programs overlap less than others
 _SCHEDULE_GAIN = 0.01  # what a schedule other than 1F1B must promise to be planned
-_TURNS_PER_RANK = (1, 2, 4)  # microbatches for each pipeline rank, where they are not pinned
-_IDLE = 0.15  # share of the step in which ranks wait: above, more microbatches are tried first
-_MOST = 3  # shapes that are planned unasked
+_MOST = 2  # shapes that are planned unasked, and as many that turn out not to fit
+_PROVED = 0.01  # shapes whose bounds are nearer to the best plan are not planned
 
 
 def plan_step(
@@ -111,34 +106,40 @@ class _Search:
         free = self._plain(UNLIMITED)
         fits = free.predicted.peak_memory_bytes <= self.limit
         plain = replace(free, memory_limit_bytes=self.limit) if fits else None
-        shapes = self._below(self._shapes(PipelinePin(), short=not fits), _limit(plain))
-        if shapes and plain is not None:
+        shapes = Shapes(self.planner, PipelinePin(), short=not fits)
+        for shape in shapes.known:
+            if shape.size == 1:  # more turns, and else the same
+                shapes.raised(shape, free.solver.bound)
+        if plain is not None and shapes.open(_limit(plain)):
             plain = scheduled(plain, self.traced)
-            shapes = {s: bound for s, bound in shapes.items() if bound < _limit(plain)}
         found = self._climb(shapes, _limit(plain))
-        if fits or (found is not None and _seconds(found) < free.solver.bound * (1 - _GAIN)):
-            return _or_raise(found or plain, None)
-        return self._against_limited(found)
+        if not fits and (found is None or _seconds(found) >= free.solver.bound * (1 - _GAIN)):
+            return self._against_limited(found, shapes)
+        return self._reported(_or_raise(found or plain, None), shapes, free.solver.bound)
 
-    def _against_limited(self, found: Plan | None) -> Plan:
+    def _against_limited(self, found: Plan | None, shapes: Shapes) -> Plan:
         """A pipeline, or the plan in one piece that fits the limit."""
         try:
             plain = scheduled(self._plain(), self.traced)
         except InfeasiblePlanError as error:
-            return _or_raise(found, error)
-        return found if found is not None and _seconds(found) < _limit(plain) else plain
+            return self._reported(_or_raise(found, error), shapes, math.inf)
+        best = found if found is not None and _seconds(found) < _limit(plain) else plain
+        return self._reported(best, shapes, plain.solver.bound)
 
     def asked(self, pin: PipelinePin) -> Plan:
         """The best plan with what is pinned of a pipeline."""
+        if pin == NO_PIPELINE:
+            return self._plain()
+        shapes = Shapes(self.planner, pin, short=True)
+        self.refused = shapes.refused
         best: Plan | None = None
-        shapes = self._below(self._shapes(pin, short=True), math.inf)
-        for shape in sorted(shapes, key=shapes.__getitem__):
-            if shapes[shape] < _seconds(best):
-                found = self._planned(shape)
-                if found is not None:
-                    found = self._with_schedule(shape, found, _seconds(best), pin)
-                best = _faster(best, found)
-        return _or_raise(best, self.refused)
+        while (shape := shapes.most_promising(_seconds(best))) is not None:
+            found = self._planned(shape, shapes)
+            if found is not None:
+                found = self._with_schedule(shape, found, _seconds(best), shapes)
+                self._noted(shape, found, shapes)
+            best = _faster(best, found)
+        return self._reported(_or_raise(best, self.refused or shapes.refused), shapes, math.inf)
 
     def _plain(self, memory_limit: int | None = None) -> Plan:
         """The plan in one piece."""
@@ -161,211 +162,140 @@ class _Search:
         roles = assign_mesh(self.constraints, self.cluster.mesh_shape)
         return any(r.name == "free" for r in roles) and bool(block_order(self.traced))
 
-    def _climb(self, shapes: dict[PipelineShape, float], limit_s: float) -> Plan | None:
-        """Plans a shape, then those beside the best, while that helps; None above the limit."""
-        tried: dict[PipelineShape, Plan | None] = {}
-        above: list[float] = []  # how many times their bounds plans take, at least
+    def _climb(self, shapes: Shapes, limit_s: float) -> Plan | None:
+        """Plans the most promising shapes, while that may help; None above the limit."""
         best: Plan | None = None
         here: PipelineShape | None = None
-        while len(tried) < _MOST:
-            beside = [s for s in shapes if s not in tried and (here is None or _beside(here, s))]
-            # no shape is taken to come nearer to its bound than those that were planned
-            over = min(above, default=1.0)
-            beside = [s for s in beside if over * shapes[s] < min(limit_s, _seconds(best))]
-            if not beside:
+        planned = 0
+        while planned < _MOST and len(self.large) < _MOST:
+            below_s = min(limit_s, _seconds(best) * (1 - _PROVED))
+            shape = shapes.most_promising(below_s)
+            if shape is None:
                 break
-            shape = _next(here, best, beside, shapes)
-            tried[shape], least_s = self._fitting(shape, _seconds(best))
-            if least_s and shapes[shape]:
-                above.append(least_s / shapes[shape])
-            if here is None or _seconds(tried[shape]) < _seconds(tried[here]):
-                here = shape
-            best = _faster(best, tried[shape])
+            found = self._fitting(shape, shapes, min(limit_s, _seconds(best)))
+            planned += found is not None
+            if found is not None:
+                self._noted(shape, found, shapes)
+            if _seconds(found) < _seconds(best):
+                here, best = shape, found
         if best is None:
-            best = self._limited()
+            best = self._limited(shapes)
         elif here is not None:
-            best = self._with_schedule(here, best, limit_s, PipelinePin())
+            best = self._with_schedule(here, best, limit_s, shapes)
+            self._noted(here, best, shapes)
+        shapes.close_least(min(limit_s, _seconds(best) * (1 - _PROVED)))
         return best if _seconds(best) < limit_s else None
 
     def _with_schedule(
-        self, shape: PipelineShape, first: Plan, limit_s: float, pin: PipelinePin
+        self, shape: PipelineShape, first: Plan, limit_s: float, shapes: Shapes
     ) -> Plan:
         """The plan of a shape, or that with the schedule that promises most, if that is faster."""
-        if first.pipeline is None or pin.schedule or shape.schedule != "1f1b":
+        others = list(shapes.schedules(shape))
+        if first.pipeline is None or not others:
             return first
-        stages = [p.predicted.phases for p in first.pipeline.stages]
-        forward = np.array([p["forward"] for p in stages])
-        backward = np.array([p["input"] + p["weight"] for p in stages])
-        promised = {shape: _least_seconds(shape, forward, backward)}
-        for other in self._other_schedules(shape, pin):
-            split = [np.tile(x / other.chunks, other.chunks) for x in (forward, backward)]
-            promised[other] = _least_seconds(other, split[0], split[1])
+        promised = {s: _on_the_clock(s, first) for s in (shape, *others)}
+        (now_s,) = (t for s, t in promised.items() if s.schedule == first.pipeline.schedule)
         least = min(promised, key=promised.__getitem__)
-        hoped_s = _seconds(first) - (promised[shape] - promised[least])
+        hoped_s = _seconds(first) - (now_s - promised[least])
         if hoped_s >= min(limit_s, _seconds(first) * (1 - _SCHEDULE_GAIN)):
             return first
-        found = self._planned(least) if pin != PipelinePin() else self._fitting(least)[0]
-        return found if found is not None and _seconds(found) < _seconds(first) else first
-
-    def _other_schedules(self, shape: PipelineShape, pin: PipelinePin) -> Iterator[PipelineShape]:
-        if shape.size == 1:
-            return
-        if shape.microbatches >= shape.size:
-            yield replace(shape, schedule="zero-bubble")
-        deep = len(self.planner.work.names) >= 2 * shape.size
-        if deep and pin.chunks is None and shape.cuts is None:
-            if shape.microbatches % shape.size == 0:
-                yield replace(shape, schedule="interleaved", chunks=2)
-
-    def _fitting(
-        self, shape: PipelineShape, below_s: float = math.inf
-    ) -> tuple[Plan | None, float]:
-        """The plan of a shape without recomputation, and seconds that it takes at least.
-
-        None where it does not fit, which is noted, or takes longer than `below_s`; the seconds are
-        0 where they are not known.
-        """
         try:
-            found = self._planned(shape, free=True, below_s=below_s)
-        except Stopped as stopped:
-            if stopped.is_large:
-                self.large.append(shape)
-            return None, stopped.least_s
-        if found is not None and found.predicted.peak_memory_bytes > self.limit:
-            self.large.append(shape)
-            return None, 0.0
-        return found, 0.0 if found is None else _seconds(found)
+            found = self.planner.plan(least, free=shapes.pin == PipelinePin())
+        except (ConstraintError, InfeasiblePlanError):
+            return first
+        fits = found.predicted.peak_memory_bytes <= self.limit
+        return found if fits and _seconds(found) < _seconds(first) else first
 
-    def _limited(self) -> Plan | None:
+    def _fitting(self, shape: PipelineShape, shapes: Shapes, below_s: float) -> Plan | None:
+        """The plan of a shape without recomputation; None where it does not fit, or is slower.
+
+        Zero-bubble first: it waits least, and the stages are those of 1F1B, which holds less.
+        """
+        waits_least = (s for s in shapes.schedules(shape) if s.schedule == "zero-bubble")
+        peak_bytes = 0
+        for each in (*waits_least, shape):
+            try:
+                found = self.planner.plan(each, free=True, below_s=below_s)
+                peak_bytes = found.predicted.peak_memory_bytes
+                if peak_bytes <= self.limit:
+                    return found
+            except Stopped as stopped:
+                if not stopped.peak_bytes:
+                    shapes.settle(shape, f"takes {format_seconds(stopped.least_s)} at least")
+                    return None
+                peak_bytes = stopped.peak_bytes
+            except (ConstraintError, InfeasiblePlanError) as error:
+                shapes.impossible(shape, error)
+                return None
+        self._too_large(shape, peak_bytes, shapes)
+        return None
+
+    def _too_large(self, shape: PipelineShape, peak_bytes: int, shapes: Shapes) -> None:
+        """Note a shape that does not fit, and those whose microbatches are larger yet."""
+        self.large.append(shape)
+        need = f"needs {format_bytes(peak_bytes)}"
+        shapes.settle(shape, f"{need} without recomputation")
+        for other in shapes.known:
+            if other.size == shape.size and other.microbatches < shape.microbatches:
+                shapes.settle(other, f"with {shape.microbatches} microbatches it {need}")
+
+    def _limited(self, shapes: Shapes) -> Plan | None:
         """The plan with recomputation of the smallest shape that is too large without."""
-        free = {shape: self._planned(shape, free=True) for shape in self.large}
-        peaks = {s: p.predicted.peak_memory_bytes for s, p in free.items() if p is not None}
+        peaks: dict[PipelineShape, int] = {}
+        for shape in self.large:
+            peaks[shape] = self.planner.plan(shape, free=True).predicted.peak_memory_bytes
         for shape in sorted(peaks, key=peaks.__getitem__):
-            found = self._planned(shape)
+            found = self._planned(shape, shapes)
             if found is not None:
+                self._noted(shape, found, shapes)
                 return found
         return None
 
-    def _planned(
-        self, shape: PipelineShape, free: bool = False, below_s: float | None = None
-    ) -> Plan | None:
+    def _planned(self, shape: PipelineShape, shapes: Shapes) -> Plan | None:
+        """The plan of a shape within the limit."""
         try:
-            if shape.size == 1 and shape.microbatches == 1:
-                return self._plain()
-            return self.planner.plan(shape, free=free, below_s=below_s)
-        except (ConstraintError, InfeasiblePlanError) as error:
+            return self.planner.plan(shape)
+        except ConstraintError as error:
+            shapes.impossible(shape, error)
             self.refused = self.refused or error
-            return None
+        except InfeasiblePlanError as error:
+            shapes.settle(shape, f"needs {format_bytes(error.required_bytes or 0)}")
+            self.refused = self.refused or error
+        return None
 
-    # --- shapes --------------------------------------------------------------------------------
-    def _shapes(self, pin: PipelinePin, short: bool) -> Iterator[PipelineShape]:
-        """Shapes that a pin leaves open; without one, of one rank only if memory is short."""
-        unasked = pin == PipelinePin()
-        devices, blocks = self.cluster.num_devices, len(self.planner.work.names)
-        sizes = [pin.size] if pin.size else [
-            n for n in range(1, devices + 1) if devices % n == 0 and n <= max(blocks, 1)
-        ]  # fmt: skip
-        for size in sizes:
-            chunks = pin.chunks or (2 if pin.schedule == "interleaved" else 1)
-            if pin.cuts is not None and pin.chunks is None:
-                chunks = max(1, (len(pin.cuts) + 1) // size)
-            schedule = pin.schedule or ("interleaved" if chunks > 1 else "1f1b")
-            if unasked and size == 1 and not short:
-                continue  # more turns, and nothing to gain
-            for turns in [pin.microbatches] if pin.microbatches else self._turns(size, unasked):
-                yield PipelineShape(
-                    size=size,
-                    microbatches=turns,
-                    schedule=schedule,
-                    chunks=chunks,
-                    cuts=pin.cuts,
-                )
+    def _noted(self, shape: PipelineShape, found: Plan, shapes: Shapes) -> None:
+        step_s = _seconds(found)
+        shapes.settle(shape, f"takes {format_seconds(step_s)}", step_s)
+        if shape.size == 1:
+            shapes.raised(shape, found.solver.bound)
 
-    def _turns(self, size: int, unasked: bool) -> list[int]:
-        """Numbers of microbatches to try."""
-        if not unasked:
-            return [size * n for n in _TURNS_PER_RANK]
-        batch = max((s.shape[0] for s in self.traced.inputs if s.kind == "input" and s.shape),
-                    default=1)  # fmt: skip
-        most = max(_TURNS_PER_RANK) * max(size, 4)
-        return [n for n in range(max(size, 2), min(batch, most) + 1) if batch % n == 0]
-
-    def _below(self, shapes: Iterable[PipelineShape], limit_s: float) -> dict[PipelineShape, float]:
-        """Bounds of the shapes that may stay below the limit."""
-        found: dict[PipelineShape, float] = {}
-        for shape in shapes:
-            try:
-                bound_s = self._bound(shape)
-            except ConstraintError as error:
-                self.refused = self.refused or error
-                continue
-            if bound_s < limit_s:
-                found[shape] = bound_s
-        return found
-
-    def _bound(self, shape: PipelineShape) -> float:
-        """Seconds that no plan of a shape can beat, with any schedule if 1F1B is not pinned.
-
-        Raises:
-            ConstraintError: the shape does not fit the devices, the blocks or its schedule.
-        """
-        actions(shape.schedule, shape.size, shape.microbatches, shape.chunks)
-        mesh = stage_mesh(self.cluster.mesh_shape, shape.size)
-        assign_mesh(replace(self.constraints, pipeline=None), mesh)
-        work = self.planner.work
-        cuts = shape.cuts or (balanced_cuts(work, shape) if shape.num_stages > 1 else ())
-        stages = work.of_stages(cuts, math.prod(mesh), shape.microbatches)
-        if stages is None or len(stages[0]) != shape.num_stages:
-            return 0.0  # bad cuts: planning says what is wrong
-        forward, backward = stages
-        line = replace(
-            self.cluster,
-            mesh_shape=(shape.size, *mesh),
-            axis_names=("pipeline", *(f"axis{i}" for i in range(len(mesh)))),
-        )
-        hop_s = line.collective_seconds(CollectiveKind("send_recv"), 1, 0)
-        any_schedule = replace(shape, schedule="zero-bubble")
-        return _least_seconds(any_schedule, forward, backward, hop_s)
+    def _reported(self, plan: Plan, shapes: Shapes, plain_bound_s: float) -> Plan:
+        """The plan with its bound, and with what it was preferred to."""
+        p, report = plan.pipeline, plan.solver
+        chosen = (p.size, p.microbatches) if p is not None else None
+        if p is None:
+            # a pipeline must save more: those that do not are no rivals
+            step_s, gained = plan.predicted.step_time_s, 1 - _GAIN
+            rival_s = shapes.least_s() / gained
+            bound_s = report.bound if rival_s >= step_s else min(report.bound, rival_s)
+            limit_s = _limit(plan)
+        else:
+            bound_s = min(shapes.least_s(), plain_bound_s, report.objective)
+            limit_s = _seconds(plan)
+        gap = max(0.0, 1 - bound_s / report.objective) if report.objective else 0.0
+        report = replace(report, bound=bound_s, gap=gap)
+        return replace(plan, solver=report, considered=shapes.considered(chosen, limit_s))
 
 
-def _least_seconds(
-    shape: PipelineShape, forward: Array, backward: Array, hop_s: float = 0.0
-) -> float:
-    """The module's bound, for stages that take these seconds at each turn."""
-    there = np.concatenate([[0.0], np.cumsum(forward + hop_s)])
-    back = np.concatenate([[0.0], np.cumsum(backward + hop_s)])
-    if shape.schedule == "zero-bubble":
-        back = 0 * back
-    busy = (forward + backward).reshape(shape.chunks, shape.size).sum(axis=0)
-    ranks = np.arange(shape.size)
-    return float((shape.microbatches * busy + there[ranks] + back[ranks]).max())
-
-
-def _next(
-    here: PipelineShape | None,
-    best: Plan | None,
-    beside: list[PipelineShape],
-    bounds: Mapping[PipelineShape, float],
-) -> PipelineShape:
-    """Which to plan: one of middle size; then more turns where ranks stand idle, or by bound."""
-    if here is None:
-        sizes = sorted({s.size for s in beside if s.size > 1}) or [1]
-        middle = [s for s in beside if s.size == sizes[(len(sizes) - 1) // 2]]
-        return min(middle, key=bounds.__getitem__)
-    size, turns = here.size, here.microbatches
-    idle = best is not None and best.pipeline is not None and best.pipeline.bubble > _IDLE
-
-    def order(shape: PipelineShape) -> tuple[bool, float]:
-        return not (idle and shape.size == size and shape.microbatches > turns), bounds[shape]
-
-    return min(beside, key=order)
-
-
-def _beside(a: PipelineShape, b: PipelineShape) -> bool:
-    """At most a factor of two between sizes, and of four between microbatches."""
-    sizes = sorted((a.size, b.size))
-    turns = sorted((a.microbatches, b.microbatches))
-    return sizes[1] <= 2 * sizes[0] and turns[1] <= 4 * turns[0]
+def _on_the_clock(shape: PipelineShape, plan: Plan) -> float:
+    """What the stages of a plan promise to take in another schedule, halved for two chunks."""
+    assert plan.pipeline is not None
+    seconds: list[Mapping[Kind, float]] = []
+    for _ in range(shape.chunks):
+        for stage in plan.pipeline.stages:
+            seconds.append({k: s / shape.chunks for k, s in action_seconds(stage).items()})
+    orders = actions(shape.schedule, shape.size, shape.microbatches, shape.chunks)
+    return simulate_pipeline(orders, seconds).step_s
 
 
 def _seconds(plan: Plan | None) -> float:

@@ -17,7 +17,7 @@ from autopar.codegen.microbatch import Microbatch, localise
 from autopar.codegen.stages import Staged, cut_body
 from autopar.core.block_kinds import pinned_kinds, pins_among
 from autopar.core.blocks import Blocks
-from autopar.core.constraints import Constraints
+from autopar.core.constraints import Constraints, assign_mesh
 from autopar.core.folding import every_instance
 from autopar.core.graph import TracedModel
 from autopar.core.placement import Layout
@@ -27,10 +27,17 @@ from autopar.cost_model import Cluster
 from autopar.errors import ConstraintError, InfeasiblePlanError
 from autopar.pipeline_stages import Pipeliner
 from autopar.solver.fit import UNLIMITED
+from autopar.solver.floor import Floors
 from autopar.solver.ideal import BlockWork
 from autopar.solver.microbatch import split_in_time
 from autopar.solver.offers import Offers
-from autopar.solver.pipeline_shape import PipelineShape, balanced_cuts, stage_mesh
+from autopar.solver.pipeline_shape import (
+    PipelineShape,
+    Turn,
+    balanced_cuts,
+    floored,
+    stage_mesh,
+)
 from autopar.solver.solve import Solved, in_other_flights, solve_step
 
 __all__ = ["StagePlanner"]
@@ -73,6 +80,7 @@ class StagePlanner:
         self._solved: dict[object, Plan | InfeasiblePlanError] = {}
         self._free: dict[object, Solved] = {}
         self.offers = offers
+        self._turns: dict[tuple[int, int], Turn] = {}
 
     def plan(
         self, shape: PipelineShape, *, free: bool = False, below_s: float | None = None
@@ -89,18 +97,59 @@ class StagePlanner:
             ConstraintError: the model cannot be split or cut so.
             InfeasiblePlanError: a stage does not fit.
         """
-        mesh = stage_mesh(self.whole.mesh_shape, shape.size)
-        names = self.whole.axis_names[-len(mesh) :]
-        cluster = replace(self.whole, mesh_shape=mesh, axis_names=names)
+        cluster = self.rank_cluster(shape.size)
         orders = actions(shape.schedule, shape.size, shape.microbatches, shape.chunks)
         time, _ = self.micro(shape.microbatches)
-        cuts = shape.cuts if shape.cuts is not None else balanced_cuts(self.work, shape)
+        cuts = shape.cuts
+        if cuts is None:
+            cuts = balanced_cuts(self.work, shape, self.turn(shape) if shape.chunks == 1 else None)
         if len(cuts) + 1 != shape.num_stages:
             raise ConstraintError(
                 f"pipeline cuts make {len(cuts) + 1} stages, size {shape.size} × chunks "
                 f"{shape.chunks} are {shape.num_stages}"
             )
         return Pipeliner(self, shape, cuts, cluster, orders, free, below_s).run(time)
+
+    def rank_cluster(self, size: int) -> Cluster:
+        """The devices of one of so many pipeline ranks.
+
+        Raises:
+            ConstraintError: the ranks do not divide the devices.
+        """
+        mesh = stage_mesh(self.whole.mesh_shape, size)
+        return replace(self.whole, mesh_shape=mesh, axis_names=self.whole.axis_names[-len(mesh) :])
+
+    def turn(self, shape: PipelineShape) -> Turn:
+        """Lower bounds of all blocks on a rank of a pipeline, communication included.
+
+        Raises:
+            ConstraintError: the model cannot be split into such microbatches.
+        """
+        key = (shape.size, shape.microbatches)
+        if key not in self._turns:
+            body = self.micro(shape.microbatches)[1].body
+            self._turns[key] = self._floored(body, shape)
+        return self._turns[key]
+
+    def one_turn(self, shape: PipelineShape) -> Turn:
+        """The same from the step in one turn, for any number of turns: soon found, and lower."""
+        if (shape.size, 0) not in self._turns:
+            self._turns[shape.size, 0] = self._floored(self.traced, replace(shape, microbatches=1))
+        return self._turns[shape.size, 0].in_turns(shape)
+
+    def _floored(self, body: TracedModel, shape: PipelineShape) -> Turn:
+        cluster = self.rank_cluster(shape.size)
+        inside = replace(self.constraints, pipeline=None, params={})
+        offers = self.offers.over(self._with_roles(cluster, inside))
+        floors = Floors(body, inside, self.optimizer, offers, shape.early)
+        return floored(self.work, floors, shape, cluster.num_devices)
+
+    def _with_roles(self, cluster: Cluster, inside: Constraints) -> Cluster:
+        """The devices in the mesh that pins want."""
+        shape = tuple(r.size for r in assign_mesh(inside, cluster.mesh_shape))
+        if shape == cluster.mesh_shape:
+            return cluster
+        return cluster.with_mesh_shape(shape, tuple(f"axis{i}" for i in range(len(shape))))
 
     def micro(self, microbatches: int) -> tuple[dict[str, NodePlan], Microbatch]:
         """The step on one microbatch, and the placements of all ops over the microbatches.

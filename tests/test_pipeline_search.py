@@ -157,13 +157,14 @@ def test_models_that_need_the_whole_batch_are_planned_in_one_piece() -> None:
 
 
 TEXT = {"input_ids": 1 + torch.arange(64).reshape(4, 16), "labels": torch.ones(4, 16).long()}
-SHAPES = {
-    "three-stages": {"size": 3, "microbatches": 2, "schedule": "1f1b"},
+SHAPES: dict[str, dict[str, Any]] = {
+    "three-stages": {"size": 3, "microbatches": 2, "schedule": "1f1b",
+                     "cuts": ["model.layers.6", "model.layers.12"]},
     "two-stages": {"size": 2, "microbatches": 4, "schedule": "zero-bubble"},
     "six-stages": {"size": 6, "microbatches": 4, "schedule": "zero-bubble"},
     "interleaved": {"size": 3, "microbatches": 3, "schedule": "interleaved", "chunks": 2},
     "one-stage": {"size": 1, "microbatches": 2},
-}
+}  # fmt: skip
 
 
 _LONG = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from autopar.core.schedule import Action, Orders
 
@@ -192,6 +193,11 @@ class Moment:
 
 def moments(orders: Orders) -> tuple[tuple[Moment, ...], ...]:
     """What each rank holds while each of its actions runs."""
+    return _moments_of(tuple(map(tuple, orders)))
+
+
+@lru_cache(maxsize=4)  # the stages of a pipeline ask one by one
+def _moments_of(orders: tuple[tuple[Action, ...], ...]) -> tuple[tuple[Moment, ...], ...]:
     stages = 1 + max((a.stage for order in orders for a in order), default=-1)
     known = arrived(orders)
     return tuple(

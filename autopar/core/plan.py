@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.core.block_kinds import Checkpoint, read_checkpoint
+from autopar.core.considered import Considered
 from autopar.core.constraints import Constraints
 from autopar.core.graph import Repeat
 from autopar.core.held import Held
@@ -186,6 +187,7 @@ class Plan:
         reduce_dtype: of sums of gradients over ranks, "fp32", "bf16" or "fp16"; None where it was
             the solver's choice.
         buckets: how large buckets of collectives get.
+        considered: the most promising pipelines that it was preferred to.
     """
 
     fingerprint: str
@@ -211,6 +213,7 @@ class Plan:
     pipeline: PipelinePlan | None = None
     reduce_dtype: str | None = None
     buckets: tuple[BucketBytes, ...] = ()
+    considered: tuple[Considered, ...] = ()
     version: int = PLAN_VERSION
 
     @property
@@ -387,6 +390,7 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
     fields["predicted"] = Prediction(**predicted)
     fields["solver"] = SolverReport(**data["solver"])
     fields["buckets"] = tuple(BucketBytes(**row) for row in data.get("buckets", ()))
+    fields["considered"] = tuple(Considered(**row) for row in data.get("considered", ()))
     fields["repeats"] = tuple(Repeat(**row) for row in data.get("repeats", ()))
     fields["constraints"] = Constraints.parse(data.get("constraints")).to_dict()
     return fields

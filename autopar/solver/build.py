@@ -323,7 +323,7 @@ class _Builder:
         uses: Counter[tuple[str, int, str, int]] = Counter()
         sample: dict[tuple[str, int, str, int], tuple[Value, Op, int]] = {}
         for value, op, index in self.step.consumers():
-            if value[0] in self.step.inputs:
+            if value[0] in self.step.inputs or value[0] in self.step.outside:
                 continue
             key = (self.classes[value[0]], value[1], self.classes[op.name], index)
             uses[key] += self.step.blocks.edge_weight(value[0], op.name)

@@ -34,6 +34,7 @@ class _Work(NamedTuple):
     block: int
     backward: bool
     at_turns: bool
+    inside: bool
     flops: float
     num_bytes: float
     lasting_bytes: float
@@ -52,6 +53,8 @@ class BlockWork:
     Attributes:
         names: FQN of every block of the model.
         joint: True for a block that must stay with the one before: they repeat together.
+        held: the blocks of the graph.
+        like: for each of the model, which of these it is like.
     """
 
     def __init__(self, traced: TracedModel, cluster: Cluster) -> None:
@@ -66,6 +69,7 @@ class BlockWork:
             for b, _ in whole
         ]
         held = list(dict.fromkeys(captured for _, captured in whole))
+        self.held = held
         self.like = np.array([held.index(captured) for _, captured in whole], dtype=int)
         self.count = max(len(held), 1)
         self.groups = self._groups(traced, held)
@@ -78,6 +82,7 @@ class BlockWork:
         number = {f"{b.container}.{b.number}": i for i, b in enumerate(held)}
         nodes = traced.nodes()
         groups: dict[tuple[str, str], list[_Work]] = defaultdict(list)
+        of_module: dict[str, int] = {}  # around the blocks
         current = 0
         for op in step.ops.values():
             info = node_info(traced, nodes[op.name])
@@ -85,15 +90,28 @@ class BlockWork:
             inside = next((number[n] for n in _prefixes(info.module) if n in number), None)
             if inside is not None and forward:
                 current = inside
-            # behind the blocks: what the head does in the backward follows it
-            owner = inside if inside is not None else current if forward else self.count - 1
+            if forward and inside is None:
+                of_module[info.module] = current
+            owner = current if inside is None else inside
+            if inside is None and not forward:
+                # the backward stays with its forward; that of none may run in any stage
+                if info.module not in of_module:
+                    continue
+                owner = of_module[info.module]
             kind = op_class(op.call)
             if kind == "view":
                 continue
             dtype = op.call.outputs[0].dtype if op.call.outputs else torch.float32
             at_turns = op.name in weighted and op.name in fed
             groups[kind, str(dtype).removeprefix("torch.")].append(
-                _Work(owner, not forward, at_turns, global_flops(op.call), *_traffic(op, fed, sums))
+                _Work(
+                    owner,
+                    not forward,
+                    at_turns,
+                    inside is not None,
+                    global_flops(op.call),
+                    *_traffic(op, fed, sums),
+                )
             )
         return groups
 
@@ -101,9 +119,20 @@ class BlockWork:
         """Seconds of each block on one device, forward and backward."""
         return np.add(*self._seconds(self.groups, 1, 1))
 
-    def at_turns(self, devices: int, microbatches: int) -> tuple[Array, Array]:
-        """Least seconds of the forward and of the backward of each block, at each turn."""
-        groups = {key: [w for w in works if w.at_turns] for key, works in self.groups.items()}
+    def at_turns(
+        self, devices: int, microbatches: int, *, around: bool = False
+    ) -> tuple[Array, Array]:
+        """Least seconds of the forward and of the backward of each block, at each turn.
+
+        Args:
+            devices: that share the work.
+            microbatches: of a step.
+            around: count nothing inside the blocks.
+        """
+        groups = {
+            key: [w for w in works if w.at_turns and not (around and w.inside)]
+            for key, works in self.groups.items()
+        }
         return self._seconds(groups, devices, microbatches)
 
     def of_stages(
@@ -127,9 +156,9 @@ class BlockWork:
         for (kind, dtype), works in groups.items():
             if works:
                 table = np.array(works, dtype=float)
-                num_bytes = table[:, 4] / split + table[:, 5] / devices
+                num_bytes = table[:, 5] / split + table[:, 6] / devices
                 seconds = compute_seconds_array(
-                    self.device, kind, dtype, table[:, 3] / split, num_bytes
+                    self.device, kind, dtype, table[:, 4] / split, num_bytes
                 )
                 np.add.at(found, (table[:, 1].astype(int), table[:, 0].astype(int)), seconds)
         return found[0, self.like], found[1, self.like]

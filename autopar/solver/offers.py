@@ -19,7 +19,7 @@ from autopar.solver.moves import MoveCosts
 from autopar.solver.problem import Array
 from autopar.solver.rules.own_order import orders_of
 
-__all__ = ["Offer", "Offers"]
+__all__ = ["Offer", "Offers", "likeness"]
 
 
 class Offer(NamedTuple):
@@ -54,7 +54,7 @@ class Offers:
 
     def of(self, call: OpCall) -> Offer:
         """All candidates of an op."""
-        key = _likeness(call)
+        key = likeness(call)
         known = self._offers.get(key)
         if known is None:
             candidates = expand(call, self.cluster.mesh_shape)
@@ -64,13 +64,13 @@ class Offers:
 
     def seconds(self, call: OpCall, candidate: Candidate) -> float:
         """Seconds of the local compute of one candidate."""
-        key = _likeness(call), candidate
+        key = likeness(call), candidate
         if key not in self._seconds:
             self._seconds[key] = float(self.pricer.compute(call, [candidate])[0])
         return self._seconds[key]
 
 
-def _likeness(call: OpCall) -> Hashable:
+def likeness(call: OpCall) -> Hashable:
     """What two ops with the same candidates have in common."""
     numbers: dict[fx.Node, int] = {}
 

@@ -1,17 +1,52 @@
-"""What is settled of a pipeline before its stages are planned: its mesh and its cuts."""
+"""What is settled of a pipeline before its stages are planned: its mesh, its cuts, its least time.
+
+With F_b, B_b and I_b the seconds of block b at each of m turns, of its forward, its backward, and
+the part of that which the block before waits for; O_r all that rank r does in a step; and no more
+than one stage on a rank,
+
+    step >= max_r [ sum_(b before r) (F_b + back B_b) + r * (1 + back) * hop + O_r ]
+    step >= max_r [ sum_b F_b + sum_(b behind r) I_b + (2p - 2 - r) * hop + O_r - k_r F_r ]
+
+as rank r waits for the first microbatch to come through the stages before it, and for the first to
+come back from those behind it, when it has run k_r = min(m, p - r) forwards. `back` is 1 where the
+stages before have to work on the last microbatch behind r, and 0 where weight gradients may fill
+that time. The second holds for 1F1B and zero-bubble. A hop is the latency of a transfer. The bound
+is minimised over all cuts (`cuts.py`); for equal blocks it is the time of the schedule itself
+(`core/schedule.py`).
+
+A pipeline is cut where the bound is least, or where the longest stage is as short as can be: the
+schedule runs on the clock with both. Of several stages on a rank the longest is made short.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.core.schedule import SCHEDULES, Kind, actions
+from autopar.cost_model.pipeline import simulate_pipeline
 from autopar.errors import ConstraintError
+from autopar.solver.cuts import least_cuts, runs_of
+from autopar.solver.floor import Floors
 from autopar.solver.ideal import BlockWork
+from autopar.solver.problem import Array
 
-__all__ = ["PipelineShape", "balanced_cuts", "stage_mesh"]
+__all__ = [
+    "PipelineShape",
+    "Turn",
+    "balanced_cuts",
+    "expected_seconds",
+    "floored",
+    "least_of_stages",
+    "least_seconds",
+    "stage_mesh",
+]
+
+_WHOLE_BACKWARD = ("gpipe", "1f1b", "interleaved")
+_ONE_BY_ONE = ("1f1b", "zero-bubble")  # each rank begins with one forward less than the one before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +62,95 @@ class PipelineShape:
     @property
     def num_stages(self) -> int:
         return self.size * self.chunks
+
+    @property
+    def early(self) -> int:
+        """Forwards that the first rank runs before its first backward, one by one."""
+        return min(self.size, self.microbatches)
+
+    def __str__(self) -> str:
+        ranks = f"{self.size}×{self.chunks}" if self.chunks > 1 else f"{self.size}"
+        return f"{ranks} ranks, {self.microbatches} microbatches"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Lower bounds of each block on one pipeline rank.
+
+    Attributes:
+        forward, backward: seconds of one turn, (n,).
+        inputs: of the part of the backward that the block before waits for.
+        weights: of the rest of it.
+        step: of a step, all turns and what runs once.
+        after: of a step without the forward of `early` turns.
+        early: see there.
+    """
+
+    forward: Array
+    backward: Array
+    inputs: Array
+    weights: Array
+    step: Array
+    after: Array
+    early: int
+
+    @classmethod
+    def ideal(cls, work: BlockWork, shape: PipelineShape, devices: int) -> Turn:
+        """Without communication, on so many devices a rank."""
+        forward, backward = work.at_turns(devices, shape.microbatches)
+        step, early = shape.microbatches * (forward + backward), shape.early
+        none = 0 * forward  # how a backward would be split is not known
+        return cls(forward, backward, none, none, step, step - early * forward, early)
+
+    def in_turns(self, shape: PipelineShape) -> Turn:
+        """The step in one turn as a lower bound of that in several: none gets cheaper by that."""
+        turns = shape.microbatches
+        return Turn(
+            forward=self.forward / turns,
+            backward=self.backward / turns,
+            inputs=self.inputs / turns,
+            weights=self.weights / turns,
+            step=self.step,
+            after=0 * self.step,
+            early=shape.early,
+        )
+
+    def above(self, other: Turn) -> Turn:
+        """The higher of two bounds, block by block."""
+        assert self.early == other.early
+        return Turn(
+            forward=np.maximum(self.forward, other.forward),
+            backward=np.maximum(self.backward, other.backward),
+            inputs=np.maximum(self.inputs, other.inputs),
+            weights=np.maximum(self.weights, other.weights),
+            step=np.maximum(self.step, other.step),
+            after=np.maximum(self.after, other.after),
+            early=self.early,
+        )
+
+    def without(self, turns: int) -> Array:
+        """Seconds of a step without the forward of so many turns, no more than `early`."""
+        # the least of sums that are straight in the number: no lower than a line below it
+        share = turns / self.early
+        return self.step + share * (self.after - self.step)
+
+
+def floored(work: BlockWork, floors: Floors, shape: PipelineShape, devices: int) -> Turn:
+    """With communication inside blocks, and none around them."""
+    turns = shape.microbatches
+    forward, backward = work.at_turns(devices, turns, around=True)
+    found = floors.of(work.held)
+    rows = np.array([[f.forward, f.inputs, f.weights, f.step, f.after] for f in found])[work.like].T
+    step = turns * (forward + backward)
+    return Turn(
+        forward=rows[0] + forward,
+        backward=rows[1] + rows[2] + backward,
+        inputs=rows[1],
+        weights=rows[2],
+        step=rows[3] + step,
+        after=rows[4] + step - shape.early * forward,
+        early=shape.early,
+    ).above(Turn.ideal(work, shape, devices))
 
 
 def stage_mesh(mesh_shape: Sequence[int], size: int) -> tuple[int, ...]:
@@ -48,47 +172,132 @@ def stage_mesh(mesh_shape: Sequence[int], size: int) -> tuple[int, ...]:
     return tuple(n for n in shape if n > 1) or (1,)
 
 
-def balanced_cuts(work: BlockWork, shape: PipelineShape) -> tuple[str, ...]:
-    """Cuts that make the costliest stage as cheap as can be, by the blocks' own seconds.
+def least_seconds(
+    shape: PipelineShape,
+    turn: Turn,
+    hop_s: float,
+    joint: Sequence[bool],
+    starts: Sequence[int] | None,
+) -> float:
+    """Seconds that no pipeline of a shape can beat.
+
+    Args:
+        shape: of the pipeline.
+        turn: lower bounds of the blocks.
+        hop_s: latency of a transfer.
+        joint: True for a block that must stay with the one before.
+        starts: first blocks of all stages but the first; None: any, with one stage a rank.
+    """
+    if starts is None:
+        return least_cuts(_ranks(shape, turn, hop_s), runs_of(turn.step), joint)[0]
+    ends = [*starts, len(turn.step)]
+    if shape.chunks == 1:
+        ranks = _ranks(shape, turn, hop_s)
+        return float(
+            max(ranks[r][i, j] for r, (i, j) in enumerate(zip([0, *starts], ends, strict=True)))
+        )
+    stages = (np.array([x.sum() for x in np.split(part, starts)])
+              for part in (turn.forward, turn.backward, turn.step))  # fmt: skip
+    forward, backward, step = stages
+    ranks_s = step.reshape(shape.chunks, shape.size).sum(axis=0)
+    return least_of_stages(shape, forward, backward, ranks_s, hop_s)
+
+
+def _ranks(shape: PipelineShape, turn: Turn, hop_s: float) -> list[Array]:
+    """When each rank is done at the soonest, by the run that it holds."""
+    back, size = shape.schedule in _WHOLE_BACKWARD, shape.size
+    each = turn.forward + turn.backward if back else turn.forward
+    step = runs_of(turn.step)
+    ahead = _before(each)[:, None]
+    found = [step + ahead + r * (1 + back) * hop_s for r in range(size)]
+    if shape.schedule in _ONE_BY_ONE:
+        through, behind = turn.forward.sum(), turn.inputs.sum() - _before(turn.inputs)[None, :]
+        for r in range(size):
+            after = runs_of(turn.without(min(shape.microbatches, size - r)))
+            returned = through + behind + (2 * size - 2 - r) * hop_s + after
+            found[r] = np.maximum(found[r], returned)
+    return found
+
+
+def _before(seconds: Array) -> Array:
+    return np.concatenate([[0.0], np.cumsum(seconds)])
+
+
+def least_of_stages(
+    shape: PipelineShape, forward: Array, backward: Array, ranks: Array, hop_s: float
+) -> float:
+    """`least_seconds` of given stages, several on a rank where the shape has chunks.
+
+    Args:
+        shape: how they run.
+        forward, backward: of each stage at each turn.
+        ranks: all that each rank does in a step.
+        hop_s: latency of a transfer.
+    """
+    back = shape.schedule in _WHOLE_BACKWARD
+    each = (forward + backward if back else forward)[: shape.size] + (1 + back) * hop_s
+    ahead = _before(each)[:-1]
+    if shape.schedule not in SCHEDULES:
+        ahead = 0 * ahead  # another's schedule may begin with any stage
+    return float((ahead + ranks).max())
+
+
+def balanced_cuts(work: BlockWork, shape: PipelineShape, turn: Turn | None) -> tuple[str, ...]:
+    """Cuts that make a pipeline fast, by the blocks' own seconds.
+
+    Args:
+        work: of the blocks.
+        shape: of the pipeline.
+        turn: seconds of the blocks on one of its ranks, where they are known.
 
     Raises:
         ConstraintError: there are fewer blocks than stages.
     """
-    count, places = shape.num_stages, len(work.names) - sum(work.joint)
-    if count == 1:
+    if shape.num_stages == 1:
         return ()
+    return tuple(work.names[i] for i in _balanced(work, shape, turn)[1])
+
+
+def expected_seconds(work: BlockWork, shape: PipelineShape, turn: Turn) -> float:
+    """About what a pipeline takes whose cuts are not pinned, with one stage a rank.
+
+    Raises:
+        ConstraintError: there are fewer blocks than stages.
+    """
+    return _balanced(work, shape, turn)[0]
+
+
+def _balanced(
+    work: BlockWork, shape: PipelineShape, turn: Turn | None
+) -> tuple[float, Sequence[int]]:
+    """About the seconds of a pipeline (0 if they are not known), and its cuts."""
+    count, places = shape.num_stages, len(work.names) - sum(work.joint)
     if places < count:
         together = "" if places == len(work.names) else f" in {places} groups that repeat"
         raise ConstraintError(
             f"a pipeline of {shape.size} ranks × {shape.chunks} chunks needs {count} blocks, the "
             f"model has {len(work.names)}{together}"
         )
-    starts = _partition(work.whole(), count, work.joint)
-    return tuple(work.names[i] for i in starts)
+    short = runs_of(work.whole() if turn is None else turn.step)
+    starts = least_cuts([short] * count, short, work.joint)[1]
+    if turn is None or shape.chunks > 1:
+        return 0.0, starts
+    # one schedule may be exchanged for another: all have the same stages
+    schedule = "zero-bubble" if shape.microbatches >= shape.size else "1f1b"
+    any_of = replace(shape, schedule=schedule)
+    soon = least_cuts(_ranks(any_of, turn, 0.0), short, work.joint)[1]
+    return min((_on_the_clock(any_of, turn, cuts), cuts) for cuts in (starts, soon))
 
 
-def _partition(costs: np.ndarray, count: int, joint: Sequence[bool]) -> list[int]:
-    """Starts of all parts but the first, so that the costliest of `count` runs costs least.
-
-    No part starts at an element that is `joint` with the one before.
-    """
-    total = np.concatenate([[0.0], np.cumsum(costs)])
-    size = len(costs)
-    allowed = np.array([*(not j for j in joint), True])
-    run = np.where(
-        (np.arange(size + 1)[:, None] < np.arange(size + 1)) & allowed[:, None],
-        total[None, :] - total[:, None],
-        np.inf,
-    )
-    best = np.where(np.arange(size + 1) == 0, 0.0, np.inf)
-    choices: list[np.ndarray] = []
-    for _ in range(count):
-        worst = np.maximum(best[:, None], run)  # the last part from `begin` to `end`
-        choices.append(worst.argmin(axis=0))
-        best = worst.min(axis=0)
-    starts: list[int] = []
-    end = size
-    for begin in reversed(choices[1:]):
-        end = int(begin[end])
-        starts.append(end)
-    return starts[::-1]
+def _on_the_clock(shape: PipelineShape, turn: Turn, starts: Sequence[int]) -> float:
+    """About what a schedule takes with some cuts."""
+    parts = (turn.forward, turn.inputs, turn.backward - turn.inputs, turn.step)
+    stages = [[float(x.sum()) for x in np.split(part, starts)] for part in parts]
+    seconds: list[Mapping[Kind, float]] = [
+        {"F": forward, "I": inputs, "W": weights, "B": inputs + weights}
+        for forward, inputs, weights, _ in zip(*stages, strict=True)
+    ]
+    once = [max(0.0, s[3] - shape.microbatches * sum(s[:3])) / 2 for s in zip(*stages, strict=True)]
+    orders = actions(shape.schedule, shape.size, shape.microbatches)
+    ends = simulate_pipeline(orders, seconds).finish_s()
+    return max(once) + max(end + more for end, more in zip(ends, once, strict=True))

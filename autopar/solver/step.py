@@ -107,6 +107,7 @@ class Step:
         ports: what other stages send (placeholders) and names for layouts of what they are sent.
         sends: what goes to other stages.
         closing: ops that only cast or rearrange a gradient that is computed.
+        outside: producers of values that come in any layout for nothing, of a part of a step.
     """
 
     ops: dict[str, Op]
@@ -123,6 +124,7 @@ class Step:
     ports: dict[str, TensorSpec] = field(default_factory=dict)
     sends: tuple[Send, ...] = ()
     closing: frozenset[str] = frozenset()
+    outside: frozenset[str] = frozenset()
 
     @property
     def in_turns(self) -> bool:

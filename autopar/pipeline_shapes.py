@@ -1,0 +1,255 @@
+"""The shapes of pipelines that a search ranges over, their bounds, and what became of them.
+
+A shape is bounded three times, each time closer: by the work of its ops alone, with the
+communication of blocks in one turn (as no step gets cheaper by being run in more), and with that
+in its own turns. All cuts are allowed for, and every schedule that the search may take: 1F1B and
+zero-bubble, and two chunks a rank interleaved, cut as they would be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from autopar.core.considered import Considered
+from autopar.core.constraints import PipelinePin, assign_mesh
+from autopar.core.schedule import actions
+from autopar.core.units import format_seconds
+from autopar.cost_model import CollectiveKind
+from autopar.errors import AutoparError, ConstraintError
+from autopar.solver.ilp import Infeasible
+from autopar.solver.pipeline_shape import (
+    PipelineShape,
+    Turn,
+    balanced_cuts,
+    expected_seconds,
+    least_seconds,
+)
+from autopar.stage_planning import StagePlanner
+
+__all__ = ["CLOSEST", "Shapes"]
+
+CLOSEST = 2  # level of the closest bound of a shape
+_TURNS_PER_RANK = (1, 2, 4)  # microbatches for each pipeline rank, where they are not pinned
+_CLOSE = 6  # shapes of which the closest bound is found before the first is planned
+_KEPT = 12  # shapes that a plan tells of
+
+
+@dataclass(slots=True)
+class _Known:
+    bound_s: float
+    expected_s: float  # no less than the bound
+    level: int = 0
+    step_s: float | None = None
+    why: str = ""
+
+
+class Shapes:
+    """The shapes that a pin leaves open, with what is known of each.
+
+    Args:
+        planner: plans them.
+        pin: what is pinned of a pipeline; without any, all is weighed against a plan in one piece.
+        short: memory is short: also those of one rank.
+    """
+
+    def __init__(self, planner: StagePlanner, pin: PipelinePin, short: bool) -> None:
+        self.planner = planner
+        self.pin = pin
+        self.refused: AutoparError | None = None
+        self.known: dict[PipelineShape, _Known] = {}
+        self.others: dict[PipelineShape, str] = {}  # that are impossible
+        for shape in self._listed(short):
+            try:
+                bound_s = self._bound(shape, 0)
+                self.known[shape] = _Known(bound_s, bound_s)
+            except ConstraintError as error:
+                self.impossible(shape, error)
+
+    # --- which there are -----------------------------------------------------------------------
+    def _listed(self, short: bool) -> Iterator[PipelineShape]:
+        pin, unasked = self.pin, self.pin == PipelinePin()
+        devices, blocks = self.planner.whole.num_devices, len(self.planner.work.names)
+        sizes = [pin.size] if pin.size else [
+            n for n in range(1, devices + 1) if devices % n == 0 and n <= max(blocks, 1)
+        ]  # fmt: skip
+        for size in sizes:
+            chunks = pin.chunks or (2 if pin.schedule == "interleaved" else 1)
+            if pin.cuts is not None and pin.chunks is None:
+                chunks = max(1, (len(pin.cuts) + 1) // size)
+            schedule = pin.schedule or ("interleaved" if chunks > 1 else "1f1b")
+            if unasked and size == 1 and not short:
+                continue  # more turns, and nothing to gain
+            for turns in [pin.microbatches] if pin.microbatches else self._turns(size, unasked):
+                yield PipelineShape(
+                    size=size,
+                    microbatches=turns,
+                    schedule=schedule,
+                    chunks=chunks,
+                    cuts=pin.cuts,
+                )
+
+    def _turns(self, size: int, unasked: bool) -> list[int]:
+        """Numbers of microbatches to try."""
+        if not unasked:
+            return [size * n for n in _TURNS_PER_RANK]
+        given = (s.shape[0] for s in self.planner.traced.inputs if s.kind == "input" and s.shape)
+        batch = max(given, default=1)
+        most = max(_TURNS_PER_RANK) * max(size, 4)
+        return [n for n in range(max(size, 2), min(batch, most) + 1) if batch % n == 0]
+
+    def schedules(self, shape: PipelineShape) -> Iterator[PipelineShape]:
+        """The shape with the other schedules that it may run by."""
+        if shape.size == 1 or self.pin.schedule or shape.schedule != "1f1b":
+            return
+        if shape.microbatches >= shape.size:
+            yield replace(shape, schedule="zero-bubble")
+        work = self.planner.work
+        deep = len(work.names) - sum(work.joint) >= 2 * shape.size
+        if deep and self.pin.chunks is None and shape.cuts is None:
+            if shape.microbatches % shape.size == 0:
+                yield replace(shape, schedule="interleaved", chunks=2)
+
+    # --- bounds --------------------------------------------------------------------------------
+    def open(self, limit_s: float) -> list[PipelineShape]:
+        """Shapes without a plan that may take less than some seconds, the least bound first."""
+        found = [s for s, k in self.known.items() if not k.why and k.bound_s < limit_s]
+        return sorted(found, key=lambda s: (self.known[s].bound_s, s.size, s.microbatches))
+
+    def most_promising(self, limit_s: float) -> PipelineShape | None:
+        """The shape to plan next, that is expected to take less than some seconds, if there is one.
+
+        Bounds are made closer until no shape but one with its closest bound looks better, or enough
+        of them have been.
+        """
+        while True:
+            found = [s for s, k in self.known.items() if not k.why and k.expected_s < limit_s]
+            close = [s for s in found if self.is_close(s)]
+            if sum(map(self.is_close, self.known)) >= _CLOSE and close:
+                found = close
+            if not found:
+                return None
+            best = min(found, key=lambda s: (self.known[s].expected_s, s.size, s.microbatches))
+            if self.is_close(best):
+                return best
+            self.closer(best)
+
+    def close_least(self, limit_s: float) -> None:
+        """Make the least bound below some seconds, that of all shapes, as close as can be."""
+        while True:
+            found = [s for s, k in self.known.items() if k.bound_s < limit_s]
+            least = min(found, key=lambda s: (self.known[s].bound_s, s.size), default=None)
+            if least is None or self.is_close(least):
+                return
+            self.closer(least)
+
+    def bound_s(self, shape: PipelineShape) -> float:
+        """Seconds that no plan of a shape can beat, as far as they are known."""
+        return self.known[shape].bound_s
+
+    def least_s(self) -> float:
+        """Seconds that no plan of any shape can beat."""
+        return min((k.bound_s for k in self.known.values()), default=math.inf)
+
+    def is_close(self, shape: PipelineShape) -> bool:
+        """True if no closer bound is to be had."""
+        return self.known[shape].level == CLOSEST
+
+    def closer(self, shape: PipelineShape) -> None:
+        """Raise the bound of a shape."""
+        known = self.known[shape]
+        known.level += 1
+        try:
+            self.raised(shape, self._bound(shape, known.level))
+            if known.level == CLOSEST and shape.chunks == 1 and shape.cuts is None:
+                turn = self._turn(shape, CLOSEST, self.planner.rank_cluster(shape.size).num_devices)
+                expected_s = expected_seconds(self.planner.work, shape, turn)
+                known.expected_s = max(known.bound_s, expected_s)
+        except Infeasible:
+            return  # planning says what is wrong
+        except ConstraintError as error:
+            self.impossible(shape, error)
+
+    def raised(self, shape: PipelineShape, bound_s: float) -> None:
+        """Note another bound of a shape."""
+        known = self.known[shape]
+        known.bound_s = max(known.bound_s, bound_s)
+        known.expected_s = max(known.expected_s, known.bound_s)
+
+    def _bound(self, shape: PipelineShape, level: int) -> float:
+        """Seconds that no plan of a shape can beat, with any schedule that is not pinned.
+
+        Raises:
+            ConstraintError: the shape does not fit the devices, the blocks or its schedule.
+        """
+        actions(shape.schedule, shape.size, shape.microbatches, shape.chunks)
+        cluster = self.planner.rank_cluster(shape.size)
+        assign_mesh(replace(self.planner.constraints, pipeline=None), cluster.mesh_shape)
+        turn = self._turn(shape, level, cluster.num_devices)
+        line = replace(
+            cluster,
+            mesh_shape=(shape.size, *cluster.mesh_shape),
+            axis_names=("pipeline", *(f"axis{i}" for i in range(len(cluster.mesh_shape)))),
+        )
+        hop_s = line.collective_seconds(CollectiveKind("send_recv"), 1, 0)
+        return min(self._of_schedule(each, turn, hop_s) for each in (shape, *self.schedules(shape)))
+
+    def _turn(self, shape: PipelineShape, level: int, devices: int) -> Turn:
+        turn = Turn.ideal(self.planner.work, shape, devices)
+        if level:
+            turn = turn.above(self.planner.one_turn(shape))
+        return turn.above(self.planner.turn(shape)) if level == CLOSEST else turn
+
+    def _of_schedule(self, shape: PipelineShape, turn: Turn, hop_s: float) -> float:
+        work = self.planner.work
+        starts: list[int] | None = None
+        if shape.chunks > 1 or shape.cuts is not None:
+            cuts = shape.cuts or balanced_cuts(work, shape, None)
+            if not set(cuts) <= set(work.names) or len(cuts) + 1 != shape.num_stages:
+                return 0.0  # bad cuts: planning says what is wrong
+            starts = [work.names.index(cut) for cut in cuts]
+            if starts != sorted(set(starts)) or 0 in starts:
+                return 0.0
+        elif shape.num_stages > 1:
+            balanced_cuts(work, shape, None)  # there are blocks enough
+        return least_seconds(shape, turn, hop_s, work.joint, starts)
+
+    # --- what became of them -------------------------------------------------------------------
+    def impossible(self, shape: PipelineShape, error: AutoparError) -> None:
+        """Note a shape that no plan has."""
+        self.refused = self.refused or error
+        self.known.pop(shape, None)
+        self.others[shape] = str(error)
+
+    def settle(self, shape: PipelineShape, why: str, step_s: float | None = None) -> None:
+        """Note that a shape need not be planned any more."""
+        self.known[shape].why = why
+        self.known[shape].step_s = step_s
+
+    def considered(self, chosen: tuple[int, int] | None, limit_s: float) -> tuple[Considered, ...]:
+        """The most promising shapes that were not chosen, and why.
+
+        Args:
+            chosen: ranks and microbatches of the plan.
+            limit_s: seconds that another one would have had to stay below.
+        """
+        rows = [
+            Considered(
+                shape=str(shape),
+                bound_s=known.bound_s,
+                step_s=known.step_s,
+                why=known.why or _not_planned(known.bound_s, limit_s),
+            )
+            for shape, known in self.known.items()
+            if (shape.size, shape.microbatches) != chosen
+        ]
+        rows.sort(key=lambda row: (row.bound_s or 0.0, row.shape))
+        refused = [Considered(shape=str(s), why=why) for s, why in self.others.items()]
+        return tuple([*rows, *refused][:_KEPT])
+
+
+def _not_planned(bound_s: float, limit_s: float) -> str:
+    if bound_s >= limit_s:
+        return f"bound {format_seconds(bound_s)} ≥ {format_seconds(limit_s)}"
+    return f"not planned: others looked better, its bound is {format_seconds(bound_s)}"

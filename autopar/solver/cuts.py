@@ -1,0 +1,75 @@
+"""Where a pipeline is cut: runs of blocks for its ranks, so that the step takes least.
+
+Rank r, which holds blocks i to j, is done no sooner than `ranks[r][i, j]`. The least that any cuts
+can do is found by dynamic programming over the ranks,
+
+    best_r(j) = min_i max(best_(r-1)(i), ranks[r][i, j]),
+
+and among the cuts that do so, those are taken whose stages differ least: the sum of the squares of
+their seconds is minimised in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.solver.problem import Array
+
+__all__ = ["least_cuts", "runs_of"]
+
+_ROUNDING = 1e-9  # relative, of sums of seconds
+
+
+def runs_of(seconds: Array) -> Array:
+    """Seconds of each run of blocks, by its first and the one behind its last; infinite if empty.
+
+    Args:
+        seconds: of each block, (n,).
+
+    Returns:
+        (n + 1, n + 1).
+    """
+    total = np.concatenate([[0.0], np.cumsum(seconds)])
+    size = len(total)
+    behind = np.arange(size)[:, None] < np.arange(size)
+    return np.where(behind, total[None, :] - total[:, None], np.inf)
+
+
+def least_cuts(
+    ranks: Sequence[Array], stages: Array, joint: Sequence[bool]
+) -> tuple[float, list[int]]:
+    """Cuts with which the last rank to be done is done soonest.
+
+    Args:
+        ranks: of each rank, when it is done if it holds a run, as `runs_of` lays them out.
+        stages: seconds of each run, for what does not matter to the last rank to be done.
+        joint: True for a block that must stay with the one before.
+
+    Returns:
+        When that is, infinite where there are no such cuts, and the first block of all stages but
+        the first.
+    """
+    size = len(stages)
+    free = np.array([*(not j for j in joint), True])
+    wall = np.where(free, 0.0, np.inf)[:, None]
+    best = np.where(np.arange(size) == 0, 0.0, np.inf)
+    for done in ranks:
+        best = np.maximum(best[:, None], done + wall).min(axis=0)
+    least = float(best[-1])
+    if not np.isfinite(least):
+        return least, []
+    total = np.where(np.arange(size) == 0, 0.0, np.inf)
+    choices: list[Array] = []
+    for done in ranks:
+        fits = done + wall <= least * (1 + _ROUNDING)
+        with_last = np.where(fits, total[:, None] + stages**2, np.inf)
+        choices.append(with_last.argmin(axis=0))
+        total = with_last.min(axis=0)
+    starts: list[int] = []
+    end = size - 1
+    for begin in reversed(choices[1:]):
+        end = int(begin[end])
+        starts.append(end)
+    return least, starts[::-1]

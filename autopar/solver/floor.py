@@ -1,0 +1,213 @@
+"""The least seconds of a block on a pipeline rank, communication included, whatever surrounds it.
+
+Of the problem that a pipeline stage is (`build.py`) only the ops and parameters of one block are
+kept. What comes in from elsewhere may have any layout, and what goes out too, for nothing; a
+gradient's reduction shares its latency with any number of others. So the optimum of what is left is
+a lower bound of what the block adds to a stage that holds it, on the same mesh and in as many
+microbatches, with any neighbours and any choices for them. Bounds of several blocks add up.
+
+Bounds of parts of the seconds are found in the same way, with the other parts left out or counted
+less: of a forward, of the backward that the stage before waits for, and of all but some forwards.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from autopar.core.blocks import Block, Blocks
+from autopar.core.constraints import Constraints, assign_mesh
+from autopar.core.graph import Repeat, TracedModel, dependents
+from autopar.solver.build import build_problem
+from autopar.solver.ilp import solve_problem
+from autopar.solver.offers import Offers, likeness
+from autopar.solver.pins import Pins
+from autopar.solver.problem import ChoiceProblem
+from autopar.solver.rules.own_order import note_orders
+from autopar.solver.step import Bucket, Step, build_step
+
+__all__ = ["Floor", "Floors"]
+
+_MANY = 1 << 30  # gradients that a bucket may join
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Lower bounds of what one block adds to a stage.
+
+    Attributes:
+        step: seconds of a step, all turns and what runs once.
+        forward: of one turn.
+        inputs: of one turn's backward, up to what goes to the block before.
+        weights: of one turn, the rest of the backward.
+        after: of a step without the forwards of `early` turns.
+    """
+
+    step: float
+    forward: float
+    inputs: float
+    weights: float
+    after: float
+
+
+class _Alone(Blocks):
+    """The blocks of a graph, each counted once and with choices of its own."""
+
+    def __init__(self, whole: Blocks) -> None:
+        self.__dict__.update(whole.__dict__)
+        self.classes = {name: name for name in whole.place}
+
+    def repeat_of(self, name: str) -> Repeat | None:
+        return None
+
+
+class _Part(Step):
+    """A part of a step."""
+
+    __slots__ = ()
+
+    @property
+    def reductions(self) -> Bucket:
+        return replace(super().reductions, count=_MANY)
+
+
+class Floors:
+    """Lower bounds of the blocks of a microbatch on one mesh.
+
+    Args:
+        body: of one microbatch, folded or not (`codegen.microbatch`).
+        constraints: what is pinned inside stages.
+        optimizer: whose update may cost seconds.
+        offers: on the mesh of a pipeline rank.
+        early: turns that `Floor.after` leaves out; all of them are left out without a look.
+    """
+
+    def __init__(
+        self,
+        body: TracedModel,
+        constraints: Constraints,
+        optimizer: object,
+        offers: Offers,
+        early: int,
+    ) -> None:
+        note_orders(body.graph)
+        self.body = body
+        self.step = build_step(body)
+        self.offers = offers
+        self.optimizer = optimizer
+        self.left = 1 - min(early, body.microbatches) / body.microbatches
+        roles = assign_mesh(constraints, offers.cluster.mesh_shape)
+        self.pins = Pins(constraints, roles, body, self.step)
+        self.blocks = _Alone(self.step.blocks)
+        self._inputs = self._before_others()
+        self._fed = dependents(body, "input", "seed")  # what is not, may run once a step
+
+    def of(self, blocks: Sequence[Block]) -> list[Floor]:
+        """Lower bounds of blocks.
+
+        A block that has all the ops of another one, and more, takes no less: found once.
+        """
+        parts = [self._only({n.name for n in self.blocks.members[block]}) for block in blocks]
+        ops = [Counter((likeness(o.call), o.backward) for o in p.ops.values()) for p in parts]
+        found: dict[int, Floor] = {}
+        for i in sorted(range(len(blocks)), key=lambda i: len(parts[i].ops)):
+            like = next((floor for j, floor in found.items() if ops[j] <= ops[i]), None)
+            found[i] = like or self._found(parts[i])
+        return [found[i] for i in range(len(blocks))]
+
+    def _found(self, part: Step) -> Floor:
+        cluster, turns = self.offers.cluster, self.body.microbatches
+        built = build_problem(
+            self.body, part, cluster, self.pins, self.optimizer, None, self.offers
+        )
+        whole = ChoiceProblem(built.problem.costs, {}, built.problem.edges)
+        at_turns = {n: op for n, op in part.ops.items() if n in self._fed}
+        forward = {n for n, op in at_turns.items() if not op.backward and not part.is_hoisted(n)}
+        backward = {n for n, op in at_turns.items() if op.backward}
+        inputs = self._inputs & backward
+
+        later = {n for n, op in part.ops.items() if op.backward}
+
+        def without_early_forwards(*nodes: Hashable) -> float:
+            own = any(n in forward for n in nodes) and not any(n in later for n in nodes)
+            return self.left if own else 1.0
+
+        return Floor(
+            step=_least(whole),
+            forward=_least(_among(whole, forward)) / turns,
+            inputs=_least(_among(whole, inputs)) / turns,
+            weights=_least(_among(whole, backward - inputs)) / turns,
+            after=_least(_weighted(whole, without_early_forwards)) if self.left else 0.0,
+        )
+
+    def _only(self, names: Collection[str]) -> _Part:
+        """The step with nothing but the given ops and parameters."""
+        step = self.step
+        ops = {name: op for name, op in step.ops.items() if name in names}
+        parameters = {name: spec for name, spec in step.parameters.items() if name in names}
+        held = {*ops, *parameters, *step.inputs}
+
+        def kept(owners: Mapping[str, str]) -> dict[str, str]:
+            return {n: of for n, of in owners.items() if n in ops and of in parameters}
+
+        changed: dict[str, Any] = {
+            "ops": ops,
+            "parameters": parameters,
+            "gradients": {
+                name: value
+                for name, value in step.gradients.items()
+                if name in parameters and value[0] in ops
+            },
+            "required": (),
+            "results": (),
+            "prepared": kept(step.prepared),
+            "copies": kept(step.copies),
+            "blocks": self.blocks,
+            "ports": {},
+            "sends": (),
+            "outside": frozenset(v[0] for op in ops.values() for v in op.operands) - held,
+        }
+        same: dict[str, Any] = {f.name: getattr(step, f.name) for f in fields(step)}
+        return _Part(**same | changed)
+
+    def _before_others(self) -> set[str]:
+        """Backward ops whose results go, by way of others of their block, to another block."""
+        place, ops = self.blocks.place, self.step.ops
+        found: set[str] = set()
+        for op in reversed(ops.values()):
+            if not op.backward or op.name not in place:
+                continue
+            mine = place[op.name][0]
+            for name, _ in op.operands:
+                if name in ops and ops[name].backward and name in place:
+                    if place[name][0] != mine or op.name in found:
+                        found.add(name)
+        return found
+
+
+def _least(problem: ChoiceProblem) -> float:
+    return max(0.0, solve_problem(problem, exact=False).bound) if problem.costs else 0.0
+
+
+def _among(problem: ChoiceProblem, names: Collection[Hashable]) -> ChoiceProblem:
+    """What some nodes cost, and the pairs of them."""
+    return ChoiceProblem(
+        {n: cost for n, cost in problem.costs.items() if n in names},
+        {},
+        {(i, j): m for (i, j), m in problem.edges.items() if i in names and j in names},
+    )
+
+
+def _weighted(problem: ChoiceProblem, share: Callable[..., float]) -> ChoiceProblem:
+    """The problem with a share of what each node, and each pair of nodes, costs."""
+
+    def least(*nodes: Hashable) -> float:
+        return max(share(*nodes), 1e-9)  # no 0 times infinity
+
+    return ChoiceProblem(
+        {n: least(n) * cost for n, cost in problem.costs.items()},
+        {},
+        {(i, j): least(i, j) * m for (i, j), m in problem.edges.items()},
+    )
