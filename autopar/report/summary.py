@@ -55,6 +55,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ("plan", f"{kind} of model {plan.fingerprint}, {_num_ops(plan)} ops"),
         ("mesh", mesh_text(plan)),
         *_pipeline(plan),
+        *_considered(plan),
         ("cluster", _cluster(plan)),
         ("step time", _step_time(plan)),
         ("peak memory", _memory(plan)),
@@ -80,6 +81,12 @@ def _pipeline(plan: Plan) -> list[tuple[str, str]]:
     cuts = f", cut at {', '.join(p.cuts)}" if p.cuts else ""
     text = f"{p.microbatches} microbatches, {stages}, {p.schedule}{cuts}"
     return [("pipeline", f"{text}; ranks stand idle for {p.bubble:.1%} of the step")]
+
+
+def _considered(plan: Plan) -> list[tuple[str, str]]:
+    """Pipelines that were weighed and not chosen."""
+    told = "; ".join(f"{row.shape}: {row.why}" for row in plan.considered)
+    return [("not chosen", told)] if told else []
 
 
 def _offload(plan: Plan) -> list[tuple[str, str]]:

@@ -4,13 +4,14 @@ With F_b, B_b and I_b the seconds of block b at each of m turns, of its forward,
 the part of that which the block before waits for; O_r all that rank r does in a step; and no more
 than one stage on a rank,
 
-    step >= max_r [ sum_(b before r) (F_b + back B_b) + r * (1 + back) * hop + O_r ]
+    step >= max_r [ sum_(b before r) F_b + r * hop + O_r ]
+    step >= max_r [ sum_(b before r) (F_b + B_b) + 2 r * hop + m * sum_(b on r) (F_b + B_b) ]
     step >= max_r [ sum_b F_b + sum_(b behind r) I_b + (2p - 2 - r) * hop + O_r - k_r F_r ]
 
-as rank r waits for the first microbatch to come through the stages before it, and for the first to
-come back from those behind it, when it has run k_r = min(m, p - r) forwards. `back` is 1 where the
-stages before have to work on the last microbatch behind r, and 0 where weight gradients may fill
-that time. The second holds for 1F1B and zero-bubble. A hop is the latency of a transfer. The bound
+as rank r waits for the first microbatch to come through the stages before it, as these have to work
+on the last one behind it, and as it waits for the first one to come back from those behind it, when
+it has run k_r = min(m, p - r) forwards. The second does not hold where weight gradients may fill
+that time, the third only for 1F1B and zero-bubble. A hop is the latency of a transfer. The bound
 is minimised over all cuts (`cuts.py`); for equal blocks it is the time of the schedule itself
 (`core/schedule.py`).
 
@@ -40,7 +41,6 @@ __all__ = [
     "balanced_cuts",
     "expected_seconds",
     "floored",
-    "least_of_stages",
     "least_seconds",
     "stage_mesh",
 ]
@@ -177,7 +177,7 @@ def least_seconds(
     turn: Turn,
     hop_s: float,
     joint: Sequence[bool],
-    starts: Sequence[int] | None,
+    starts: Sequence[int] | None = None,
 ) -> float:
     """Seconds that no pipeline of a shape can beat.
 
@@ -196,20 +196,22 @@ def least_seconds(
         return float(
             max(ranks[r][i, j] for r, (i, j) in enumerate(zip([0, *starts], ends, strict=True)))
         )
-    stages = (np.array([x.sum() for x in np.split(part, starts)])
-              for part in (turn.forward, turn.backward, turn.step))  # fmt: skip
-    forward, backward, step = stages
-    ranks_s = step.reshape(shape.chunks, shape.size).sum(axis=0)
-    return least_of_stages(shape, forward, backward, ranks_s, hop_s)
+    forward, backward, step = (
+        np.array([x.sum() for x in np.split(part, starts)])
+        for part in (turn.forward, turn.backward, turn.step)
+    )
+    return _of_stages(shape, forward, backward, step, hop_s)
 
 
 def _ranks(shape: PipelineShape, turn: Turn, hop_s: float) -> list[Array]:
     """When each rank is done at the soonest, by the run that it holds."""
-    back, size = shape.schedule in _WHOLE_BACKWARD, shape.size
-    each = turn.forward + turn.backward if back else turn.forward
-    step = runs_of(turn.step)
-    ahead = _before(each)[:, None]
-    found = [step + ahead + r * (1 + back) * hop_s for r in range(size)]
+    size, step = shape.size, runs_of(turn.step)
+    ahead = _before(turn.forward)[:, None]
+    found = [step + ahead + r * hop_s for r in range(size)]
+    if shape.schedule in _WHOLE_BACKWARD:
+        both = turn.forward + turn.backward
+        around = shape.microbatches * runs_of(both) + _before(both)[:, None]
+        found = [np.maximum(f, around + 2 * r * hop_s) for r, f in enumerate(found)]
     if shape.schedule in _ONE_BY_ONE:
         through, behind = turn.forward.sum(), turn.inputs.sum() - _before(turn.inputs)[None, :]
         for r in range(size):
@@ -223,23 +225,23 @@ def _before(seconds: Array) -> Array:
     return np.concatenate([[0.0], np.cumsum(seconds)])
 
 
-def least_of_stages(
-    shape: PipelineShape, forward: Array, backward: Array, ranks: Array, hop_s: float
+def _of_stages(
+    shape: PipelineShape, forward: Array, backward: Array, step: Array, hop_s: float
 ) -> float:
-    """`least_seconds` of given stages, several on a rank where the shape has chunks.
-
-    Args:
-        shape: how they run.
-        forward, backward: of each stage at each turn.
-        ranks: all that each rank does in a step.
-        hop_s: latency of a transfer.
-    """
-    back = shape.schedule in _WHOLE_BACKWARD
-    each = (forward + backward if back else forward)[: shape.size] + (1 + back) * hop_s
-    ahead = _before(each)[:-1]
+    """The first and the second bound of given stages, several on a rank."""
     if shape.schedule not in SCHEDULES:
-        ahead = 0 * ahead  # another's schedule may begin with any stage
-    return float((ahead + ranks).max())
+        hop_s, forward = 0.0, 0 * forward  # another's schedule may begin with any stage
+    ranks = np.arange(shape.size)
+
+    def by_rank(seconds: Array) -> Array:
+        return seconds.reshape(shape.chunks, shape.size).sum(axis=0)
+
+    found = by_rank(step) + _before(forward)[ranks] + ranks * hop_s
+    if shape.schedule in _WHOLE_BACKWARD:
+        both = forward + backward
+        around = shape.microbatches * by_rank(both) + _before(both)[ranks] + 2 * ranks * hop_s
+        found = np.maximum(found, around)
+    return float(found.max())
 
 
 def balanced_cuts(work: BlockWork, shape: PipelineShape, turn: Turn | None) -> tuple[str, ...]:

@@ -1,0 +1,270 @@
+"""Bounds of pipelines: below all that can be pinned, and the time of schedules of equal blocks."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.core.constraints import Constraints
+from autopar.core.graph import TracedModel
+from autopar.core.plan import Plan
+from autopar.core.schedule import actions
+from autopar.cost_model import Cluster
+from autopar.cost_model.pipeline import simulate_pipeline
+from autopar.errors import ConstraintError, InfeasiblePlanError
+from autopar.pipelining import plan_step
+from autopar.report.summary import render_summary
+from autopar.solver.cuts import least_cuts, runs_of
+from autopar.solver.offers import Offers
+from autopar.solver.pipeline_shape import PipelineShape, Turn, least_seconds
+from autopar.stage_planning import StagePlanner
+from autopar.tracer.trace import trace
+from tests import zoo
+from tests.test_pipeline_search import nodes_apart, stack
+
+ROUNDING = 1 + 1e-6  # the solver's own tolerance
+
+
+class Uneven(nn.Module):
+    """Blocks of several widths, then a head that is as much as two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (64, 256, 64, 128, 512, 64)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(128, w), nn.ReLU(), nn.Linear(w, 128)) for w in widths
+        )
+        self.head = nn.Linear(128, 1024)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x).square().mean()
+
+
+@cache
+def small(name: str) -> TracedModel:
+    if name == "stack":
+        return stack(4)[2]
+    if name == "folded":
+        return stack(9)[2]
+    if name == "uneven":
+        return trace(Uneven().double().train(), {"x": torch.randn(32, 128).double()})
+    model, inputs = zoo.MODELS[name]()
+    return trace(model.train(), inputs)
+
+
+def planned(traced: TracedModel, limit: int | None = None, **pins: Any) -> Plan | None:
+    try:
+        return plan_step(
+            traced, nodes_apart(), constraints=Constraints.parse(pins), memory_limit=limit
+        )
+    except (ConstraintError, InfeasiblePlanError):
+        return None
+
+
+def pinned(traced: TracedModel, blocks: list[str], turns: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Pipelines of all sizes, schedules, some microbatches, and balanced and odd cuts."""
+    found: list[dict[str, Any]] = [{"size": 1, "microbatches": m} for m in turns]
+    for size, m in itertools.product((2, 4), turns):
+        for schedule in ("gpipe", "1f1b", "zero-bubble"):
+            if m < size:
+                continue
+            found.append({"size": size, "microbatches": m, "schedule": schedule})
+            if size == 2 and not traced.repeats:
+                found += [{**found[-1], "cuts": [cut]} for cut in (blocks[1], blocks[-1])]
+        if len(blocks) >= 2 * size and m % size == 0:
+            found.append({"size": size, "microbatches": m, "schedule": "interleaved"})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "turns"),
+    [
+        ("stack", None, (4,)),
+        ("uneven", None, (4,)),
+        ("stack", 1.02, (4,)),
+        *(pytest.param(n, s, (2, 4, 8), marks=pytest.mark.slow)
+          for n, s in [("uneven", 1.02), ("folded", None), ("gpt2", None), ("llama", 1.02)]),
+    ],
+)  # fmt: skip
+def test_no_plan_that_can_be_pinned_is_below_the_bound(
+    name: str, share: float | None, turns: tuple[int, ...]
+) -> None:
+    traced = small(name)
+    limit = None
+    if share is not None:
+        free = planned(traced, pipeline={"size": 2, "microbatches": 4, "schedule": "1f1b"})
+        assert free is not None
+        limit = int(share * free.predicted.peak_memory_bytes)
+    best = planned(traced, limit)
+    assert best is not None
+    report = best.solver
+    assert 0 < report.bound <= report.objective
+    assert report.gap == pytest.approx(1 - report.bound / report.objective)
+    # a plan in one piece has no rivals but those that save as much as is wanted of a pipeline
+    share_of_bound = 1.0 if best.pipeline is not None else 0.95
+    work = StagePlanner(traced, nodes_apart(), Constraints(), limit, "adamw", Offers(nodes_apart()))
+    seen = 0
+    loose: dict[str, Plan | None] = {}
+    for pin in pinned(traced, work.work.names, turns):
+        plan = planned(traced, limit, pipeline=pin)
+        if plan is None:
+            continue
+        seen += 1
+        seconds = plan.predicted.step_time_s
+        assert plan.solver.bound <= seconds * ROUNDING, pin
+        assert share_of_bound * min(report.bound, best.predicted.step_time_s) <= seconds * ROUNDING
+        if pin.get("schedule") in ("1f1b", "zero-bubble"):
+            free_pin = {k: pin[k] for k in ("size", "microbatches")}
+            if str(free_pin) not in loose:
+                loose[str(free_pin)] = planned(traced, limit, pipeline=free_pin)
+            other = loose[str(free_pin)]
+            assert other is not None
+            assert other.solver.bound <= seconds * ROUNDING, pin
+    assert seen > 3
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 2), (2, 8), (4, 4), (4, 16)])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+def test_the_bound_of_equal_blocks_is_the_time_of_the_schedule(
+    p: int, m: int, schedule: str
+) -> None:
+    blocks, one = 3 * p, np.full(3 * p, 1.0)
+    shape = PipelineShape(size=p, microbatches=m, schedule=schedule)
+    early = shape.early
+    step = m * 3 * one
+    turn = Turn(one, 2 * one, one, one, step, step - early * one, early)
+    seconds = [{"F": 3.0, "B": 6.0, "I": 3.0, "W": 3.0}] * p
+    hop_s = 0.25
+    took = simulate_pipeline(actions(schedule, p, m), seconds).step_s
+    even = [3 * r for r in range(1, p)]
+    joint = [False] * blocks
+    assert least_seconds(shape, turn, 0.0, joint, even) == pytest.approx(took, rel=1e-12)
+    slower = simulate_pipeline(actions(schedule, p, m), seconds, hop_s).step_s
+    assert least_seconds(shape, turn, hop_s, joint, even) <= slower
+    # no blocks but three at a time are apart: these cuts are all that there are
+    threes = [i % 3 > 0 for i in range(blocks)]
+    assert least_seconds(shape, turn, 0.0, threes) == pytest.approx(took, rel=1e-12)
+
+
+@pytest.mark.parametrize("p", [2, 3])
+def test_interleaved_equal_blocks_take_what_the_bound_says(p: int) -> None:
+    m, one = 2 * p, np.full(2 * p, 1.0)
+    shape = PipelineShape(size=p, microbatches=m, schedule="interleaved", chunks=2)
+    turn = Turn(one, 2 * one, one, one, m * 3 * one, m * 3 * one, shape.early)
+    took = simulate_pipeline(
+        actions("interleaved", p, m, 2), [{"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}] * 2 * p
+    ).step_s
+    found = least_seconds(shape, turn, 0.0, [False] * 2 * p, list(range(1, 2 * p)))
+    assert found == pytest.approx(took, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_no_cut_is_faster_than_the_bound_of_unequal_blocks(seed: int, schedule: str) -> None:
+    rng = np.random.default_rng(seed)
+    p, blocks = int(rng.integers(2, 5)), 7
+    m = int(rng.integers(p, 3 * p))
+    forward, inputs, weights = rng.uniform(0.2, 2.0, (3, blocks))
+    once = rng.uniform(0.0, 2.0, blocks)
+    shape = PipelineShape(size=p, microbatches=m, schedule=schedule)
+    step = m * (forward + inputs + weights) + once
+    turn = Turn(
+        forward, inputs + weights, inputs, weights, step, step - shape.early * forward, shape.early
+    )
+    joint = [False, *(bool(x) for x in rng.random(blocks - 1) < 0.2)]
+    took: dict[tuple[int, ...], float] = {}
+    for starts in itertools.combinations([i for i in range(1, blocks) if not joint[i]], p - 1):
+        parts = [np.split(x, starts) for x in (forward, inputs, weights, once)]
+        seconds = [
+            {"F": f.sum(), "I": i.sum(), "W": w.sum(), "B": (i + w).sum()}
+            for f, i, w, _ in zip(*parts, strict=True)
+        ]
+        ends = simulate_pipeline(actions(schedule, p, m), seconds, 0.1).finish_s()
+        took[starts] = max(e + o.sum() for e, o in zip(ends, parts[3], strict=True))
+        alone = least_seconds(shape, turn, 0.1, joint, starts)
+        assert alone <= took[starts] * (1 + 1e-12)
+    if took:
+        found = least_seconds(shape, turn, 0.1, joint)
+        each = [least_seconds(shape, turn, 0.1, joint, s) for s in took]
+        assert found == pytest.approx(min(each), rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_cuts_are_the_best_of_all(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    blocks, p = 8, 3
+    stages = runs_of(rng.uniform(0.1, 1.0, blocks))
+    ranks = [stages + rng.uniform(0.0, 1.0, (blocks + 1, blocks + 1)) for _ in range(p)]
+    joint = [False, *(bool(x) for x in rng.random(blocks - 1) < 0.3)]
+    known: dict[tuple[int, ...], tuple[float, float]] = {}
+    for starts in itertools.combinations([i for i in range(1, blocks) if not joint[i]], p - 1):
+        runs = list(zip([0, *starts], [*starts, blocks], strict=True))
+        last = max(ranks[r][i, j] for r, (i, j) in enumerate(runs))
+        known[starts] = last, sum(stages[i, j] ** 2 for i, j in runs)
+    least, found = least_cuts(ranks, stages, joint)
+    assert least == pytest.approx(min(last for last, _ in known.values()))
+    best = min(s for last, s in known.values() if last <= least * (1 + 1e-9))
+    assert known[tuple(found)][1] == pytest.approx(best)
+
+
+def test_what_was_not_chosen_is_told() -> None:
+    traced = stack(4)[2]
+    plan = planned(traced)
+    assert plan is not None
+    assert plan.pipeline is not None
+    assert 0 < len(plan.considered) <= 12
+    bounds = [row.bound_s for row in plan.considered if row.bound_s is not None]
+    assert bounds == sorted(bounds)
+    chosen = f"{plan.pipeline.size} ranks, {plan.pipeline.microbatches} microbatches"
+    assert chosen not in {row.shape for row in plan.considered}
+    assert all(row.why for row in plan.considered)
+    assert Plan.from_dict(plan.to_dict()).considered == plan.considered
+    again = planned(stack(4)[2])
+    assert again is not None
+    assert again.considered == plan.considered
+    shown = render_summary(plan, 200)
+    assert plan.considered[0].shape in shown
+    one = planned(traced, pipeline="none")
+    assert one is not None
+    assert one.considered == ()
+
+
+def test_what_cannot_be_is_told_with_its_reason() -> None:
+    model, inputs = zoo.resnet()
+    plan = planned(trace(model.train(), inputs))
+    assert plan is not None
+    assert plan.pipeline is None
+    near = replace(nodes_apart(1e-6, 1e12))
+    plain = plan_step(stack(4)[2], near, constraints=Constraints())
+    assert plain.pipeline is None
+    assert plain.considered
+    assert all(row.why.startswith("bound") for row in plain.considered)
+
+
+def test_a_shape_that_does_not_fit_says_what_it_needs() -> None:
+    traced = stack(4, 32)[2]
+    one = Cluster.from_profile("cpu-gloo", devices_per_node=1)
+    with pytest.raises(InfeasiblePlanError) as told:
+        plan_step(traced, one, constraints=Constraints.parse({"pipeline": "none"}), memory_limit=1)
+    assert told.value.required_bytes is not None
+    pins = Constraints.parse({"pipeline": {"size": 1}})
+    plan = plan_step(traced, one, constraints=pins, memory_limit=told.value.required_bytes - 1)
+    assert plan.pipeline is not None
+    (row,) = (r for r in plan.considered if r.shape == "1 ranks, 1 microbatches")
+    assert row.why.startswith("needs")
+
+
+def test_devices_near_each_other() -> None:
+    cluster = Cluster.from_profile("cpu-gloo")
+    plan = plan_step(small("gpt2"), cluster, constraints=Constraints())
+    assert plan.pipeline is None
+    assert plan.solver.gap <= 0.01
