@@ -227,7 +227,7 @@ class Shapes:
         self.known[shape].why = why
         self.known[shape].step_s = step_s
 
-    def considered(self, chosen: tuple[int, int] | None, limit_s: float) -> tuple[Considered, ...]:
+    def considered(self, chosen: tuple[int, int], limit_s: float) -> tuple[Considered, ...]:
         """The most promising shapes that were not chosen, and why.
 
         Args:

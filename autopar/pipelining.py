@@ -35,7 +35,8 @@ __all__ = ["plan_step"]
 
 _GAIN = 0.05  # what a pipeline must save unasked: stage programs overlap less than others
 _SCHEDULE_GAIN = 0.01  # what a schedule other than 1F1B must promise to be planned
-_MOST = 2  # shapes that are planned unasked, and as many that turn out not to fit
+_MOST = 2  # shapes that are planned unasked
+_LARGE = 4  # shapes that turn out not to fit, before no more are tried
 _PROVED = 0.01  # shapes whose bounds are nearer to the best plan are not planned
 
 
@@ -167,7 +168,7 @@ class _Search:
         best: Plan | None = None
         here: PipelineShape | None = None
         planned = 0
-        while planned < _MOST and len(self.large) < _MOST:
+        while planned < _MOST and len(self.large) < _LARGE:
             below_s = min(limit_s, _seconds(best) * (1 - _PROVED))
             shape = shapes.most_promising(below_s)
             if shape is None:
@@ -254,7 +255,8 @@ class _Search:
     def _planned(self, shape: PipelineShape, shapes: Shapes) -> Plan | None:
         """The plan of a shape within the limit."""
         try:
-            return self.planner.plan(shape)
+            whole = shape.size == 1 and shape.microbatches == 1
+            return self._plain() if whole else self.planner.plan(shape)
         except ConstraintError as error:
             shapes.impossible(shape, error)
             self.refused = self.refused or error
@@ -272,8 +274,8 @@ class _Search:
     def _reported(self, plan: Plan, shapes: Shapes, plain_bound_s: float) -> Plan:
         """The plan with its bound, and with what it was preferred to."""
         p, report = plan.pipeline, plan.solver
-        chosen = (p.size, p.microbatches) if p is not None else None
-        if p is None:
+        chosen = (p.size, p.microbatches) if p is not None else (1, 1)
+        if p is None and shapes.pin == PipelinePin():
             # a pipeline must save more: those that do not are no rivals
             step_s, gained = plan.predicted.step_time_s, 1 - _GAIN
             rival_s = shapes.least_s() / gained
