@@ -174,7 +174,7 @@ class _Search:
             if shape is None:
                 break
             found = self._fitting(shape, shapes, min(limit_s, _seconds(best)))
-            planned += found is not None
+            planned += shape not in self.large  # also one that is given up
             if found is not None:
                 self._noted(shape, found, shapes)
             if _seconds(found) < _seconds(best):
