@@ -32,7 +32,7 @@ __all__ = ["CLOSEST", "Shapes"]
 
 CLOSEST = 2  # level of the closest bound of a shape
 _TURNS_PER_RANK = (1, 2, 4)  # microbatches for each pipeline rank, where they are not pinned
-_CLOSE = 6  # shapes of which the closest bound is found before the first is planned
+_CLOSE = 3  # shapes of which the closest bound is found before the first is planned
 _KEPT = 12  # shapes that a plan tells of
 
 
