@@ -122,13 +122,19 @@ def scaled_by_three(x: Tensor) -> Tensor:
     return x.sum(-1, keepdim=True).expand(SHAPE) * (x * 3)
 
 
+def squared(x: Tensor) -> Tensor:
+    """Both factors are the expansion."""
+    wide = x.sum(-1, keepdim=True).expand(SHAPE)
+    return wide * wide
+
+
 def integers(x: Tensor) -> Tensor:
     """An integer divided by one is a float."""
     return x.to(torch.int64) / 1
 
 
 @pytest.mark.parametrize(
-    "function", [overlapping, with_a_gap, strided, read_twice, scaled_by_three, integers]
+    "function", [overlapping, with_a_gap, strided, read_twice, scaled_by_three, squared, integers]
 )
 def test_what_would_change_stays(function: Callable[..., Tensor]) -> None:
     module = make_fx(function, tracing_mode="fake")(torch.randn(SHAPE))

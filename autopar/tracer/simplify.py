@@ -202,7 +202,10 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 
 def _reads_one(node: fx.Node) -> bool:
-    return len(node.all_input_nodes) == 1 and node.args[0] is node.all_input_nodes[0]
+    """True if the first argument is a node, and no other one is."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return len(found) == 1 and node.args[0] is found[0]
 
 
 def _number(node: fx.Node) -> float | None:
