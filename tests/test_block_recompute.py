@@ -383,6 +383,7 @@ def test_the_peak_of_a_mixture_is_true_and_below_the_limit(
 
 
 # --- pipelines -----------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_stages_are_mixed_and_give_the_same_numbers() -> None:
     """Of four folded stages, the two in the middle are equal and share one mixture."""
     size, pipeline = 2, {"size": 2, "microbatches": 4, "chunks": 2}

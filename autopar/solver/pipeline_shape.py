@@ -137,6 +137,8 @@ class Turn:
 
 def floored(work: BlockWork, floors: Floors, shape: PipelineShape, devices: int) -> Turn:
     """With communication inside blocks, and none around them."""
+    if not work.names:
+        return Turn.ideal(work, shape, devices)
     turns = shape.microbatches
     forward, backward = work.at_turns(devices, turns, around=True)
     found = floors.of(work.held)
@@ -188,6 +190,8 @@ def least_seconds(
         joint: True for a block that must stay with the one before.
         starts: first blocks of all stages but the first; None: any, with one stage a rank.
     """
+    if not len(turn.step):
+        return 0.0  # a model without blocks
     if starts is None:
         return least_cuts(_ranks(shape, turn, hop_s), runs_of(turn.step), joint)[0]
     ends = [*starts, len(turn.step)]
@@ -266,7 +270,7 @@ def expected_seconds(work: BlockWork, shape: PipelineShape, turn: Turn) -> float
     Raises:
         ConstraintError: there are fewer blocks than stages.
     """
-    return _balanced(work, shape, turn)[0]
+    return _balanced(work, shape, turn)[0] if work.names else 0.0
 
 
 def _balanced(
