@@ -50,7 +50,11 @@ EXAMPLE = common.Example(
         ),
         "pipeline": common.Mode(
             about="pipeline 2 only, data parallel over what is left",
-            constraints={"pipeline": {**PIPELINE, "schedule": "1f1b"}, "checkpoint": "full"},
+            constraints={
+                # a microbatch of two sequences, one for each of two ranks that share it
+                "pipeline": {**PIPELINE, "microbatches": BATCH // 2, "schedule": "1f1b"},
+                "checkpoint": "full",
+            },
             precision="fp16",
         ),
     },

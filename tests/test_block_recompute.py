@@ -33,9 +33,9 @@ from autopar.explain import explain
 from autopar.frontier import frontier, render_frontier
 from autopar.pipelining import plan_step
 from autopar.report.differences import render_differences
-from autopar.runtime.live import LiveBytes
 from autopar.solver.solve import solve
 from autopar.tracer.trace import trace
+from benchmarks.memory import measure, predicted_of
 from tests import zoo
 from tests.dist import run_ranks
 from tests.test_folding import CASES, TEXT, cluster, gpt2, llama
@@ -344,20 +344,7 @@ def peaks(rank: int, limit: int, pins: dict[str, Any]) -> tuple[Any, int, int]:
         model, mesh, inputs, constraints=pins, memory_limit=limit, cache=False
     )
     del model
-    optimizer = torch.optim.AdamW(parallel.parameters())
-    parallel.train_step(**inputs)
-    optimizer.step()
-    optimizer.zero_grad()
-    live = LiveBytes()
-    states = [list(state.values()) for state in optimizer.state.values()]
-    live.hold([list(parallel.parameters()), list(parallel.buffers()), states, inputs])
-    with live:
-        parallel.train_step(**inputs)
-    plan = parallel.plan
-    mine = plan.predicted.peak_memory_bytes
-    if plan.pipeline is not None:
-        mine = plan.pipeline.peaks[rank]
-    return plan.checkpoint, mine, live.peak_bytes
+    return parallel.plan.checkpoint, predicted_of(parallel), measure(parallel, inputs)[1]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.runtime.live import LiveBytes
-from autopar.runtime.pipeline import PipelinedStep
+from benchmarks.memory import measure, predicted_of
 from tests import zoo
 from tests.dist import run_ranks
 
@@ -32,26 +32,7 @@ def peaks(rank: int, world: int, name: str, constraints: Any, **shape: int) -> t
     mesh = init_device_mesh("cpu", (world,))
     parallel = autopar.parallelize(model.train(), mesh, inputs, constraints=constraints)
     del model
-    optimizer = torch.optim.AdamW(parallel.parameters())
-    parallel.train_step(**inputs)
-    optimizer.step()
-    optimizer.zero_grad()
-    live = LiveBytes()
-    states = [list(state.values()) for state in optimizer.state.values()]
-    live.hold([list(parallel.parameters()), list(parallel.buffers()), states, inputs])
-    with live:
-        parallel.train_step(**inputs)
-    return predicted_of(parallel), live.peak_bytes
-
-
-def predicted_of(parallel: autopar.ParallelModule) -> int:
-    """The predicted peak of this rank."""
-    pipeline = parallel.plan.pipeline
-    if pipeline is None:
-        return parallel.plan.predicted.peak_memory_bytes
-    step = parallel.first_step
-    assert isinstance(step, PipelinedStep)
-    return pipeline.peaks[step.mesh.rank]
+    return predicted_of(parallel), measure(parallel, inputs)[1]
 
 
 @pytest.mark.parametrize("plan", PLANS)

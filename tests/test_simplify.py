@@ -117,6 +117,17 @@ def read_twice(x: Tensor) -> Tensor:
     return (first + aten.slice_backward(x[..., 4:], SHAPE, 2, 4, 8, 1)) * first
 
 
+def two_more(x: Tensor) -> Tensor:
+    """(a + c) + (b + d) and (a + b) + (c + d) round differently."""
+    first = aten.slice_backward(x[..., :4], SHAPE, 2, 0, 4, 1)
+    return (first + x.exp()) + (aten.slice_backward(x[..., 4:], SHAPE, 2, 4, 8, 1) + x.sin())
+
+
+def halved(x: Tensor) -> Tensor:
+    """Half of a number that is not normal may be zero."""
+    return x.sum(-1, keepdim=True).expand(SHAPE) * (x * 0.5)
+
+
 def scaled_by_three(x: Tensor) -> Tensor:
     """3 (a b) and (3 a) b round differently."""
     return x.sum(-1, keepdim=True).expand(SHAPE) * (x * 3)
@@ -134,10 +145,42 @@ def integers(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "function", [overlapping, with_a_gap, strided, read_twice, scaled_by_three, squared, integers]
+    "function",
+    [
+        overlapping,
+        with_a_gap,
+        strided,
+        read_twice,
+        two_more,
+        halved,
+        scaled_by_three,
+        squared,
+        integers,
+    ],
 )
 def test_what_would_change_stays(function: Callable[..., Tensor]) -> None:
     module = make_fx(function, tracing_mode="fake")(torch.randn(SHAPE))
     before = counts(module.graph)
     simplify(module.graph, {})
     assert counts(module.graph) == before
+
+
+def test_one_more_term() -> None:
+    """Wherever it stands in the sum, and behind a thousand sums of something else."""
+
+    def behind(x: Tensor) -> Tensor:
+        low = aten.slice_backward(x[..., :4], SHAPE, 2, 0, 4, 1)
+        found = low + x.exp() + aten.slice_backward(x[..., 4:], SHAPE, 2, 4, 8, 1)
+        for _ in range(1500):
+            found = found + x
+        return found
+
+    x = torch.randn(SHAPE)
+    module = make_fx(behind, tracing_mode="fake")(x)
+    wanted = module(x)
+    simplify(module.graph, {})
+    module.graph.lint()
+    module.recompile()
+    assert counts(module.graph)[aten.cat.default] == 1
+    assert counts(module.graph)[aten.slice_backward.default] == 0
+    assert torch.equal(module(x), wanted)

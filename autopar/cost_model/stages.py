@@ -73,8 +73,9 @@ def transfer_seconds(
         if transfer.phase not in ("forward", "backward"):
             continue
         num_bytes = math.prod(transfer.shape) * transfer.dtype.itemsize
-        for axis, placement in enumerate(plans[transfer.target].inputs[transfer.value]):
-            num_bytes //= mesh[axis] if placement.is_shard else 1
+        plan = plans[transfer.target]  # whose mesh may have other axes than the cluster's
+        for placement, parts in zip(plan.inputs[transfer.value], plan.mesh_shape, strict=True):
+            num_bytes //= parts if placement.is_shard else 1
         seconds = line.collective_seconds(CollectiveKind("send_recv"), num_bytes, 0)
         found[below][transfer.phase] += seconds
     return [max(ways.values()) for ways in found]

@@ -277,7 +277,7 @@ class ParallelModule(nn.Module):
         if step.traced.training and torch.is_grad_enabled() and index is not None:
             layouts, shapes = step.plan.parameters, step.plan.shapes
             gradients = [
-                self._gradient(name, found.gradients[name], layouts[name], shapes[name])
+                self._gradient(name, found.gradients.pop(name), layouts[name], shapes[name])
                 if name in found.gradients
                 else None
                 for name in self._parameter_order

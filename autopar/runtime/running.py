@@ -131,11 +131,13 @@ class Run:
                 tangents.append(take_shard(grad, layout, plan.mesh_shape, self.module.coords))
         values += tangents
         with naming_lost_ranks("in the backward"):
-            values = run(values)
+            values = list(run(values))
         found: dict[str, Tensor] = {}
         held: set[int] = set()
         outputs = program.outputs[program.num_results :]
-        for value, (output, layout) in zip(values, outputs, strict=True):
+        assert len(values) == len(outputs)
+        for i, (output, layout) in enumerate(outputs):
+            value, values[i] = values[i], None  # what is copied is let go before the next is
             value = value.contiguous()
             if value.data_ptr() in held:  # of two parameters that are only added
                 value = value.clone()

@@ -2,7 +2,8 @@
 
 - `drop_neutral`: ``x ** 1``, ``x * 1`` and ``x / 1`` are ``x``.
 - `compute_before_expanding`: ``f(expand(x))`` is ``expand(f(x))`` for an elementwise ``f``.
-- `scale_the_smaller`: ``expand(c) * (x * 2ⁿ)`` is ``expand(c * 2ⁿ) * x``, which rounds alike.
+- `scale_the_smaller`: ``expand(c) * (x * 2ⁿ)`` is ``expand(c * 2ⁿ) * x`` for n > 0, which rounds
+  alike where neither overflows.
 - `join_slices`: a sum of slices put back into zeros, which together fill the whole, is their `cat`.
 
 Each saves passes over memory on any backend: in the gradients of root mean square norms, of rotary
@@ -12,7 +13,6 @@ embeddings and of whatever else reads its input in slices.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +74,10 @@ def compute_before_expanding(graph: fx.Graph, info: dict[str, NodeInfo]) -> None
 
 
 def scale_the_smaller(graph: fx.Graph, info: dict[str, NodeInfo]) -> None:
-    """Let a power of two scale the factor that is expanded, and not the whole."""
+    """Let a power of two above one scale the factor that is expanded, and not the whole.
+
+    One below could take bits of a factor that is tiny already.
+    """
     for node in list(graph.nodes):
         if node.target is not aten.mul.Tensor or len(node.all_input_nodes) != 2:
             continue
@@ -100,13 +103,13 @@ def _is_expansion(node: Any, reader: fx.Node) -> bool:
 
 
 def _is_scaled(node: Any, reader: fx.Node) -> bool:
-    """True for a floating-point tensor times a power of two that nothing else reads."""
+    """True for a floating-point tensor times a power of two above one that nothing else reads."""
     if not isinstance(node, fx.Node) or node.target not in _TIMES or len(node.users) != 1:
         return False
     number, value = _number(node), _value(node)
     if number is None or not value.is_floating_point() or not _alike(value, _value(reader)):
         return False
-    return number > 0 and math.frexp(number)[0] == 0.5 and _reads_one(node)
+    return number > 1 and math.frexp(number)[0] == 0.5 and _reads_one(node)
 
 
 # --- slices put back ----------------------------------------------------------------------------
@@ -120,25 +123,24 @@ class _Slice(NamedTuple):
 
 
 def join_slices(graph: fx.Graph, info: dict[str, NodeInfo]) -> None:
-    """Join the slices in a sum that fill a whole; what else is added stays."""
+    """Join the slices in a sum that fill a whole, with one other term at most: in any order of
+    adding, each element is what one slice has there, plus that term.
+    """
     for node in reversed(list(graph.nodes)):
         if not _is_sum(node) or node._erased:
             continue
-        terms = list(_terms(node, node))
-        slices = [found for term in terms if (found := _slice_of(term)) is not None]
-        if len(slices) < 2 or not _fill(slices, _value(node)):
+        sums, slices, others = _terms(node)
+        if len(others) > 1 or len(slices) < 2 or not _fill(slices, _value(node)):
             continue
         parts = [s.node.args[0] for s in sorted(slices, key=lambda s: s.start)]
         with graph.inserting_before(node):
             total = _call(graph, aten.cat.default, (parts, slices[0].dim))
             _note(total, node, _value(node), info)
-            inside = {s.node for s in slices}
-            for term in terms:
-                if term not in inside:
-                    total = _call(graph, aten.add.Tensor, (total, term))
-                    _note(total, node, _value(node), info)
+            for other in others:
+                total = _call(graph, aten.add.Tensor, (total, other))
+                _note(total, node, _value(node), info)
         node.replace_all_uses_with(total)
-        for dead in reversed(_sums(node, node)):
+        for dead in sums:
             graph.erase_node(dead)
 
 
@@ -151,23 +153,22 @@ def _is_sum(node: Any) -> bool:
     )
 
 
-def _belongs(node: fx.Node, root: fx.Node) -> bool:
-    """True for a sum that is made for a larger one alone."""
-    return _is_sum(node) and len(node.users) == 1 and _alike(_value(node), _value(root))
-
-
-def _sums(node: fx.Node, root: fx.Node) -> list[fx.Node]:
-    """The sums of a sum, operands first."""
-    inner = [s for a in node.all_input_nodes if _belongs(a, root) for s in _sums(a, root)]
-    return [*inner, node]
-
-
-def _terms(node: fx.Node, root: fx.Node) -> Iterator[fx.Node]:
-    for operand in node.all_input_nodes:
-        if _belongs(operand, root):
-            yield from _terms(operand, root)
-        else:
-            yield operand
+def _terms(root: fx.Node) -> tuple[list[fx.Node], list[_Slice], list[fx.Node]]:
+    """The sums that a sum is made of, users first, and what they add: slices, and at most two
+    others, for the search ends there.
+    """
+    sums, slices, others = [root], list[_Slice](), list[fx.Node]()
+    for node in sums:  # which grows
+        for term in node.all_input_nodes:
+            if _is_sum(term) and len(term.users) == 1 and _alike(_value(term), _value(root)):
+                sums.append(term)
+            elif (found := _slice_of(term)) is not None:
+                slices.append(found)
+            else:
+                others.append(term)
+        if len(others) > 1:
+            break
+    return sums, slices, others
 
 
 def _slice_of(node: fx.Node) -> _Slice | None:
