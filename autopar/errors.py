@@ -44,6 +44,7 @@ class InfeasiblePlanError(AutoparError):
     Attributes:
         memory_limit_bytes: the limit that was asked for.
         required_bytes: the smallest limit that a plan was found for, or None if none was found.
+        stage: of the pipeline, that does not fit; None without one.
     """
 
     def __init__(
@@ -52,8 +53,10 @@ class InfeasiblePlanError(AutoparError):
         *,
         memory_limit_bytes: int | None = None,
         required_bytes: int | None = None,
+        stage: int | None = None,
     ) -> None:
         super().__init__(message)
+        self.stage = stage
         self.memory_limit_bytes = memory_limit_bytes
         self.required_bytes = required_bytes
 

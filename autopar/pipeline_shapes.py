@@ -126,7 +126,7 @@ class Shapes:
         while True:
             found = [s for s, k in self.known.items() if not k.why and k.expected_s < limit_s]
             close = [s for s in found if self.is_close(s)]
-            if sum(map(self.is_close, self.known)) >= _CLOSE and close:
+            if len(close) >= _CLOSE:
                 found = close
             if not found:
                 return None
@@ -144,13 +144,18 @@ class Shapes:
                 return
             self.closer(least)
 
-    def bound_s(self, shape: PipelineShape) -> float:
-        """Seconds that no plan of a shape can beat, as far as they are known."""
-        return self.known[shape].bound_s
-
     def least_s(self) -> float:
         """Seconds that no plan of any shape can beat."""
         return min((k.bound_s for k in self.known.values()), default=math.inf)
+
+    def is_open(self, shape: PipelineShape) -> bool:
+        """True if it is not known what becomes of a shape."""
+        return shape in self.known and not self.known[shape].why
+
+    def expect(self, shape: PipelineShape, seconds: float) -> None:
+        """Note what a shape is now expected to take, with other cuts."""
+        known = self.known[shape]
+        known.expected_s = max(known.expected_s, seconds)
 
     def is_close(self, shape: PipelineShape) -> bool:
         """True if no closer bound is to be had."""

@@ -47,13 +47,24 @@ class Stopped(Exception):
 
     Args:
         least_s: with its cuts it takes no less; 0 where it is not known to be slow.
-        peak_bytes: of a rank that exceeds the memory limit; 0 where none is known to.
+        rank: that exceeds the memory limit.
+        kinds: bytes by kind that it holds at its highest moment; empty where none exceeds it.
+        cuts: of the pipeline.
     """
 
-    def __init__(self, *, least_s: float = 0.0, peak_bytes: int = 0) -> None:
-        super().__init__("too large" if peak_bytes else f"takes {least_s} s at least")
+    def __init__(
+        self,
+        *,
+        least_s: float = 0.0,
+        rank: int = 0,
+        kinds: Mapping[str, int] | None = None,
+        cuts: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__("too large" if kinds else f"takes {least_s} s at least")
         self.least_s = least_s
-        self.peak_bytes = peak_bytes
+        self.rank = rank
+        self.kinds = kinds or {}
+        self.cuts = cuts
 
 
 class Pipeliner:
@@ -186,6 +197,7 @@ class Pipeliner:
                     f"pipeline stage {number} of {self.shape.num_stages}: {error}",
                     memory_limit_bytes=self.limit,
                     required_bytes=(error.required_bytes or 0) * self.shape.chunks,
+                    stage=number,
                 ) from error
             plans.append(plan)
             if self.free and self.below_s is not None and self.shape.chunks == 1:
@@ -202,9 +214,9 @@ class Pipeliner:
         last = len(plans) - 1
         held = plans[last].predicted.held
         assert held is not None
-        peak_bytes = sum(rank_peak(self.orders, [held], last).values())
-        if peak_bytes > self.limit:
-            raise Stopped(peak_bytes=peak_bytes)
+        kinds = rank_peak(self.orders, [held], last)
+        if sum(kinds.values()) > self.limit:
+            raise Stopped(rank=last, kinds=kinds, cuts=self.cuts)
         if math.isinf(below_s):
             return
         least_s = self._least_seconds(plans)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from autopar.core.collector import paused_collector
 from autopar.core.constraints import NO_PIPELINE, Constraints, PipelinePin, assign_mesh
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
@@ -26,6 +27,7 @@ from autopar.pipeline_shapes import Shapes
 from autopar.pipeline_stages import Stopped
 from autopar.scheduling import scheduled
 from autopar.solver.fit import UNLIMITED
+from autopar.solver.memory_cuts import RECOMPUTED, RankBytes
 from autopar.solver.offers import Offers
 from autopar.solver.pipeline_shape import PipelineShape
 from autopar.solver.solve import solve
@@ -37,9 +39,12 @@ _GAIN = 0.05  # what a pipeline must save unasked: stage programs overlap less t
 _SCHEDULE_GAIN = 0.01  # what a schedule other than 1F1B must promise to be planned
 _MOST = 2  # shapes that are planned unasked
 _LARGE = 4  # shapes that turn out not to fit, before no more are tried
+_RECUTS = 3  # times that a shape that is too large is cut anew
+_SPARE = 0.05  # of the limit, for what is only estimated
 _PROVED = 0.01  # shapes whose bounds are nearer to the best plan are not planned
 
 
+@paused_collector()
 def plan_step(
     traced: TracedModel,
     cluster: Cluster,
@@ -83,6 +88,8 @@ class _Search:
         self.optimizer = optimizer
         self.refused: AutoparError | None = None
         self.large: list[PipelineShape] = []  # that do not fit as they are
+        self.full: dict[PipelineShape, dict[int, RankBytes]] = {}  # ranks that were too large
+        self.cuts: dict[PipelineShape, list[tuple[str, ...]]] = {}  # with which one may fit, tried
         self.offers = Offers(cluster)
         self._planner: StagePlanner | None = None
 
@@ -168,15 +175,16 @@ class _Search:
         best: Plan | None = None
         here: PipelineShape | None = None
         planned = 0
-        while planned < _MOST and len(self.large) < _LARGE:
+        while planned < _MOST and len({shape.size for shape in self.large}) < _LARGE:
             below_s = min(limit_s, _seconds(best) * (1 - _PROVED))
             shape = shapes.most_promising(below_s)
             if shape is None:
                 break
             found = self._fitting(shape, shapes, min(limit_s, _seconds(best)))
-            planned += shape not in self.large  # also one that is given up
             if found is not None:
                 self._noted(shape, found, shapes)
+            # also one that is given up
+            planned += shape not in self.large and not shapes.is_open(shape)
             if _seconds(found) < _seconds(best):
                 here, best = shape, found
         if best is None:
@@ -191,7 +199,7 @@ class _Search:
         self, shape: PipelineShape, first: Plan, limit_s: float, shapes: Shapes
     ) -> Plan:
         """The plan of a shape, or that with the schedule that promises most, if that is faster."""
-        others = list(shapes.schedules(shape))
+        others = list(shapes.schedules(self._cut(shape)))
         if first.pipeline is None or not others:
             return first
         promised = {s: _on_the_clock(s, first) for s in (shape, *others)}
@@ -212,24 +220,42 @@ class _Search:
 
         Zero-bubble first: it waits least, and the stages are those of 1F1B, which holds less.
         """
-        waits_least = (s for s in shapes.schedules(shape) if s.schedule == "zero-bubble")
-        peak_bytes = 0
-        for each in (*waits_least, shape):
+        cut = self._cut(shape)
+        waits_least = (s for s in shapes.schedules(cut) if s.schedule == "zero-bubble")
+        for each in (*waits_least, cut):
             try:
-                found = self.planner.plan(each, free=True, below_s=below_s)
-                peak_bytes = found.predicted.peak_memory_bytes
-                if peak_bytes <= self.limit:
-                    return found
+                return self.planner.plan(each, free=True, below_s=below_s)
             except Stopped as stopped:
-                if not stopped.peak_bytes:
+                if not stopped.kinds:
                     shapes.settle(shape, f"takes {format_seconds(stopped.least_s)} at least")
                     return None
-                peak_bytes = stopped.peak_bytes
+                known = self.full.setdefault(shape, {})
+                run = self.planner.run_of(stopped.cuts, stopped.rank)
+                known[stopped.rank] = RankBytes.of(run, stopped.kinds, sum(stopped.kinds.values()))
+                peak_bytes = sum(stopped.kinds.values())
             except (ConstraintError, InfeasiblePlanError) as error:
                 shapes.impossible(shape, error)
                 return None
-        self._too_large(shape, peak_bytes, shapes)
+        if not self._recut(shape, shapes):
+            self._too_large(shape, peak_bytes, shapes)
         return None
+
+    def _cut(self, shape: PipelineShape) -> PipelineShape:
+        """The shape with the cuts with which it is expected to fit, if it was too large."""
+        return replace(shape, cuts=self.cuts[shape][-1]) if shape in self.cuts else shape
+
+    def _recut(self, shape: PipelineShape, shapes: Shapes) -> bool:
+        """Find cuts with which a shape that was too large may fit; False if there are none."""
+        tried = self.cuts.get(shape, [])
+        if shape.size == 1 or len(tried) == _RECUTS:
+            return False
+        sure = int(self.limit * (1 - _SPARE))
+        found = self.planner.cuts_within(shape, self.full[shape], sure, recompute=0.0)
+        if found is None or found[1] in tried:
+            return False
+        self.cuts[shape] = [*tried, found[1]]
+        shapes.expect(shape, found[0])
+        return True
 
     def _too_large(self, shape: PipelineShape, peak_bytes: int, shapes: Shapes) -> None:
         """Note a shape that does not fit, and those whose microbatches are larger yet."""
@@ -256,14 +282,60 @@ class _Search:
         """The plan of a shape within the limit."""
         try:
             whole = shape.size == 1 and shape.microbatches == 1
-            return self._plain() if whole else self.planner.plan(shape)
+            if whole:
+                return self._plain()
+            found = self.planner.plan(shape)
+            return found if _is_free(found) else self._evened(shape, found, None)
         except ConstraintError as error:
             shapes.impossible(shape, error)
             self.refused = self.refused or error
         except InfeasiblePlanError as error:
+            evened = self._evened(shape, None, error)
+            if evened is not None:
+                return evened
             shapes.settle(shape, f"needs {format_bytes(error.required_bytes or 0)}")
             self.refused = self.refused or error
         return None
+
+    def _evened(
+        self, shape: PipelineShape, found: Plan | None, error: InfeasiblePlanError | None
+    ) -> Plan | None:
+        """The plan of a shape whose ranks memory binds, or that with cuts that even it out.
+
+        Where more microbatches wait for their backward, fewer blocks leave less to recompute.
+
+        Args:
+            shape: of the pipeline.
+            found: its plan, if it has one.
+            error: that says which stage does not fit, if one does not.
+        """
+        if shape.size == 1 or shape.chunks > 1 or shape.cuts is not None:
+            return found
+        free = self.planner.plan(shape, free=True)
+        assert free.pipeline is not None
+        cuts = free.pipeline.cuts
+        known = {
+            rank: RankBytes.of(self.planner.run_of(cuts, rank), part.predicted.memory, peak)
+            for rank, (part, peak) in enumerate(
+                zip(free.pipeline.stages, free.pipeline.peaks, strict=True)
+            )
+        }
+        share = RECOMPUTED if self.constraints.checkpoint is None else 0.0
+        refused: dict[int, tuple[int, int]] = {}
+        for _ in range(_RECUTS):
+            if error is not None and error.stage is not None:
+                refused[error.stage] = self.planner.run_of(cuts, error.stage)
+            other = self.planner.cuts_within(
+                shape, known, self.limit, recompute=share, refused=refused
+            )
+            if other is None or other[0] >= _seconds(found) or other[1] == cuts:
+                break
+            cuts = other[1]
+            try:
+                return _faster(found, self.planner.plan(replace(shape, cuts=cuts)))
+            except InfeasiblePlanError as again:
+                error = again
+        return found
 
     def _noted(self, shape: PipelineShape, found: Plan, shapes: Shapes) -> None:
         step_s = _seconds(found)
@@ -276,10 +348,10 @@ class _Search:
         p, report = plan.pipeline, plan.solver
         chosen = (p.size, p.microbatches) if p is not None else (1, 1)
         if p is None and shapes.pin == PipelinePin():
-            # a pipeline must save more: those that do not are no rivals
-            step_s, gained = plan.predicted.step_time_s, 1 - _GAIN
-            rival_s = shapes.least_s() / gained
-            bound_s = report.bound if rival_s >= step_s else min(report.bound, rival_s)
+            # a pipeline must save more: those that do not are no rivals; its seconds are a step's,
+            # those of the objective are longer by what is hidden
+            ahead = _limit(plan) / shapes.least_s()
+            bound_s = min(report.bound, report.objective / max(1.0, ahead))
             limit_s = _limit(plan)
         else:
             bound_s = min(shapes.least_s(), plain_bound_s, report.objective)
@@ -298,6 +370,12 @@ def _on_the_clock(shape: PipelineShape, plan: Plan) -> float:
             seconds.append({k: s / shape.chunks for k, s in action_seconds(stage).items()})
     orders = actions(shape.schedule, shape.size, shape.microbatches, shape.chunks)
     return simulate_pipeline(orders, seconds).step_s
+
+
+def _is_free(plan: Plan) -> bool:
+    """True for a plan that no limit keeps from being faster, as far as its kind tells."""
+    stages = plan.pipeline.stages if plan.pipeline is not None else ()
+    return all(p.checkpoint == "none" and p.offload == "none" for p in stages)
 
 
 def _seconds(plan: Plan | None) -> float:

@@ -10,7 +10,7 @@ solved once. The schedule then runs on the clock (`cost_model/pipeline.py`).
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.codegen.microbatch import Microbatch, localise
@@ -18,6 +18,7 @@ from autopar.codegen.stages import Staged, cut_body
 from autopar.core.block_kinds import pinned_kinds, pins_among
 from autopar.core.blocks import Blocks
 from autopar.core.constraints import Constraints, assign_mesh
+from autopar.core.flights import flights
 from autopar.core.folding import every_instance
 from autopar.core.graph import TracedModel
 from autopar.core.placement import Layout
@@ -29,8 +30,10 @@ from autopar.pipeline_stages import Pipeliner
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.floor import Floors
 from autopar.solver.ideal import BlockWork
+from autopar.solver.memory_cuts import RankBytes, cuts_within
 from autopar.solver.microbatch import split_in_time
 from autopar.solver.offers import Offers
+from autopar.solver.pins import with_roles
 from autopar.solver.pipeline_shape import (
     PipelineShape,
     Turn,
@@ -110,6 +113,44 @@ class StagePlanner:
             )
         return Pipeliner(self, shape, cuts, cluster, orders, free, below_s).run(time)
 
+    def cuts_within(
+        self,
+        shape: PipelineShape,
+        known: Mapping[int, RankBytes],
+        limit: int,
+        *,
+        recompute: float,
+        refused: Mapping[int, tuple[int, int]] | None = None,
+    ) -> tuple[float, tuple[str, ...]] | None:
+        """About the seconds of a pipeline whose ranks fit a limit, and its cuts, if there are.
+
+        Args:
+            shape: of the pipeline, with one stage a rank.
+            known: what some ranks hold.
+            limit: bytes per device.
+            recompute: share of what ranks hold beside their states that recomputation can free.
+            refused: of some ranks, a run of blocks that they cannot hold all the same.
+        """
+        orders = actions(shape.schedule, shape.size, shape.microbatches)
+        flying = [flight.microbatches for flight in flights(orders)]
+        turn = self.turn(shape)
+        return cuts_within(
+            self.work,
+            shape,
+            turn,
+            flying,
+            known,
+            limit,
+            recompute=recompute,
+            refused=refused,
+        )
+
+    def run_of(self, cuts: Sequence[str], rank: int) -> tuple[int, int]:
+        """First block, and the one behind the last, of a rank with one stage."""
+        names = self.work.names
+        ends = [0, *(names.index(cut) for cut in cuts), len(names)]
+        return ends[rank], ends[rank + 1]
+
     def rank_cluster(self, size: int) -> Cluster:
         """The devices of one of so many pipeline ranks.
 
@@ -128,28 +169,23 @@ class StagePlanner:
         key = (shape.size, shape.microbatches)
         if key not in self._turns:
             body = self.micro(shape.microbatches)[1].body
-            self._turns[key] = self._floored(body, shape)
+            self._turns[key] = self._floored(body, shape, parts=True)
         return self._turns[key]
 
     def one_turn(self, shape: PipelineShape) -> Turn:
         """The same from the step in one turn, for any number of turns: soon found, and lower."""
         if (shape.size, 0) not in self._turns:
-            self._turns[shape.size, 0] = self._floored(self.traced, replace(shape, microbatches=1))
+            whole = replace(shape, microbatches=1)
+            self._turns[shape.size, 0] = self._floored(self.traced, whole, parts=False)
         return self._turns[shape.size, 0].in_turns(shape)
 
-    def _floored(self, body: TracedModel, shape: PipelineShape) -> Turn:
+    def _floored(self, body: TracedModel, shape: PipelineShape, parts: bool) -> Turn:
         cluster = self.rank_cluster(shape.size)
         inside = replace(self.constraints, pipeline=None, params={})
-        offers = self.offers.over(self._with_roles(cluster, inside))
-        floors = Floors(body, inside, self.optimizer, offers, shape.early)
+        meshed = with_roles(cluster, assign_mesh(inside, cluster.mesh_shape))
+        offers = self.offers.over(meshed)
+        floors = Floors(body, inside, self.optimizer, offers, shape.early, parts)
         return floored(self.work, floors, shape, cluster.num_devices)
-
-    def _with_roles(self, cluster: Cluster, inside: Constraints) -> Cluster:
-        """The devices in the mesh that pins want."""
-        shape = tuple(r.size for r in assign_mesh(inside, cluster.mesh_shape))
-        if shape == cluster.mesh_shape:
-            return cluster
-        return cluster.with_mesh_shape(shape, tuple(f"axis{i}" for i in range(len(shape))))
 
     def micro(self, microbatches: int) -> tuple[dict[str, NodePlan], Microbatch]:
         """The step on one microbatch, and the placements of all ops over the microbatches.

@@ -82,6 +82,7 @@ class Floors:
         optimizer: whose update may cost seconds.
         offers: on the mesh of a pipeline rank.
         early: turns that `Floor.after` leaves out; all of them are left out without a look.
+        parts: find more than `Floor.step`; else the parts of it are 0.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Floors:
         optimizer: object,
         offers: Offers,
         early: int,
+        parts: bool = True,
     ) -> None:
         note_orders(body.graph)
         self.body = body
@@ -98,6 +100,7 @@ class Floors:
         self.offers = offers
         self.optimizer = optimizer
         self.left = 1 - min(early, body.microbatches) / body.microbatches
+        self.parts = parts
         roles = assign_mesh(constraints, offers.cluster.mesh_shape)
         self.pins = Pins(constraints, roles, body, self.step)
         self.blocks = _Alone(self.step.blocks)
@@ -123,6 +126,8 @@ class Floors:
             self.body, part, cluster, self.pins, self.optimizer, None, self.offers
         )
         whole = ChoiceProblem(built.problem.costs, {}, built.problem.edges)
+        if not self.parts:
+            return Floor(_least(whole), 0.0, 0.0, 0.0, 0.0)
         at_turns = {n: op for n, op in part.ops.items() if n in self._fed}
         forward = {n for n, op in at_turns.items() if not op.backward and not part.is_hoisted(n)}
         backward = {n for n, op in at_turns.items() if op.backward}

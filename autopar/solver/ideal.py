@@ -13,7 +13,7 @@ both a parameter and an input reach.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from autopar.core.stage_folding import block_names
 from autopar.core.work import LOOKUPS, global_flops, op_class
 from autopar.cost_model import Cluster, compute_seconds_array
 from autopar.solver.problem import Array
-from autopar.solver.step import Op, Value, build_step
+from autopar.solver.step import Op, Step, Value, build_step
 
 __all__ = ["BlockWork"]
 
@@ -55,6 +55,8 @@ class BlockWork:
         joint: True for a block that must stay with the one before: they repeat together.
         held: the blocks of the graph.
         like: for each of the model, which of these it is like.
+        parameter_bytes: of each block of the model; one that several use counts where it is first.
+        saved_bytes: of values that its forward keeps for the backward.
     """
 
     def __init__(self, traced: TracedModel, cluster: Cluster) -> None:
@@ -72,10 +74,20 @@ class BlockWork:
         self.held = held
         self.like = np.array([held.index(captured) for _, captured in whole], dtype=int)
         self.count = max(len(held), 1)
-        self.groups = self._groups(traced, held)
+        step, owners = build_step(traced), dict[str, int]()
+        self.groups = self._groups(traced, held, step, owners)
+        found = np.zeros((2, self.count))
+        for value, num_bytes in step.saved.items():
+            found[0, owners.get(value[0], 0)] += num_bytes
+        users = {value[0]: op.name for value, op, _ in reversed(list(step.consumers()))}
+        for name in step.parameters:
+            found[1, owners.get(users.get(name, ""), 0)] += step.specs[name, 0].num_bytes
+        self.saved_bytes, self.parameter_bytes = found[:, self.like]
 
-    def _groups(self, traced: TracedModel, held: list[Block]) -> dict[tuple[str, str], list[_Work]]:
-        step = build_step(traced)
+    def _groups(
+        self, traced: TracedModel, held: list[Block], step: Step, owners: dict[str, int]
+    ) -> dict[tuple[str, str], list[_Work]]:
+        """Work by kind and dtype; `owners` gets the block of each op."""
         weighted = dependents(traced, "parameter")
         fed = dependents(traced, "input", "seed")
         sums = set(step.gradients.values())
@@ -98,6 +110,7 @@ class BlockWork:
                 if info.module not in of_module:
                     continue
                 owner = of_module[info.module]
+            owners[op.name] = owner
             kind = op_class(op.call)
             if kind == "view":
                 continue
@@ -134,19 +147,6 @@ class BlockWork:
             for key, works in self.groups.items()
         }
         return self._seconds(groups, devices, microbatches)
-
-    def of_stages(
-        self, cuts: Sequence[str], devices: int, microbatches: int
-    ) -> tuple[Array, Array] | None:
-        """As `at_turns`, of stages that begin at blocks; None where a cut is no block."""
-        if not set(cuts) <= set(self.names):
-            return None
-        starts = [self.names.index(cut) for cut in cuts]
-        forward, backward = self.at_turns(devices, microbatches)
-        return (
-            np.array([x.sum() for x in np.split(forward, starts)]),
-            np.array([x.sum() for x in np.split(backward, starts)]),
-        )
 
     def _seconds(
         self, groups: Mapping[tuple[str, str], list[_Work]], devices: int, microbatches: int

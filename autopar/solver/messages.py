@@ -65,23 +65,28 @@ class _Messages:
             self.before[b].append((a, table))
             self.around[i].append((j, matrix))
             self.around[j].append((i, matrix.T))
+        for node in self.nodes:
+            self.collect(node, before=False)
 
-    def collect(self, node: Hashable) -> None:
-        """Move into the node all that its edges can give."""
+    def collect(self, node: Hashable, before: bool) -> None:
+        """Move into the node all that its edges from earlier nodes, or to later ones, can give."""
         theta = self.theta[node]
-        for _, edge in self.after[node]:
-            least = np.minimum.reduce(edge, axis=1)
-            theta += least
-            edge -= least[:, None]
-        for _, edge in self.before[node]:
-            least = np.minimum.reduce(edge, axis=0)
-            theta += least
-            edge -= least[None, :]
+        if before:
+            for _, edge in self.before[node]:
+                least = np.minimum.reduce(edge, axis=0)
+                theta += least
+                edge -= least[None, :]
+        else:
+            for _, edge in self.after[node]:
+                least = np.minimum.reduce(edge, axis=1)
+                theta += least
+                edge -= least[:, None]
 
     def sweep(self, forward: bool) -> None:
         nodes = self.nodes if forward else reversed(self.nodes)
         for node in nodes:
-            self.collect(node)
+            # the sweep before has left nothing in the other edges
+            self.collect(node, before=forward)
             nexts = self.after[node] if forward else self.before[node]
             if not nexts:
                 continue

@@ -36,7 +36,7 @@ from autopar.solver.fit import Fit, Met
 from autopar.solver.problem import Assignment
 from autopar.solver.variant import Variant
 
-__all__ = ["free_blocks", "mixtures", "uniform_checkpoints"]
+__all__ = ["Make", "free_blocks", "mixtures", "uniform_checkpoints"]
 
 _WORTH = 5e-3  # of the seconds of the best plan: what a mixture must promise to save
 _NEARLY = 0.03  # by how much more a pair of kinds may promise to take than the best pair

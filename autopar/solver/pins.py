@@ -29,6 +29,7 @@ import torch
 from autopar.core.constraints import AxisRole, Constraints
 from autopar.core.graph import TracedModel
 from autopar.core.placement import Layout, Placement, format_layout, is_valid, parse_placement
+from autopar.cost_model import Cluster
 from autopar.errors import ConstraintError
 from autopar.solver.candidates import Candidate
 from autopar.solver.contractions import (
@@ -40,11 +41,23 @@ from autopar.solver.contractions import (
 )
 from autopar.solver.step import Op, Step, Value
 
-__all__ = ["Pins"]
+__all__ = ["Pins", "with_roles"]
 
 aten = torch.ops.aten
 autopar_ops = torch.ops.autopar
 _SEQUENCE_DIM = 1
+
+
+def with_roles(cluster: Cluster, roles: Sequence[AxisRole]) -> Cluster:
+    """The devices in the mesh that pins want (`assign_mesh`), its axes named by their roles."""
+    shape = tuple(r.size for r in roles)
+    if shape == cluster.mesh_shape:
+        return cluster
+    names: list[str] = []
+    for role in roles:
+        name = role.name.replace("-", "")
+        names.append(name if name not in names else f"{name}{len(names)}")
+    return cluster.with_mesh_shape(shape, tuple(names))
 
 
 class Pins:

@@ -39,6 +39,7 @@ __all__ = [
     "PipelineShape",
     "Turn",
     "balanced_cuts",
+    "cuts_that_fit",
     "expected_seconds",
     "floored",
     "least_seconds",
@@ -284,26 +285,65 @@ def _balanced(
             f"a pipeline of {shape.size} ranks × {shape.chunks} chunks needs {count} blocks, the "
             f"model has {len(work.names)}{together}"
         )
-    short = runs_of(work.whole() if turn is None else turn.step)
-    starts = least_cuts([short] * count, short, work.joint)[1]
     if turn is None or shape.chunks > 1:
-        return 0.0, starts
+        short = runs_of(work.whole() if turn is None else turn.step)
+        return 0.0, least_cuts([short] * count, short, work.joint)[1]
+    found = cuts_that_fit(work, shape, turn, [np.zeros((1, 1))] * count)
+    assert found is not None
+    return found
+
+
+def cuts_that_fit(
+    work: BlockWork, shape: PipelineShape, turn: Turn, again: Sequence[Array]
+) -> tuple[float, list[int]] | None:
+    """About the seconds of a pipeline, and the first blocks of all its stages but the first.
+
+    Args:
+        work: of the blocks.
+        shape: of the pipeline, with one stage a rank.
+        turn: seconds of the blocks.
+        again: of each rank, what share of each run's forwards is recomputed; infinite for a run
+            that it cannot hold.
+
+    Returns:
+        None where no cuts suit all ranks.
+    """
     # one schedule may be exchanged for another: all have the same stages
     schedule = "zero-bubble" if shape.microbatches >= shape.size else "1f1b"
     any_of = replace(shape, schedule=schedule)
-    soon = least_cuts(_ranks(any_of, turn, 0.0), short, work.joint)[1]
-    return min((_on_the_clock(any_of, turn, cuts), cuts) for cuts in (starts, soon))
+    short, total = runs_of(turn.step), _before(turn.forward)
+    forward = np.maximum(0.0, total[None, :] - total[:, None])
+    more = [np.where(np.isinf(a), a, a * forward) * shape.microbatches for a in again]
+    found: list[tuple[float, list[int]]] = []
+    for ranks in ([short] * shape.size, _ranks(any_of, turn, 0.0)):
+        least, starts = least_cuts(
+            [done + m for done, m in zip(ranks, more, strict=True)], short, work.joint
+        )
+        if math.isfinite(least):
+            runs = zip([0, *starts], [*starts, len(turn.step)], strict=True)
+            shares = [
+                float(a[run]) if a.size > 1 else 0.0 for a, run in zip(again, runs, strict=True)
+            ]
+            found.append((_on_the_clock(any_of, turn, starts, shares), starts))
+    return min(found, default=None)
 
 
-def _on_the_clock(shape: PipelineShape, turn: Turn, starts: Sequence[int]) -> float:
-    """About what a schedule takes with some cuts."""
+def _on_the_clock(
+    shape: PipelineShape, turn: Turn, starts: Sequence[int], again: Sequence[float]
+) -> float:
+    """About what a schedule takes with some cuts and shares of forwards that are recomputed."""
     parts = (turn.forward, turn.inputs, turn.backward - turn.inputs, turn.step)
-    stages = [[float(x.sum()) for x in np.split(part, starts)] for part in parts]
+    forward, inputs, weights, step = (
+        np.array([x.sum() for x in np.split(part, starts)]) for part in parts
+    )
+    recomputed = np.array(again) * forward
+    inputs, step = inputs + recomputed, step + recomputed * shape.microbatches
+    stages = np.stack([forward, inputs, weights, step]).T.tolist()
     seconds: list[Mapping[Kind, float]] = [
         {"F": forward, "I": inputs, "W": weights, "B": inputs + weights}
-        for forward, inputs, weights, _ in zip(*stages, strict=True)
+        for forward, inputs, weights, _ in stages
     ]
-    once = [max(0.0, s[3] - shape.microbatches * sum(s[:3])) / 2 for s in zip(*stages, strict=True)]
+    once = [max(0.0, s[3] - shape.microbatches * sum(s[:3])) / 2 for s in stages]
     orders = actions(shape.schedule, shape.size, shape.microbatches)
     ends = simulate_pipeline(orders, seconds).finish_s()
     return max(once) + max(end + more for end, more in zip(ends, once, strict=True))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from autopar.core.block_kinds import Checkpoint
-from autopar.core.constraints import AxisRole, Constraints, assign_mesh
+from autopar.core.constraints import Constraints, assign_mesh
 from autopar.core.folding import every_instance
 from autopar.core.graph import TracedModel
 from autopar.core.placement import Layout
@@ -27,9 +27,10 @@ from autopar.solver.breakdown import timeline
 from autopar.solver.exclude import Excluded, exclude
 from autopar.solver.fit import Fit
 from autopar.solver.input_layouts import input_layouts
-from autopar.solver.mixture import free_blocks, mixtures, uniform_checkpoints
+from autopar.solver.mixture import Make, free_blocks, mixtures, uniform_checkpoints
 from autopar.solver.modes import mode_names
 from autopar.solver.offers import Offers
+from autopar.solver.pins import with_roles
 from autopar.solver.rules.own_order import note_orders
 from autopar.solver.variant import Variant
 
@@ -124,17 +125,42 @@ def solve_step(
     wanted = constraints or Constraints()
     roles = assign_mesh(wanted, cluster.mesh_shape)
     note_orders(traced.graph)
-    planned = _with_roles(cluster, roles)
+    planned = with_roles(cluster, roles)
     limit = planned.memory_bytes if memory_limit is None else int(memory_limit)
     known = (offers or Offers(planned)).over(planned)
+
+    def make(held: object, checkpoint: Checkpoint) -> Variant:
+        return Variant.search_for(traced, known, wanted, roles, held, checkpoint, limit, ports)
+
+    tried = _searched(_variants(traced, planned, wanted, optimizer), make, without)
+    if without is None and len(tried) > 1:
+        kinds = uniform_checkpoints(traced, wanted.checkpoint)
+        tried += mixtures(tried, kinds, free_blocks(traced, wanted.checkpoint), make)
+    best = min(tried, key=lambda f: f.seconds)
+    fit = best.search.memory.best
+    assert fit is not None
+    bound = min(found.search.memory.bound for found in tried)
+    plan = _as_plan(best, bound, planned, wanted, limit, optimizer)
+    return Solved(plan, best, fit)
+
+
+def _searched(
+    variants: Sequence[tuple[Checkpoint, object]], make: Make, without: Excluded | None
+) -> list[Variant]:
+    """Searched variants of a step, of which one fits the limit at least.
+
+    Raises:
+        ConstraintError: nothing is left without `without`.
+        InfeasiblePlanError: nothing fits.
+    """
     tried: list[Variant] = []
     done: list[object] = []  # optimizers, where they are, of which an unlimited plan fits
-    for checkpoint, held in _variants(traced, planned, wanted, optimizer):
+    for checkpoint, held in variants:
         if any(held is which for which in done):
             continue
         if isinstance(held, Offloaded) and tried and _no_offload_beats(tried, held):
             break
-        found = Variant.search_for(traced, known, wanted, roles, held, checkpoint, limit, ports)
+        found = make(held, checkpoint)
         if without is not None and not exclude(without, found.step, found.search.built):
             continue
         tried.append(found)
@@ -153,19 +179,7 @@ def solve_step(
     best = min(tried, key=lambda f: f.seconds)
     if best.search.memory.best is None:
         raise min(tried, key=lambda f: f.search.memory.least().peak).search.does_not_fit()
-    if without is None and len(tried) > 1:
-
-        def make(held: object, checkpoint: Checkpoint) -> Variant:
-            return Variant.search_for(traced, known, wanted, roles, held, checkpoint, limit, ports)
-
-        kinds = uniform_checkpoints(traced, wanted.checkpoint)
-        tried += mixtures(tried, kinds, free_blocks(traced, wanted.checkpoint), make)
-        best = min(tried, key=lambda f: f.seconds)
-    fit = best.search.memory.best
-    assert fit is not None
-    bound = min(found.search.memory.bound for found in tried)
-    plan = _as_plan(best, bound, planned, wanted, limit, optimizer)
-    return Solved(plan, best, fit)
+    return tried
 
 
 def _variants(
@@ -290,14 +304,3 @@ def _predicted(found: Variant, fit: Fit) -> Prediction:
 def _name(optimizer: Any) -> str:
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     return kind.__name__.lower()
-
-
-def _with_roles(cluster: Cluster, roles: tuple[AxisRole, ...]) -> Cluster:
-    shape = tuple(r.size for r in roles)
-    if shape == cluster.mesh_shape:
-        return cluster
-    names: list[str] = []
-    for role in roles:
-        name = role.name.replace("-", "")
-        names.append(name if name not in names else f"{name}{len(names)}")
-    return cluster.with_mesh_shape(shape, tuple(names))

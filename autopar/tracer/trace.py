@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from autopar.core.collector import paused_collector
 from autopar.core.graph import InputSpec, NodeInfo, OutputSpec, Repeat, TracedModel
 from autopar.errors import TraceError
 from autopar.tracer.capture import PREFIX, Capture, export, normalize_inputs
@@ -52,6 +53,7 @@ __all__ = ["normalize_inputs", "trace"]
 aten = torch.ops.aten
 
 
+@paused_collector()
 def trace(
     model: nn.Module,
     example_inputs: Any,

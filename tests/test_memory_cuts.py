@@ -1,0 +1,131 @@
+"""Pipelines are cut so that their ranks fit: those that hold more microbatches get fewer blocks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.core.constraints import Constraints, PipelinePin
+from autopar.core.graph import TracedModel
+from autopar.core.plan import Plan
+from autopar.cost_model import Cluster
+from autopar.errors import InfeasiblePlanError
+from autopar.pipeline_shapes import Shapes
+from autopar.pipelining import _Search, plan_step
+from autopar.solver.pipeline_shape import PipelineShape
+from autopar.tracer.trace import trace
+from tests.test_folding import llama
+
+LAYERS = 8
+NAMES = [f"model.layers.{i}" for i in range(LAYERS)]
+TWO: dict[str, Any] = {"size": 2, "microbatches": 4, "schedule": "1f1b"}
+
+
+@lru_cache(maxsize=1)
+def traced() -> TracedModel:
+    """Mostly activations: many tokens, and few parameters."""
+    ids = 1 + torch.arange(512).reshape(4, 128) % 95
+    return trace(llama(LAYERS), {"input_ids": ids, "labels": ids}, training=True, fold=True)
+
+
+def planned(limit: int | None = None, checkpoint: str | None = None, **pipeline: Any) -> Plan:
+    pins: dict[str, Any] = {"pipeline": {**TWO, **pipeline}}
+    if checkpoint is not None:
+        pins["checkpoint"] = checkpoint
+    cluster = Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    return plan_step(traced(), cluster, constraints=Constraints.parse(pins), memory_limit=limit)
+
+
+def blocks_of(plan: Plan) -> list[int]:
+    """Blocks of each rank."""
+    assert plan.pipeline is not None
+    starts = [0, *(NAMES.index(cut) for cut in plan.pipeline.cuts), LAYERS]
+    return [end - start for start, end in itertools.pairwise(starts)]
+
+
+def peaks(plan: Plan) -> tuple[int, ...]:
+    assert plan.pipeline is not None
+    return plan.pipeline.peaks
+
+
+def seconds_of_cuts(limit: int, checkpoint: str) -> dict[int, float]:
+    """Seconds of the plans that fit, by the first block of the second rank."""
+    found = {}
+    for start in range(1, LAYERS):
+        try:
+            plan = planned(limit, checkpoint, cuts=[NAMES[start]])
+        except InfeasiblePlanError:
+            continue
+        found[start] = plan.predicted.step_time_s
+    return found
+
+
+def test_the_best_cut_that_fits_is_found() -> None:
+    free = planned(checkpoint="none")
+    limit = int(0.9 * max(peaks(free)))
+    best = seconds_of_cuts(limit, "none")
+    assert free.pipeline is not None
+    assert NAMES.index(free.pipeline.cuts[0]) not in best, "the limit binds"
+    plan = planned(limit, "none")
+    assert max(peaks(plan)) <= limit
+    assert blocks_of(plan)[0] < blocks_of(plan)[1]
+    assert plan.predicted.step_time_s <= min(best.values()) * 1.001
+
+
+def test_what_would_be_recomputed_goes_elsewhere_where_that_is_faster() -> None:
+    """The plan is no slower than with the cuts of time alone, and the best cuts are near."""
+    free = planned()
+    assert free.pipeline is not None
+    limit = int(0.4 * max(peaks(free)))
+    plan = planned(limit)
+    assert max(peaks(plan)) <= limit
+    alone = planned(limit, cuts=list(free.pipeline.cuts))
+    assert plan.predicted.step_time_s <= alone.predicted.step_time_s
+
+
+def test_a_shape_that_is_too_large_waits_for_its_turn_with_other_cuts() -> None:
+    """Unasked, such a shape is expected to take as long as with the cuts that fit."""
+    shape = PipelineShape(size=2, microbatches=4, schedule="1f1b")
+    cluster = Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    limit = int(0.9 * max(peaks(planned(checkpoint="none"))))
+    search = _Search(traced(), cluster, Constraints(), limit, "adamw")
+    shapes = Shapes(search.planner, PipelinePin(), short=True)
+    while not shapes.is_close(shape):
+        shapes.closer(shape)
+    before = shapes.known[shape].expected_s
+    assert search._fitting(shape, shapes, math.inf) is None
+    assert shapes.is_open(shape)
+    assert shapes.known[shape].expected_s > before
+    found = search._fitting(shape, shapes, math.inf)
+    assert found is not None
+    assert max(peaks(found)) <= limit
+    assert blocks_of(found)[0] < blocks_of(found)[1]
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_even_recomputed_goes_elsewhere() -> None:
+    names = [f"model.layers.{i}" for i in range(24)]
+    ids = 1 + torch.arange(1024).reshape(8, 128) % 95
+    step = trace(llama(24), {"input_ids": ids, "labels": ids}, training=True, fold=True)
+    cluster = Cluster.from_profile("cpu-gloo", devices_per_node=4)
+    pipeline = {"size": 4, "microbatches": 8, "schedule": "1f1b"}
+
+    def of(limit: int | None, **pins: Any) -> Plan:
+        wanted = Constraints.parse({"pipeline": pipeline, **pins})
+        return plan_step(step, cluster, constraints=wanted, memory_limit=limit)
+
+    full = of(None, checkpoint="full")
+    assert full.pipeline is not None
+    assert full.pipeline.cuts == tuple(names[6::6])
+    limit = int(0.98 * max(peaks(full)))
+    with pytest.raises(InfeasiblePlanError, match="stage 0"):
+        of(limit, pipeline={**pipeline, "cuts": list(full.pipeline.cuts)})
+    plan = of(limit)
+    assert plan.pipeline is not None
+    assert max(peaks(plan)) <= limit
+    assert names.index(plan.pipeline.cuts[0]) < 6
