@@ -1,0 +1,110 @@
+"""Unmodified models × plans with the optimizer on the host: training on four ranks of gloo.
+
+Loss and every gradient of each of three AdamW steps, and every parameter after them, against one
+device in float64. What models compute in float32 inside (an upcast loss, RMS norm, rotary
+embedding) is in float64 too, on both sides, so that all are bounded alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+import autopar
+from autopar.runtime.offload import is_offloaded
+from autopar.verification import relative_error
+from tests import zoo
+from tests.dist import run_ranks
+from tests.test_gloo import whole
+
+RANKS, STEPS, BOUND = 4, 3, 1e-9
+MODELS = ("gpt2", "llama", "vit", "t5", "mixtral")
+PLANS: dict[str, dict[str, Any]] = {
+    "zero3": {"data": 4, "zero": 3},
+    "hybrid": {"data": 2, "tensor": {"mode": "1d", "size": 2}, "zero": 1},
+    "pipeline": {"pipeline": {"size": 2, "microbatches": 2}, "data": 2, "zero": 1},
+}
+_QUICK = (("gpt2", "hybrid"), ("vit", "zero3"))
+
+
+class InFloat64(TorchFunctionMode):
+    """Computes in float64 what asks for float32."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        args, kwargs = tree_map(
+            lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {})
+        )
+        return func(*args, **kwargs)
+
+
+def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(0)
+    model, inputs = zoo.MODELS[name]()
+    if name == "mixtral":
+        model.set_experts_implementation("batched_mm")  # a grouped matmul has no float64
+    inputs = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+    with torch.no_grad():
+        for p in model.parameters():
+            if not p.any():  # keys' biases have no gradient: of a 0, only rounding would be left
+                p.normal_(std=0.1)
+    return model.double().train(), inputs
+
+
+def errors_of_training(rank: int, name: str, pins: dict[str, Any]) -> dict[str, float]:
+    """Relative errors of what this rank holds, by step and name."""
+    (single, batch), (model, _) = build(name), build(name)
+    expected = dict(single.named_parameters())
+    mesh, wanted = init_device_mesh("cpu", (RANKS,)), {**pins, "offload": "optimizer"}
+    with InFloat64():
+        module = autopar.parallelize(model, mesh, batch, constraints=wanted)
+    assert all(is_offloaded(p) for p in module.parameters())
+    theirs = torch.optim.AdamW(single.parameters(), lr=1e-2)
+    ours = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    errors: dict[str, float] = {}
+    for step in range(STEPS):
+        with InFloat64():
+            loss = single(**batch).loss
+            loss.backward()
+        found = whole(module.train_step(**batch)).detach()
+        errors[f"{step} loss"] = relative_error(found, loss.detach())
+        norms = [float(p.grad.norm()) for p in expected.values() if p.grad is not None]
+        for n, p in module.named_parameters():
+            reference = expected[n].grad
+            assert (p.grad is None) == (reference is None), n
+            if reference is not None:
+                # a gradient that is 0 but for rounding is measured by the largest, as in `verify`
+                error = relative_error(whole(p.grad), reference, 1e-6 * max(norms))
+                errors[f"{step} gradient of {n}"] = error
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    for n, p in module.named_parameters():
+        errors[f"updated {n}"] = relative_error(whole(p.detach()), expected[n].detach())
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        pytest.param(name, plan, marks=[] if (name, plan) in _QUICK else [pytest.mark.slow])
+        for name in MODELS
+        for plan in PLANS
+    ],
+)
+def test_offload(name: str, plan: str) -> None:
+    ranks = run_ranks(errors_of_training, RANKS, name, PLANS[plan], timeout=400.0)
+    checked = {key for errors in ranks for key in errors}
+    names = [n for n, p in build(name)[0].named_parameters() if p.requires_grad]
+    assert {f"updated {n}" for n in names} <= checked
+    assert {f"{STEPS - 1} gradient of {n}" for n in names} <= checked
+    key, error = max((e for errors in ranks for e in errors.items()), key=lambda e: e[1])
+    assert error <= BOUND, f"{key}: {error:.3g}"
