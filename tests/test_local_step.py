@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.runtime import local_step
 from autopar.runtime.local_step import _ELEMENTWISE
 from tests import handwritten as hw
 from tests.dist import run_ranks
@@ -36,6 +37,7 @@ MAKERS: list[Any] = [
     partial(optim.SGD, momentum=0.9, nesterov=True, weight_decay=0.1),
 ]
 CONSTRAINTS: list[dict[str, Any]] = [{"data": 2, "zero": 3}, {"tensor": "1d"}]
+ON_HOST = {"data": 2, "zero": 3, "offload": "optimizer"}
 
 
 class Scaled(hw.Unused):
@@ -79,7 +81,8 @@ def same(parallel: Any, single: torch.nn.Module, ours: Any, theirs: Any) -> None
 
 
 def every_optimizer(rank: int) -> None:
-    for constraints in CONSTRAINTS:
+    local_step._BUCKET_BYTES = 256  # so that a group has several
+    for constraints in (*CONSTRAINTS, ON_HOST):
         torch.manual_seed(0)
         model = Scaled().double()
         mesh = init_device_mesh("cpu", (2,))

@@ -39,7 +39,8 @@ class InFloat64(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        func = torch.Tensor.double if func is torch.Tensor.float else func
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
         args, kwargs = tree_map(
             lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {})
         )

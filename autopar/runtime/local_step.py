@@ -1,10 +1,17 @@
 """Optimizers that work element by element step on each rank's shares, not on DTensors.
 
-Each operation on a DTensor has the host find its placements, and an optimizer makes a dozen of
-them for each parameter; here they are known to be the parameter's own.
-So for the step, plain tensors of the same memory stand in the optimizer's groups, and their states
-below them. Between steps the groups and states have the DTensors, as torch's own would: the same
-memory again, so that nothing is copied. Of torch's optimizers all of `_ELEMENTWISE` are such.
+For such a step plain tensors stand in the optimizer's groups, and their states below them. They
+have the memory of the parameters, so that nothing is copied; or, of offloaded parameters, they are
+copies in host memory. These come in buckets: while the host updates one, the next goes down and
+the one before goes up again (ZeRO-Offload, Ren et al. 2021, arXiv 2101.06840):
+
+    down    | 0 | 1 | 2 |
+    update      | 0 | 1 | 2 |
+    up              | 0 | 1 | 2 |
+
+Torch's own `step` runs once, with its hooks: it is given more groups than there are, each with a
+part of a group's parameters, and a bucket is made ready when the step reads them. Of torch's
+optimizers all of `_ELEMENTWISE` do so group by group.
 
 `foreach` stays off unless it is asked for, as it is for DTensors: on an accelerator it is torch's
 default for plain tensors, and takes memory for temporary values of all parameters at once.
@@ -12,11 +19,11 @@ default for plain tensors, and takes memory for temporary values of all paramete
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
-from torch import Tensor, nn, optim
+from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -24,8 +31,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from autopar._compat import dtensor_like
-from autopar.runtime.offload import is_offloaded
+from autopar.errors import AutoparError
+from autopar.runtime.offload import come_back, go_to_host, is_offloaded, link_for
+from autopar.runtime.stand_ins import StandIns
 
 __all__ = ["step_on_shares"]
 
@@ -44,10 +52,8 @@ _ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
         optim.SGD,
     }
 )
-_COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})  # states without the parameter's shape
+_BUCKET_BYTES = 32 * 2**20  # of parameters: a millisecond of a link, far above what a copy costs
 _MARK, _INSIDE = "_autopar_share", "_autopar_inside"
-# the group's list, the place in it, the parameter, what stands for it, its states
-_Swapped = tuple[list[Tensor], int, DTensor, nn.Parameter, dict[str, Any] | None]
 
 
 def step_on_shares(parameters: Iterable[Tensor]) -> None:
@@ -64,41 +70,132 @@ def _register() -> None:
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if hasattr(optimizer, _INSIDE):
-        _after(optimizer, args, kwargs)  # the step before raised
-    if len(args) > 1 or kwargs.get("closure") is not None or not _is_elementwise(optimizer):
-        return
-    found: list[_Swapped] = []
-    by_default: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        if group.get("foreach", False) is None and not group.get("fused"):
-            group["foreach"] = False
-            by_default.append(group)
-        for place, parameter in enumerate(group["params"]):
-            states = optimizer.state.pop(parameter, None)
-            share = nn.Parameter(_share(parameter), requires_grad=parameter.requires_grad)
-            if parameter.grad is not None:
-                share.grad = _share(parameter.grad)
-            group["params"][place] = share
-            if states is not None:
-                optimizer.state[share] = {key: _share(value) for key, value in states.items()}
-            found.append((group["params"], place, parameter, share, states))
-    setattr(optimizer, _INSIDE, (found, by_default))
+    _clear(optimizer)  # the step before raised
+    come_back(optimizer, update=False)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    closure = len(args) > 1 or kwargs.get("closure") is not None
+    if closure and any(is_offloaded(p) for p in parameters):
+        raise AutoparError(
+            f"torch.optim.{type(optimizer).__name__}.step(closure) would compute gradients after "
+            "they were copied to the host: compute them before, or plan with "
+            'constraints={"offload": "none"}'
+        )
+    if not closure and any(hasattr(p, _MARK) for p in parameters):
+        setattr(optimizer, _INSIDE, _LocalStep(optimizer))
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if not hasattr(optimizer, _INSIDE):
-        return
-    found: list[_Swapped]
-    found, by_default = getattr(optimizer, _INSIDE)
-    delattr(optimizer, _INSIDE)
-    for group in by_default:
-        group["foreach"] = None
-    for held, place, parameter, share, states in found:
-        held[place] = parameter
-        if share in optimizer.state:
-            new = optimizer.state.pop(share)
-            optimizer.state[parameter] = _as_dtensors(new, states or {}, parameter)
+    _clear(optimizer)
+    come_back(optimizer, update=True)
+
+
+def _clear(optimizer: Optimizer) -> None:
+    inside: _LocalStep | None = optimizer.__dict__.pop(_INSIDE, None)
+    if inside is not None:
+        inside.stop()
+
+
+class _Part(dict[str, Any]):
+    """A group with some of its parameters, which are made ready when the step reads them."""
+
+    def __init__(self, step: _LocalStep, number: int, group: dict[str, Any]) -> None:
+        super().__init__(group, params=[])
+        if group.get("foreach", False) is None and not group.get("fused"):
+            self["foreach"] = False
+        self._step, self._number = step, number
+
+    def __getitem__(self, key: str) -> Any:
+        if key != "capturable":  # torch reads that of all groups, before the update itself
+            self._step.hand_over()
+        return self._step.reach(self._number) if key == "params" else super().__getitem__(key)
+
+
+class _LocalStep:
+    """One step of an optimizer. It begins behind the user's pre-hooks, which see DTensors."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups: list[dict[str, Any]] = []
+        self._parts: list[_Part] = []
+        self._buckets: list[StandIns] = []
+        self._reached = -1
+        # hooks of the optimizer run behind those of all optimizers, the newest last
+        self._hook = optimizer.register_step_pre_hook(self._begin)
+
+    def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not _is_elementwise(optimizer):
+            go_to_host(optimizer)
+            return
+        self._groups = optimizer.param_groups
+        for group in self._groups:
+            for bucket in _buckets(group["params"]):
+                self._parts.append(_Part(self, len(self._parts), group))
+                self._buckets.append(bucket)
+        # read when the last bucket is updated
+        self._parts.append(_Part(self, len(self._parts), self._groups[-1]))
+        self._buckets.append(StandIns([], None))
+        optimizer.param_groups = list(self._parts)
+
+    def hand_over(self) -> None:
+        """The step goes through the parts: the optimizer has its groups again, should it raise."""
+        self._optimizer.param_groups = self._groups
+
+    def reach(self, number: int) -> list[Any]:
+        """The parameters of a part; all parts before it are updated."""
+        state = self._optimizer.state
+        if self._reached < 0:
+            for link in self._links():
+                link.begin()
+        while self._reached < number:
+            if self._reached >= 0:
+                self._buckets[self._reached].leave(state)
+            self._reached += 1
+            for bucket in self._buckets[self._reached : self._reached + 2]:
+                bucket.send()
+            self._buckets[self._reached].enter(state)
+        if number == len(self._parts) - 1:
+            self.stop()
+        return self._buckets[number].tensors
+
+    def stop(self) -> None:
+        """Leave the optimizer as it is between steps."""
+        self._hook.remove()
+        if self._groups:
+            self.hand_over()
+        if 0 <= self._reached < len(self._buckets):
+            # of a step that raised: what it had begun to update is not read back
+            self._buckets[self._reached].leave(self._optimizer.state, update=False)
+            self._reached = len(self._buckets)
+            for link in self._links():
+                link.end()
+
+    def _links(self) -> set[Any]:
+        offloaded = (b.parameters[0] for b in self._buckets if b.parameters)
+        return {link_for(p) for p in offloaded if is_offloaded(p)}
+
+
+def _buckets(parameters: Iterable[Tensor]) -> Iterator[StandIns]:
+    """Those with gradients: what stays on the device, then the buckets of what goes to the host."""
+    given = [p for p in parameters if p.grad is not None]
+    here = [p for p in given if not is_offloaded(p)]
+    if here:
+        yield StandIns(here, None)
+    bucket: list[Tensor] = []
+    size = 0
+    for parameter in (p for p in given if is_offloaded(p)):
+        num_bytes = _local_bytes(parameter)
+        if bucket and size + num_bytes > _BUCKET_BYTES:
+            yield StandIns(bucket, link_for(bucket[0]))
+            bucket, size = [], 0
+        bucket.append(parameter)
+        size += num_bytes
+    if bucket:
+        yield StandIns(bucket, link_for(bucket[0]))
+
+
+def _local_bytes(parameter: Tensor) -> int:
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    return local.numel() * local.element_size()
 
 
 def _is_elementwise(optimizer: Optimizer) -> bool:
@@ -109,7 +206,7 @@ def _is_elementwise(optimizer: Optimizer) -> bool:
         if group.get("differentiable"):
             return False
         for parameter in group["params"]:
-            if not hasattr(parameter, _MARK) or is_offloaded(parameter):
+            if not hasattr(parameter, _MARK):
                 return False
             gradient = parameter.grad
             if gradient is not None and not (
@@ -117,21 +214,3 @@ def _is_elementwise(optimizer: Optimizer) -> bool:
             ):
                 return False
     return True
-
-
-def _share(value: Any) -> Any:
-    return value._local_tensor.detach() if isinstance(value, DTensor) else value
-
-
-def _as_dtensors(new: dict[str, Any], old: dict[str, Any], parameter: DTensor) -> dict[str, Any]:
-    """States of a parameter from those of its share; as they were where the memory is the same."""
-    found: dict[str, Any] = {}
-    for key, value in new.items():
-        before = old.get(key)
-        if not isinstance(value, Tensor) or key in _COUNTERS:
-            found[key] = value
-        elif isinstance(before, DTensor) and before._local_tensor.data_ptr() == value.data_ptr():
-            found[key] = before
-        else:
-            found[key] = dtensor_like(value, parameter)
-    return found

@@ -1,42 +1,33 @@
 """Optimizer states in host memory, and the update there (Ren et al. 2021, arXiv 2101.06840).
 
-Before an optimizer steps, parameters of plans with `offload: "optimizer"` and their gradients are
-copied to the host, and stand in its groups in place of the device's. So its states are made in host
-memory and stay there. After the step the new values are copied back. The optimizer is torch's own,
-made from the parallel module's parameters as ever. On CPU meshes host and device are one memory;
-the copies are made all the same.
+While an optimizer steps, copies in host memory stand for parameters of plans with
+`offload: "optimizer"`. So its states are made in host memory and stay there. The optimizer is
+torch's own, made from the parallel module's parameters as ever. Optimizers that work element by
+element take parameters bucket by bucket, beside the copies: `local_step`. Here is the way of all
+others: everything goes down, the step is made on DTensors in host memory, new values come up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
-from autopar._compat import dtensor_like
-from autopar.errors import AutoparError
+from autopar.runtime.host_link import HostLink, link_of
+from autopar.runtime.stand_ins import StandIns
 
-__all__ = ["is_offloaded", "offload", "on_host"]
+__all__ = ["come_back", "go_to_host", "is_offloaded", "link_for", "offload", "on_host"]
 
 _MARK = "_autopar_offloaded"
 _AWAY = "_autopar_away"
-HOST = torch.device("cpu")
-_Swapped = tuple[int, Tensor, Tensor]  # place in the group, the device's, the host's
+_Groups = list[list[Tensor]]
 
 
 def offload(parameters: Iterable[Tensor]) -> None:
     """Let optimizers of these parameters keep their states on the host, from the next step on."""
-    _register()
     for parameter in parameters:
         setattr(parameter, _MARK, True)
 
@@ -46,108 +37,54 @@ def is_offloaded(parameter: Tensor) -> bool:
     return bool(getattr(parameter, _MARK, False))
 
 
+def link_for(parameter: Tensor) -> HostLink:
+    """The link between the host and the device of a parameter."""
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    return link_of(local.device)
+
+
 @contextmanager
 def on_host(optimizer: Optimizer) -> Iterator[None]:
     """Inside, an optimizer holds host copies of its offloaded parameters; they are not read back.
 
     `Optimizer.load_state_dict` puts states where the parameters are.
     """
-    _leave(optimizer, all_of_them=True)
+    go_to_host(optimizer, all_of_them=True)
     try:
         yield
     finally:
-        _return(optimizer, update=False)
+        come_back(optimizer, update=False)
 
 
-@cache
-def _register() -> None:
-    register_optimizer_step_pre_hook(_before)
-    register_optimizer_step_post_hook(_after)
-
-
-def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if hasattr(optimizer, _AWAY):
-        _return(optimizer, update=False)  # the step before failed
-    elif not any(is_offloaded(p) for p in parameters):
+def go_to_host(optimizer: Optimizer, all_of_them: bool = False) -> None:
+    """Put host copies of offloaded parameters into the groups: of those with gradients, or all."""
+    held: _Groups = [group["params"] for group in optimizer.param_groups]
+    chosen = [
+        p
+        for group in held
+        for p in group
+        if is_offloaded(p) and (all_of_them or p.grad is not None)
+    ]
+    if not chosen:
         return
-    if len(args) > 1 or kwargs.get("closure") is not None:
-        raise AutoparError(
-            f"torch.optim.{type(optimizer).__name__}.step(closure) would compute gradients after "
-            "they were copied to the host: compute them before, or plan with "
-            'constraints={"offload": "none"}'
-        )
-    _leave(optimizer)
-
-
-def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if hasattr(optimizer, _AWAY):
-        _return(optimizer, update=True)
-
-
-def _leave(optimizer: Optimizer, all_of_them: bool = False) -> None:
-    """Put host copies into the groups, and states under them."""
-    away: list[tuple[list[Tensor], list[_Swapped]]] = []
+    link = link_for(chosen[0])
+    link.begin()
+    stand_ins = StandIns(chosen, link, local=False)
+    new = dict(zip(map(id, chosen), stand_ins.enter(optimizer.state), strict=True))
     for group in optimizer.param_groups:
-        held = group["params"]
-        swapped: list[_Swapped] = [
-            (place, parameter, _twin(parameter))
-            for place, parameter in enumerate(held)
-            if is_offloaded(parameter) and (all_of_them or parameter.grad is not None)
-        ]
-        away.append((held, swapped))
-    _wait()
-    for held, swapped in away:
-        for place, parameter, twin in swapped:
-            held[place] = twin
-            if parameter in optimizer.state:
-                state = optimizer.state.pop(parameter)
-                optimizer.state[twin] = {key: _on_host(value) for key, value in state.items()}
-    setattr(optimizer, _AWAY, away)
+        group["params"] = [new.get(id(p), p) for p in group["params"]]
+    setattr(optimizer, _AWAY, (held, stand_ins))
 
 
-@torch.no_grad()
-def _return(optimizer: Optimizer, update: bool) -> None:
+def come_back(optimizer: Optimizer, update: bool) -> None:
     """Put the device's parameters back, with the new values if `update`."""
-    away = getattr(optimizer, _AWAY)
+    if not hasattr(optimizer, _AWAY):
+        return
+    stand_ins: StandIns
+    held, stand_ins = getattr(optimizer, _AWAY)
     delattr(optimizer, _AWAY)
-    for held, swapped in away:
-        for place, parameter, twin in swapped:
-            held[place] = parameter
-            if twin in optimizer.state:
-                optimizer.state[parameter] = optimizer.state.pop(twin)
-            if update:
-                _local(parameter).copy_(_local(twin), non_blocking=True)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _twin(parameter: Tensor) -> nn.Parameter:
-    """A parameter in host memory with the values and the gradient of another."""
-    twin = nn.Parameter(_copied(parameter.detach()), requires_grad=parameter.requires_grad)
-    if parameter.grad is not None:
-        twin.grad = _copied(parameter.grad)
-    return twin
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    """A copy in host memory; from an accelerator it is ready after `_wait`."""
-    local = _local(tensor)
-    away = local.device != HOST
-    host = torch.empty(local.shape, dtype=local.dtype, device=HOST, pin_memory=away)
-    host.copy_(local, non_blocking=away)
-    return dtensor_like(host, tensor) if isinstance(tensor, DTensor) else host
-
-
-def _on_host(value: Any) -> Any:
-    if not isinstance(value, Tensor) or _local(value).device == HOST:
-        return value
-    host = _local(value).to(HOST)
-    return dtensor_like(host, value) if isinstance(value, DTensor) else host
-
-
-def _wait() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+    for group, parameters in zip(optimizer.param_groups, held, strict=True):
+        group["params"] = parameters
+    link = link_for(stand_ins.parameters[0])
+    stand_ins.leave(optimizer.state, update)
+    link.end()
