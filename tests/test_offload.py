@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -20,7 +22,9 @@ import autopar
 from autopar.core.constraints import Constraints
 from autopar.core.placement import local_shape
 from autopar.cost_model import Cluster, Offloaded, optimizer_state_bytes
+from autopar.cost_model.offload import ELEMENTWISE, offload_seconds
 from autopar.cost_model.simulator import optimizer_seconds
+from autopar.runtime import local_step
 from autopar.runtime.offload import is_offloaded
 from autopar.solver.solve import solve
 from autopar.tracer.trace import trace
@@ -32,7 +36,7 @@ STEPS = 3
 
 
 class Seen(torch.optim.AdamW):
-    """Notes the memory of the parameters and gradients that it updates."""
+    """Notes the memory of what it updates. A user's own, so it gets all parameters at once."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -62,7 +66,9 @@ def make(kind: str, module: nn.Module) -> torch.optim.Optimizer:
     ]
     if kind == "sgd":
         return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-    return Seen(groups, lr=1e-2, foreach=kind == "foreach")
+    if kind == "own":
+        return Seen(groups, lr=1e-2)
+    return torch.optim.AdamW(groups, lr=1e-2, foreach=kind == "foreach")
 
 
 def train(module: Any, optimizer: torch.optim.Optimizer, batch: Any, steps: int = STEPS) -> None:
@@ -77,6 +83,7 @@ def train(module: Any, optimizer: torch.optim.Optimizer, batch: Any, steps: int 
 
 
 def trained(rank: int, kind: str, constraints: Any) -> dict[str, torch.Tensor]:
+    local_step._BUCKET_BYTES = 256
     module, batch = build(constraints)
     optimizer = make(kind, module)
     train(module, optimizer, batch)
@@ -117,6 +124,7 @@ def one_device(kind: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("kind", "pins"),
     [
+        ("own", {"data": 2, "zero": 0}),
         ("adamw", {"data": 2, "zero": 0}),
         ("foreach", {"data": 2, "zero": 3}),
         ("sgd", {"tensor": {"mode": "1d", "size": 2}}),
@@ -137,10 +145,8 @@ def wrong_uses(rank: int) -> None:
     module, batch = build({"offload": "optimizer"})
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     module.train_step(**batch)
-    for given in ({"closure": lambda: module(**batch)}, {}):
-        if given:
-            with pytest.raises(autopar.AutoparError, match=r"step\(closure\)"):
-                optimizer.step(**given)
+    with pytest.raises(autopar.AutoparError, match=r"step\(closure\)"):
+        optimizer.step(closure=lambda: module(**batch))
     before = {n: whole(p.detach()).clone() for n, p in module.named_parameters()}
     optimizer.param_groups[0]["betas"] = None  # the update itself fails
     with pytest.raises(TypeError):
@@ -258,7 +264,10 @@ def test_transfers_and_states_are_counted(traced: Any, cluster: Cluster) -> None
     device, held = cluster.device, sum(shares)
     link = device.host_bandwidth or device.memory_bandwidth
     host = device.host_memory_bandwidth or device.memory_bandwidth
-    expected = 3 * held / link + 7 * held * (1 / host - 1 / device.memory_bandwidth)
+    if device.host_bandwidth:  # down, update and up beside one another
+        expected = max(2 * held / link, 7 * held / host) - 7 * held / device.memory_bandwidth
+    else:
+        expected = 3 * held / link
     p = plan.predicted
     assert p.offload_s == pytest.approx(expected, rel=1e-9) and expected > 0
     assert p.host_bytes == 2 * held
@@ -270,6 +279,37 @@ def test_transfers_and_states_are_counted(traced: Any, cluster: Cluster) -> None
         on_device + p.offload_s
     )
     assert optimizer_state_bytes(Offloaded("adamw"), 100) == 0
+
+
+@given(
+    num_bytes=st.integers(1, 2**40).map(lambda n: 4 * n),
+    link=st.floats(1e8, 1e15),
+    host=st.floats(1e8, 1e15),
+    name=st.sampled_from(["adamw", "sgd", "rmsprop", "muon", "adafactor"]),
+)
+def test_a_shard_costs_its_slowest_stage(
+    num_bytes: int, link: float, host: float, name: str
+) -> None:
+    device = replace(FOUR.device, host_bandwidth=link, host_memory_bandwidth=host)
+    found = offload_seconds(device, Offloaded(name), num_bytes, "float32")
+    moved = 3 * num_bytes + 2 * optimizer_state_bytes(name, num_bytes // 4)
+    on_device = moved / device.memory_bandwidth
+    stages = [2 * num_bytes / link, moved / host, num_bytes / link]
+    if name in ELEMENTWISE:
+        assert found == pytest.approx(max(0.0, max(stages) - on_device), rel=1e-9, abs=1e-15)
+    # no less than nothing, no more than one stage behind the other, and more for more
+    assert 0 <= found <= sum(stages) * (1 + 1e-9)
+    assert offload_seconds(device, Offloaded(name), 2 * num_bytes, "float32") >= found
+    slower = replace(device, host_bandwidth=link / 2)
+    assert offload_seconds(slower, Offloaded(name), num_bytes, "float32") >= found
+    # parameters of one dtype add up to what they cost together
+    if name != "adafactor":
+        twice = offload_seconds(device, Offloaded(name), 2 * num_bytes, "float32")
+        assert twice == pytest.approx(2 * found, rel=1e-9)
+
+
+def test_what_is_priced_bucket_by_bucket_runs_so() -> None:
+    assert {kind.__name__.lower() for kind in local_step._ELEMENTWISE} == ELEMENTWISE
 
 
 def test_the_plan_says_so_and_keeps_it(traced: Any, tmp_path: Path) -> None:
@@ -292,14 +332,21 @@ def test_states_leave_the_device() -> None:
 
 
 def states_on_cuda(rank: int) -> bool:
+    local_step._BUCKET_BYTES = 256
     torch.cuda.set_device(0)
     mesh = init_device_mesh("cuda", (1,))
-    model = hw.Mlp()
     batch = {k: v.cuda() for k, v in hw.vectors().items()}
-    module = autopar.parallelize(model, mesh, batch, constraints={"offload": "optimizer"})
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-    for _ in range(2):
-        module.train_step(**batch)
-        optimizer.step()
+    found = []
+    for offload in ("none", "optimizer"):
+        torch.manual_seed(0)
+        wanted = {"offload": offload}
+        module = autopar.parallelize(hw.Mlp(), mesh, batch, constraints=wanted)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        for _ in range(3):
+            module.train_step(**batch)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([whole(p.detach()) for p in module.parameters()])
+    torch.testing.assert_close(*found)
     values = [v for state in optimizer.state.values() for v in state.values()]
     return all(v.to_local().device.type == "cpu" for v in values if hasattr(v, "to_local"))

@@ -24,6 +24,7 @@ __all__ = [
     "ScheduledOp",
     "dtype_bytes",
     "levels",
+    "optimizer_name",
     "optimizer_state_bytes",
     "peak_bytes",
 ]
@@ -222,6 +223,11 @@ def optimizer_state_bytes(
         )
         count = 2
     return count * numel * dtype_bytes(dtype)
+
+
+def optimizer_name(optimizer: object) -> str:
+    """Lower-case name of an optimizer, given as for `optimizer_state_bytes`."""
+    return _optimizer_name(optimizer)[0]
 
 
 def _optimizer_name(optimizer: object) -> tuple[str, dict[str, object]]:
