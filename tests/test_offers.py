@@ -119,12 +119,14 @@ def test_a_shape_is_given_up_only_where_its_plan_is_of_no_use(
     with pytest.raises(Stopped) as slow:
         planner().plan(shape, free=True, below_s=bounds[0] * 0.99)
     assert slow.value.least_s == bounds[0]
-    assert not slow.value.peak_bytes
-    peak = whole.predicted.peak_memory_bytes
+    assert not slow.value.kinds
+    assert whole.pipeline is not None
+    peaks, peak = whole.pipeline.peaks, whole.predicted.peak_memory_bytes
     assert planner(peak).plan(shape, free=True, below_s=math.inf).predicted == whole.predicted
     with pytest.raises(Stopped) as large:
         planner(peak - 1).plan(shape, free=True, below_s=math.inf)
-    assert large.value.peak_bytes
+    assert sum(large.value.kinds.values()) == peak
+    assert large.value.rank == peaks.index(peak)
 
 
 def test_a_pinned_recomputation_is_planned_for_each_schedule() -> None:
