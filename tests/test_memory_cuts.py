@@ -77,6 +77,7 @@ def test_the_best_cut_that_fits_is_found() -> None:
     assert plan.predicted.step_time_s <= min(best.values()) * 1.001
 
 
+@pytest.mark.slow
 def test_what_would_be_recomputed_goes_elsewhere_where_that_is_faster() -> None:
     """The plan is no slower than with the cuts of time alone, and the best cuts are near."""
     free = planned()
