@@ -27,7 +27,7 @@ from autopar.pipeline_shapes import Shapes
 from autopar.pipeline_stages import Stopped
 from autopar.scheduling import scheduled
 from autopar.solver.fit import UNLIMITED
-from autopar.solver.memory_cuts import RECOMPUTED, RankBytes
+from autopar.solver.memory_cuts import RECOMPUTED, RankBytes, cuts_within
 from autopar.solver.offers import Offers
 from autopar.solver.pipeline_shape import PipelineShape
 from autopar.solver.solve import solve
@@ -199,10 +199,12 @@ class _Search:
         self, shape: PipelineShape, first: Plan, limit_s: float, shapes: Shapes
     ) -> Plan:
         """The plan of a shape, or that with the schedule that promises most, if that is faster."""
-        others = list(shapes.schedules(self._cut(shape)))
+        others = list(shapes.schedules(shape))
         if first.pipeline is None or not others:
             return first
-        promised = {s: _on_the_clock(s, first) for s in (shape, *others)}
+        cuts = first.pipeline.cuts  # which two chunks a rank do not share
+        same = (replace(s, cuts=cuts) if s.chunks == shape.chunks else s for s in (shape, *others))
+        promised = {s: _on_the_clock(s, first) for s in same}
         (now_s,) = (t for s, t in promised.items() if s.schedule == first.pipeline.schedule)
         least = min(promised, key=promised.__getitem__)
         hoped_s = _seconds(first) - (now_s - promised[least])
@@ -229,10 +231,10 @@ class _Search:
                 if not stopped.kinds:
                     shapes.settle(shape, f"takes {format_seconds(stopped.least_s)} at least")
                     return None
-                known = self.full.setdefault(shape, {})
-                run = self.planner.run_of(stopped.cuts, stopped.rank)
-                known[stopped.rank] = RankBytes.of(run, stopped.kinds, sum(stopped.kinds.values()))
                 peak_bytes = sum(stopped.kinds.values())
+                run = self.planner.work.run_of(stopped.cuts, stopped.rank)
+                known = self.full.setdefault(shape, {})
+                known[stopped.rank] = RankBytes.of(run, stopped.kinds, peak_bytes)
             except (ConstraintError, InfeasiblePlanError) as error:
                 shapes.impossible(shape, error)
                 return None
@@ -250,7 +252,8 @@ class _Search:
         if shape.size == 1 or len(tried) == _RECUTS:
             return False
         sure = int(self.limit * (1 - _SPARE))
-        found = self.planner.cuts_within(shape, self.full[shape], sure, recompute=0.0)
+        work, turn = self.planner.work, self.planner.turn(shape)
+        found = cuts_within(work, shape, turn, self.full[shape], sure, recompute=0.0)
         if found is None or found[1] in tried:
             return False
         self.cuts[shape] = [*tried, found[1]]
@@ -313,9 +316,9 @@ class _Search:
             return found
         free = self.planner.plan(shape, free=True)
         assert free.pipeline is not None
-        cuts = free.pipeline.cuts
+        cuts, work = free.pipeline.cuts, self.planner.work
         known = {
-            rank: RankBytes.of(self.planner.run_of(cuts, rank), part.predicted.memory, peak)
+            rank: RankBytes.of(work.run_of(cuts, rank), part.predicted.memory, peak)
             for rank, (part, peak) in enumerate(
                 zip(free.pipeline.stages, free.pipeline.peaks, strict=True)
             )
@@ -324,9 +327,10 @@ class _Search:
         refused: dict[int, tuple[int, int]] = {}
         for _ in range(_RECUTS):
             if error is not None and error.stage is not None:
-                refused[error.stage] = self.planner.run_of(cuts, error.stage)
-            other = self.planner.cuts_within(
-                shape, known, self.limit, recompute=share, refused=refused
+                refused[error.stage] = work.run_of(cuts, error.stage)
+            turn = self.planner.turn(shape)
+            other = cuts_within(
+                work, shape, turn, known, self.limit, recompute=share, refused=refused
             )
             if other is None or other[0] >= _seconds(found) or other[1] == cuts:
                 break

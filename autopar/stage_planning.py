@@ -10,7 +10,7 @@ solved once. The schedule then runs on the clock (`cost_model/pipeline.py`).
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.codegen.microbatch import Microbatch, localise
@@ -18,7 +18,6 @@ from autopar.codegen.stages import Staged, cut_body
 from autopar.core.block_kinds import pinned_kinds, pins_among
 from autopar.core.blocks import Blocks
 from autopar.core.constraints import Constraints, assign_mesh
-from autopar.core.flights import flights
 from autopar.core.folding import every_instance
 from autopar.core.graph import TracedModel
 from autopar.core.placement import Layout
@@ -30,7 +29,6 @@ from autopar.pipeline_stages import Pipeliner
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.floor import Floors
 from autopar.solver.ideal import BlockWork
-from autopar.solver.memory_cuts import RankBytes, cuts_within
 from autopar.solver.microbatch import split_in_time
 from autopar.solver.offers import Offers
 from autopar.solver.pins import with_roles
@@ -112,44 +110,6 @@ class StagePlanner:
                 f"{shape.chunks} are {shape.num_stages}"
             )
         return Pipeliner(self, shape, cuts, cluster, orders, free, below_s).run(time)
-
-    def cuts_within(
-        self,
-        shape: PipelineShape,
-        known: Mapping[int, RankBytes],
-        limit: int,
-        *,
-        recompute: float,
-        refused: Mapping[int, tuple[int, int]] | None = None,
-    ) -> tuple[float, tuple[str, ...]] | None:
-        """About the seconds of a pipeline whose ranks fit a limit, and its cuts, if there are.
-
-        Args:
-            shape: of the pipeline, with one stage a rank.
-            known: what some ranks hold.
-            limit: bytes per device.
-            recompute: share of what ranks hold beside their states that recomputation can free.
-            refused: of some ranks, a run of blocks that they cannot hold all the same.
-        """
-        orders = actions(shape.schedule, shape.size, shape.microbatches)
-        flying = [flight.microbatches for flight in flights(orders)]
-        turn = self.turn(shape)
-        return cuts_within(
-            self.work,
-            shape,
-            turn,
-            flying,
-            known,
-            limit,
-            recompute=recompute,
-            refused=refused,
-        )
-
-    def run_of(self, cuts: Sequence[str], rank: int) -> tuple[int, int]:
-        """First block, and the one behind the last, of a rank with one stage."""
-        names = self.work.names
-        ends = [0, *(names.index(cut) for cut in cuts), len(names)]
-        return ends[rank], ends[rank + 1]
 
     def rank_cluster(self, size: int) -> Cluster:
         """The devices of one of so many pipeline ranks.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +311,11 @@ def test_a_shard_costs_its_slowest_stage(
 
 def test_what_is_priced_bucket_by_bucket_runs_so() -> None:
     assert {kind.__name__.lower() for kind in local_step._ELEMENTWISE} == ELEMENTWISE
+
+
+def test_the_plan_names_an_optimizer_that_is_given_as_a_partial(traced: Any) -> None:
+    plan = solve(traced, FOUR, optimizer=partial(torch.optim.SGD, momentum=0.9))
+    assert plan.optimizer == "sgd"
 
 
 def test_the_plan_says_so_and_keeps_it(traced: Any, tmp_path: Path) -> None:

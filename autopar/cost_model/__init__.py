@@ -21,6 +21,7 @@ from autopar.cost_model.memory import (
     ScheduledOp,
     dtype_bytes,
     levels,
+    optimizer_name,
     optimizer_state_bytes,
     peak_bytes,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "levels",
     "load_profile",
     "offload_seconds",
+    "optimizer_name",
     "optimizer_state_bytes",
     "peak_bytes",
     "profile_names",

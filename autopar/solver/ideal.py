@@ -13,7 +13,7 @@ both a parameter and an input reach.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -74,8 +74,8 @@ class BlockWork:
         self.held = held
         self.like = np.array([held.index(captured) for _, captured in whole], dtype=int)
         self.count = max(len(held), 1)
-        step, owners = build_step(traced), dict[str, int]()
-        self.groups = self._groups(traced, held, step, owners)
+        step = build_step(traced)
+        self.groups, owners = self._groups(traced, held, step)
         found = np.zeros((2, self.count))
         for value, num_bytes in step.saved.items():
             found[0, owners.get(value[0], 0)] += num_bytes
@@ -85,15 +85,16 @@ class BlockWork:
         self.saved_bytes, self.parameter_bytes = found[:, self.like]
 
     def _groups(
-        self, traced: TracedModel, held: list[Block], step: Step, owners: dict[str, int]
-    ) -> dict[tuple[str, str], list[_Work]]:
-        """Work by kind and dtype; `owners` gets the block of each op."""
+        self, traced: TracedModel, held: list[Block], step: Step
+    ) -> tuple[dict[tuple[str, str], list[_Work]], dict[str, int]]:
+        """Work by kind and dtype, and the block of each op."""
         weighted = dependents(traced, "parameter")
         fed = dependents(traced, "input", "seed")
         sums = set(step.gradients.values())
         number = {f"{b.container}.{b.number}": i for i, b in enumerate(held)}
         nodes = traced.nodes()
         groups: dict[tuple[str, str], list[_Work]] = defaultdict(list)
+        owners: dict[str, int] = {}
         of_module: dict[str, int] = {}  # around the blocks
         current = 0
         for op in step.ops.values():
@@ -126,7 +127,12 @@ class BlockWork:
                     *_traffic(op, fed, sums),
                 )
             )
-        return groups
+        return groups, owners
+
+    def run_of(self, cuts: Sequence[str], stage: int) -> tuple[int, int]:
+        """First block of a stage, and the one behind its last."""
+        ends = [0, *(self.names.index(cut) for cut in cuts), len(self.names)]
+        return ends[stage], ends[stage + 1]
 
     def whole(self) -> Array:
         """Seconds of each block on one device, forward and backward."""

@@ -14,11 +14,13 @@ are (`cuts.py`). It is an estimate, which planning with these cuts confirms or n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.core.flights import flights
+from autopar.core.schedule import actions
 from autopar.solver.ideal import BlockWork
 from autopar.solver.pipeline_shape import PipelineShape, Turn, cuts_that_fit
 from autopar.solver.problem import Array
@@ -54,7 +56,6 @@ def cuts_within(
     work: BlockWork,
     shape: PipelineShape,
     turn: Turn,
-    flying: Sequence[int],
     known: Mapping[int, RankBytes],
     limit: int,
     *,
@@ -67,13 +68,14 @@ def cuts_within(
         work: of the blocks.
         shape: of the pipeline, with one stage a rank.
         turn: least seconds of the blocks.
-        flying: microbatches in flight on each rank.
         known: what some ranks hold.
         limit: bytes per device.
         recompute: share of what ranks hold beside their states that recomputation can free.
         refused: of some ranks, a run of blocks (first, end) that they cannot hold all the same.
     """
     parameters, saved = _runs(work.parameter_bytes), _runs(work.saved_bytes)
+    orders = actions(shape.schedule, shape.size, shape.microbatches)
+    flying = [flight.microbatches for flight in flights(orders)]
     over: list[Array] = []
     for rank, waiting in enumerate(flying):
         near = min(known, key=lambda q: (abs(q - rank), q))

@@ -288,7 +288,7 @@ def _balanced(
     if turn is None or shape.chunks > 1:
         short = runs_of(work.whole() if turn is None else turn.step)
         return 0.0, least_cuts([short] * count, short, work.joint)[1]
-    found = cuts_that_fit(work, shape, turn, [np.zeros((1, 1))] * count)
+    found = cuts_that_fit(work, shape, turn, [np.zeros([len(turn.step) + 1] * 2)] * count)
     assert found is not None
     return found
 
@@ -313,7 +313,10 @@ def cuts_that_fit(
     any_of = replace(shape, schedule=schedule)
     short, total = runs_of(turn.step), _before(turn.forward)
     forward = np.maximum(0.0, total[None, :] - total[:, None])
-    more = [np.where(np.isinf(a), a, a * forward) * shape.microbatches for a in again]
+    more = [
+        np.multiply(a, shape.microbatches * forward, out=a.copy(), where=np.isfinite(a))
+        for a in again
+    ]
     found: list[tuple[float, list[int]]] = []
     for ranks in ([short] * shape.size, _ranks(any_of, turn, 0.0)):
         least, starts = least_cuts(
@@ -321,9 +324,7 @@ def cuts_that_fit(
         )
         if math.isfinite(least):
             runs = zip([0, *starts], [*starts, len(turn.step)], strict=True)
-            shares = [
-                float(a[run]) if a.size > 1 else 0.0 for a, run in zip(again, runs, strict=True)
-            ]
+            shares = [float(a[run]) for a, run in zip(again, runs, strict=True)]
             found.append((_on_the_clock(any_of, turn, starts, shares), starts))
     return min(found, default=None)
 

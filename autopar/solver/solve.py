@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from autopar.core.block_kinds import Checkpoint
 from autopar.core.constraints import Constraints, assign_mesh
@@ -19,6 +19,7 @@ from autopar.cost_model import (
     Offloaded,
     can_offload,
     offload_seconds,
+    optimizer_name,
     optimizer_state_bytes,
 )
 from autopar.errors import ConstraintError
@@ -269,7 +270,7 @@ def _as_plan(
         ),
         constraints=wanted.to_dict(),
         memory_limit_bytes=limit,
-        optimizer=optimizer if isinstance(optimizer, str) else _name(optimizer),
+        optimizer=optimizer if isinstance(optimizer, str) else optimizer_name(optimizer),
         checkpoint=found.checkpoint,
         offload="optimizer" if isinstance(found.search.optimizer, Offloaded) else "none",
         repeats=traced.repeats,
@@ -299,8 +300,3 @@ def _predicted(found: Variant, fit: Fit) -> Prediction:
         host_bytes=price.host_bytes,
         held=price.footprint.held(),
     )
-
-
-def _name(optimizer: Any) -> str:
-    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
-    return kind.__name__.lower()
