@@ -141,7 +141,9 @@ class Planner:
         passes: Collection[str] | None = None,
         fusion: Fusion | None = None,
     ) -> None:
-        self.passes = check_passes(passes)
+        # Inductor has a pass of its own for that, and takes no op that writes to its operand
+        without = {"in_place"} if backend == "inductor" else set()
+        self.passes = tuple(name for name in check_passes(passes) if name not in without)
         self.fusion = fusion or Fusion.parse(None, torch.device(mesh.device_type))
         self.model = model
         self.mesh = mesh

@@ -67,7 +67,7 @@ class Traffic(TorchDispatchMode):
         size = self.sizes[axis]
         x = args[0]
         num_bytes = x.numel() * x.element_size()
-        if func is c10d.all_reduce.default:
+        if func in (c10d.all_reduce.default, c10d.all_reduce_.default):
             kind = "all_reduce"
         elif func is c10d.all_gather_into_tensor.default:
             kind, num_bytes = "all_gather", num_bytes * size

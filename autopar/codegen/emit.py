@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from autopar.codegen.builder import Builder
 from autopar.codegen.fusion import Fusion, fuse
 from autopar.codegen.lowering import LocalCall, lower
 from autopar.codegen.partition import split_phases
-from autopar.codegen.passes import check_passes, run_passes
+from autopar.codegen.passes import check_passes, run_last_passes, run_passes
 from autopar.codegen.redistribute import emit_redistribution
 from autopar.core.blocks import Block, Blocks
 from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info, resolve
@@ -117,7 +117,7 @@ def emit(
     device = torch.device(device)
     chosen = Fusion.parse(fusion, device)
     emitter = _Emitter(traced, plan, coords, group_names, device, chosen)
-    return _passed(emitter.run(passes), plan, coords, group_names)
+    return emitter.run(passes)
 
 
 def check_traffic(found: tuple[CommBytes, ...], plan: Plan) -> None:
@@ -127,23 +127,6 @@ def check_traffic(found: tuple[CommBytes, ...], plan: Plan) -> None:
             f"the emitted program moves {found}, the plan says {plan.predicted.comm_bytes}: this "
             "is a defect of autopar"
         )
-
-
-def _passed(
-    program: Program, plan: Plan, coords: Sequence[int], group_names: Sequence[str] | None
-) -> Program:
-    """The program behind the passes of other packages, which the plan's prediction leaves out."""
-    context = program_pass.PassContext(
-        plan=plan,
-        coords=tuple(coords),
-        group_names=tuple(group_names or axis_group_names(plan.mesh_shape)),
-    )
-    tangents = {spec.node for spec, _ in program.inputs if spec.kind == "tangent"}
-    if not program_pass.run_passes(program.joint.graph, context, tangents):
-        return program
-    program.joint.recompile()
-    forward, backward = split_phases(program.joint.graph, program.num_results, tangents)
-    return replace(program, forward=forward, backward=program.backward and backward)
 
 
 def axis_group_names(mesh_shape: Sequence[int]) -> list[str]:
@@ -205,8 +188,13 @@ class _Emitter:
         graph = run_passes(self.graph, passes, sizes=self.plan.bucket_sizes(), block_of=self._block)
         if self.fusion.kernels:
             fuse(graph, self.fusion, self.builder.fake_mode)
-        joint = fx.GraphModule(torch.nn.Module(), graph)
         tangents = {spec.node for spec, _ in inputs if spec.kind == "tangent"}
+        context = program_pass.PassContext(
+            plan=self.plan, coords=self.builder.coords, group_names=self.builder.group_names
+        )
+        program_pass.run_passes(graph, context, tangents)
+        run_last_passes(graph, passes)
+        joint = fx.GraphModule(torch.nn.Module(), graph)
         forward, backward = split_phases(graph, len(self.results), tangents)
         return Program(
             joint=joint,

@@ -57,8 +57,8 @@ def program_pass(name: str) -> Callable[[ProgramPass], ProgramPass]:
     return register
 
 
-def run_passes(graph: fx.Graph, context: PassContext, tangents: Collection[str]) -> bool:
-    """Run all registered passes on a joint graph, in place; False where there are none.
+def run_passes(graph: fx.Graph, context: PassContext, tangents: Collection[str]) -> None:
+    """Run all registered passes on a joint graph, in place.
 
     Args:
         graph: forward and backward of one rank.
@@ -85,7 +85,6 @@ def run_passes(graph: fx.Graph, context: PassContext, tangents: Collection[str])
                 f"the pass {name!r} ({function.__module__}) changed the inputs of a program, or "
                 f"the shapes or dtypes of its outputs, from {before} to {_interface(graph)}"
             )
-    return bool(_PASSES)
 
 
 def _interface(graph: fx.Graph) -> tuple[list[str], list[str]]:

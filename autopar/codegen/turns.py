@@ -28,7 +28,7 @@ from autopar.codegen.accumulate import accumulated
 from autopar.codegen.emit import _Emitter, check_traffic, count_collectives
 from autopar.codegen.fusion import GENERATED, Fusion, fuse
 from autopar.codegen.partition import EmptiesItsList, copy_part
-from autopar.codegen.passes import check_passes, run_passes
+from autopar.codegen.passes import check_passes, run_last_passes, run_passes
 from autopar.codegen.passes.order import reorder
 from autopar.codegen.redistribute import emit_redistribution
 from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info, resolve
@@ -191,6 +191,7 @@ class _TurnEmitter(_Emitter):
             plan=self.plan, coords=self.builder.coords, group_names=self.builder.group_names
         )
         program_pass.run_passes(graph, context, ())
+        run_last_passes(graph, passes)
         results = next(iter(reversed(graph.nodes))).args[0]
         assert isinstance(results, (list, tuple))
         outputs = tuple(

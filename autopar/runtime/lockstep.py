@@ -43,6 +43,9 @@ def _reduce(values: list[Tensor], op: str) -> Tensor:
 def _run_group(target: Any, args: list[tuple[Any, ...]]) -> list[Tensor]:
     """One collective for the ranks of one group, given the arguments of each."""
     inputs = [a[0] for a in args]
+    if target is c10d.all_reduce_.default:
+        result = _reduce(inputs, args[0][1])
+        return [x.copy_(result) for x in inputs]
     if target is c10d.all_reduce.default:
         result = _reduce(inputs, args[0][1])
         return [result.clone() for _ in inputs]

@@ -7,10 +7,11 @@ bucket      small collectives of one group, kind and dtype become one         `b
 prefetch    parameters of a block are gathered while the one before it runs   `overlap.py`
 early       other collectives are issued as soon as their operand is there    `overlap.py`
 late        waits stand in front of the first reader                          `overlap.py`
+in_place    an all-reduce works in the memory of its operand                  `in_place.py`
 ==========  ================================================================  =============
 
 Each works on the joint graph, alone or with the others, keeps its values, and raises its peak
-memory by no more than it is allowed to.
+memory by no more than it is allowed to. `in_place` runs behind whatever else is done to a graph.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from torch import fx
 
 from autopar.codegen.passes.bucket import bucket
+from autopar.codegen.passes.in_place import reduce_in_place
 from autopar.codegen.passes.lifetimes import Lifetimes
 from autopar.codegen.passes.order import reorder
 from autopar.codegen.passes.overlap import issue_early, prefetch, wait_late
 from autopar.errors import AutoparError
 
-__all__ = ["PASSES", "check_passes", "run_passes"]
+__all__ = ["PASSES", "check_passes", "run_last_passes", "run_passes"]
 
-PASSES = ("bucket", "prefetch", "early", "late")
+PASSES = ("bucket", "prefetch", "early", "late", "in_place")
 """All passes, in order."""
 
 # scratch inside ops is not counted as live, so a moment may hold more than it seems to
@@ -58,7 +60,7 @@ def run_passes(
     spare: int = 0,
     resident: Mapping[str, int] | None = None,
 ) -> fx.Graph:
-    """Run passes over a joint graph.
+    """Run passes over a joint graph, all but those of `run_last_passes`.
 
     Args:
         graph: with fake values; it may be changed.
@@ -92,3 +94,14 @@ def run_passes(
             if resident and Lifetimes(graph, resident).peak_bytes > budget:
                 reorder(graph, before)
     return graph
+
+
+def run_last_passes(graph: fx.Graph, names: Collection[str] | None) -> None:
+    """Run, in place, the passes behind which nothing may move a node.
+
+    Args:
+        graph: joint graph behind all other passes, fusion and passes of other packages.
+        names: out of `PASSES`; None for all.
+    """
+    if "in_place" in check_passes(names):
+        reduce_in_place(graph)

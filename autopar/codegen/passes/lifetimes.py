@@ -1,8 +1,8 @@
 """What is live while a graph runs, from the storages of its fake values.
 
 A storage is live from the node that creates it to the last reader of any of its views. A collective
-holds what it sends until the wait for it, save an all-reduce, which works on a copy. Placeholders
-are the caller's and count nothing.
+holds what it sends until the wait for it, save an all-reduce, which works on a copy or in place.
+Placeholders are the caller's and count nothing.
 """
 
 from __future__ import annotations

@@ -1,0 +1,95 @@
+"""All-reduces in place: where they may, and that nothing reads what they overwrite."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.codegen.builder import Builder
+from autopar.codegen.passes import run_last_passes
+from autopar.codegen.passes.lifetimes import Lifetimes
+from autopar.runtime.lockstep import run_lockstep
+
+aten = torch.ops.aten
+IN_PLACE = torch.ops._c10d_functional.all_reduce_.default
+
+
+def program(case: str) -> fx.Graph:
+    """A sum over two ranks of 3·x, and what else reads 3·x."""
+    graph = fx.Graph()
+    with FakeTensorMode() as mode:
+        builder = Builder(
+            graph,
+            mesh_shape=(2,),
+            coords=(0,),
+            group_names=("axis0",),
+            fake_mode=mode,
+            device=torch.device("cpu"),
+        )
+        x = graph.placeholder("x")
+        x.meta["val"] = torch.empty(4, 6, dtype=torch.float64)
+    builder.phase = "forward"
+    made = builder.call(aten.mul.Tensor, x, 3.0)
+    read = {
+        "alone": lambda: made,
+        "of a view": lambda: builder.call(aten.reshape.default, made, [24]),
+        "of the caller": lambda: x,
+        "read before": lambda: made,
+        "read behind": lambda: made,
+        "a view read behind": lambda: builder.call(aten.reshape.default, made, [24]),
+        "of another phase": lambda: made,
+        "chained": lambda: builder.all_reduce(made, 0),
+    }[case]()
+    results = []
+    if case == "read before":
+        results.append(builder.call(aten.sin.default, made))
+    if case == "of another phase":
+        builder.phase = "backward"
+    results.append(builder.all_reduce(read, 0))
+    if case in ("read behind", "a view read behind"):
+        results.append(builder.call(aten.sin.default, made))
+    graph.output(tuple(results))
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("case", "count"),
+    [
+        ("alone", 1),
+        ("of a view", 1),
+        ("of the caller", 0),
+        ("read before", 1),
+        ("read behind", 0),
+        ("a view read behind", 0),
+        ("of another phase", 0),
+        ("chained", 2),
+    ],
+)
+def test_only_what_nobody_reads_any_more_is_overwritten(case: str, count: int) -> None:
+    plain, changed = program(case), program(case)
+    run_last_passes(changed, None)
+    assert sum(node.target is IN_PLACE for node in changed.nodes) == count
+    given = [torch.rand(4, 6, dtype=torch.float64) for _ in range(2)]
+
+    def run(graph: fx.Graph) -> tuple[list[Tensor], list[Tensor]]:
+        fed = [x.clone() for x in given]
+        rows = run_lockstep([graph, graph], [[x] for x in fed], (2,))
+        return [value for row in rows for value in row], fed
+
+    (expected, _), (found, fed) = run(plain), run(changed)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(fed, given, strict=True):
+        assert torch.equal(a, b)  # the caller's values are as they were
+    if count:
+        assert Lifetimes(changed).peak_bytes < Lifetimes(plain).peak_bytes
+    else:
+        assert Lifetimes(changed).peak_bytes == Lifetimes(plain).peak_bytes
+
+
+def test_the_pass_can_be_left_out() -> None:
+    graph = program("alone")
+    run_last_passes(graph, ["bucket", "late"])
+    assert not any(node.target is IN_PLACE for node in graph.nodes)
