@@ -25,7 +25,8 @@ from autopar.planning import Planner, check_emitted, solved, traced_for
 from autopar.runtime.agree import agree
 from autopar.runtime.compiled_step import input_signature
 from autopar.runtime.inductor import check_backend
-from autopar.runtime.module import ParallelModule, StateName
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.names import names_of
 from autopar.runtime.optimizers import guard_optimizers
 from autopar.runtime.pipeline_mesh import own_plan
 from autopar.runtime.state import check_devices, materialize
@@ -182,7 +183,7 @@ def parallelize(
         parameters, buffers = materialize(model, chosen, planned, tuple(coords), init_weights, base)
         return planned, parameters, buffers
 
-    module = ParallelModule(planner.compile, mesh, create, _names(model), base)
+    module = ParallelModule(planner.compile, mesh, create, names_of(model), base)
     module.train(model.training)
     if example_inputs is not None:
         args, kwargs = normalize_inputs(example_inputs)
@@ -275,22 +276,3 @@ def _check_precision(given: Plan | None, precision: str | None, reduce_dtype: st
             f"the plan computes in {given.precision}, not in {precision}: plan again, or leave "
             "precision= out"
         )
-
-
-def _names(model: nn.Module) -> tuple[StateName, ...]:
-    """Every FQN of the model's state in its order, tied ones too."""
-    transient = {
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules(remove_duplicate=False)
-        for name in module._non_persistent_buffers_set
-    }
-    owners: dict[int, str] = {}
-    return tuple(
-        StateName(
-            name=name, owner=owners.setdefault(id(tensor), name), persistent=name not in transient
-        )
-        for name, tensor in (
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        )
-    )

@@ -41,13 +41,13 @@ from autopar.cost_model.compute import OpCost
 from autopar.cost_model.measure import (
     measure_collectives,
     measure_profile,
-    median_seconds,
     write_profile,
 )
 from autopar.cost_model.memory import dtype_bytes
 from autopar.cost_model.probes import held_out_probes
 from autopar.cost_model.ranks import on_ranks
 from autopar.cost_model.simulator import simulate
+from autopar.cost_model.timing import median_seconds
 from benchmarks.contenders import Contender
 from benchmarks.models import build
 

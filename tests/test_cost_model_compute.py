@@ -17,8 +17,8 @@ from autopar.cost_model import (
     profile_names,
 )
 from autopar.cost_model.compute import OP_CLASSES
-from autopar.cost_model.measure import fit_line
 from autopar.cost_model.profile import Efficiency, dtype_name
+from autopar.cost_model.timing import fit_line
 
 _DEVICES = [load_profile(name).device for name in profile_names()]
 _flops = st.floats(0, 1e18)

@@ -25,8 +25,9 @@ from autopar.cost_model import (
     load_profile,
 )
 from autopar.cost_model.compute import OP_CLASSES
-from autopar.cost_model.measure import Sample, _curves, _link, fit_line, measure_profile
+from autopar.cost_model.measure import Sample, _curves, _link, measure_profile
 from autopar.cost_model.ranks import on_ranks
+from autopar.cost_model.timing import fit_line
 from autopar.cost_model.toml_text import to_toml
 
 BASE = load_profile("cpu-gloo")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from autopar.cost_model.measure import median_seconds
+from autopar.cost_model.timing import median_seconds
 
 __all__ = ["OpDatabase"]
 

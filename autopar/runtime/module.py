@@ -8,7 +8,6 @@ checkpoints are used as in single-device code.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from autopar.runtime.data import ShardedLoader
 from autopar.runtime.gradients import clip_gradients
 from autopar.runtime.local_step import step_on_shares
 from autopar.runtime.lost import beat, naming_lost_ranks
+from autopar.runtime.names import StateName, owner_of, register
 from autopar.runtime.offload import offload
 from autopar.runtime.pipeline import PipelinedStep
 from autopar.runtime.plain_state import has_plain, load_plain
@@ -40,16 +40,7 @@ from autopar.runtime.state import to_dtensor
 if TYPE_CHECKING:
     from autopar.runtime.checkpoint import SaveHandle
 
-__all__ = ["ParallelModule", "StateName"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateName:
-    """One FQN of the model's state: the FQN that owns its tensor, and whether it is saved."""
-
-    name: str
-    owner: str
-    persistent: bool
+__all__ = ["ParallelModule"]
 
 
 Compile = Callable[[Any, Any, bool, bool], "CompiledStep | PipelinedStep"]
@@ -107,7 +98,7 @@ class ParallelModule(nn.Module):
         # a rank of a pipeline has the parameters of its stages
         self._names = tuple(entry for entry in self._names if entry.owner in values)
         for entry in self._names:
-            _register(self, entry.name, values[entry.owner], entry.persistent)
+            register(self, entry.name, values[entry.owner], entry.persistent)
         self._parameter_order = list(parameters)
         if isinstance(step, PipelinedStep):
             step.warn_of_dropped_outputs()
@@ -127,7 +118,7 @@ class ParallelModule(nn.Module):
             self._reserved[name] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
         for entry in self._names:
             if entry.owner in self._reserved:
-                _register(self, entry.name, self._reserved[entry.owner], entry.persistent)
+                register(self, entry.name, self._reserved[entry.owner], entry.persistent)
 
     @property
     def plan(self) -> Plan:
@@ -185,15 +176,8 @@ class ParallelModule(nn.Module):
         return found
 
     def _owner(self, name: str) -> tuple[nn.Module, str]:
-        # not by attributes: a model may have a child of the name of something here
         if name not in self._owners:
-            *parents, leaf = name.split(".")
-            owner: nn.Module = self
-            for parent in parents:
-                child = owner._modules[parent]
-                assert child is not None
-                owner = child
-            self._owners[name] = owner, leaf
+            self._owners[name] = owner_of(self, name)
         return self._owners[name]
 
     def saved_tensors(self) -> dict[str, Tensor]:
@@ -409,22 +393,3 @@ class ParallelModule(nn.Module):
                 self.install(step, signature)
             self._steps[signature] = step
         return self._steps[signature]
-
-
-def _register(root: nn.Module, path: str, value: Tensor, persistent: bool) -> None:
-    """Put a parameter or buffer at a dotted path, making plain modules on the way."""
-    *parents, leaf = path.split(".")
-    module = root
-    for name in parents:
-        child = module._modules.get(name)
-        if child is None:
-            child = nn.Module()
-            module._modules[name] = child
-        module = child
-    # not by torch's functions, which refuse a name that `ParallelModule` has an attribute of
-    if isinstance(value, nn.Parameter):
-        module._parameters[leaf] = value
-        return
-    module._buffers[leaf] = value
-    if not persistent:
-        module._non_persistent_buffers_set.add(leaf)

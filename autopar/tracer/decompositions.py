@@ -30,30 +30,22 @@ from autopar.tracer.formulas import (
     vdot,
     weight_norm,
 )
+from autopar.tracer.randomness import (
+    RandomContext,
+    bernoulli,
+    dropout,
+    feature_dropout,
+    native_dropout,
+    rand,
+    rand_like,
+    randn,
+    randn_like,
+)
 
-__all__ = ["REPLACEMENTS", "RandomContext", "decomposition_table"]
+__all__ = ["REPLACEMENTS", "decomposition_table", "token_loss"]
 
 aten = torch.ops.aten
 _LETTERS = "abcdefghijlmopqrsuvwxyz"  # k, n and t are kept for weights
-
-
-class RandomContext:
-    """The seed input of the graph and a running number for each random op in it."""
-
-    def __init__(self, seed: Tensor) -> None:
-        self.seed = seed
-        self._next = 0
-        self.used = False
-
-    def salt(self) -> int:
-        self._next += 1
-        self.used = True
-        return self._next
-
-    def uniform(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        size = list(shape)
-        return ops.uniform(self.seed, self.salt(), size, size, [0] * len(size), dtype)
-
 
 Replacement = Callable[..., Any]
 
@@ -112,28 +104,6 @@ def _einsum(rng: RandomContext, equation: str, tensors: list[Tensor], *, path: A
     return torch.einsum(equation, *tensors)
 
 
-def _dropout(rng: RandomContext, x: Tensor, p: float, train: bool) -> Tensor:
-    if not train or p == 0.0:
-        return x
-    size = list(x.shape)
-    return ops.dropout(x, p, rng.seed, rng.salt(), size, [0] * len(size))
-
-
-def _native_dropout(
-    rng: RandomContext, x: Tensor, p: float, train: bool | None
-) -> tuple[Tensor, Tensor]:
-    """The mask is only for ATen's own backward, which autopar's dropout does not use."""
-    return _dropout(rng, x, p, train is not False), torch.ones_like(x, dtype=torch.bool)
-
-
-def _feature_dropout(rng: RandomContext, x: Tensor, p: float, train: bool) -> Tensor:
-    if not train or p == 0.0:
-        return x
-    shape = [*x.shape[:2], *([1] * (x.dim() - 2))]
-    keep = (rng.uniform(shape, torch.float64) >= p).to(x.dtype)
-    return x * keep / (1.0 - p) if p < 1.0 else x * 0.0
-
-
 def _sdpa(
     rng: RandomContext,
     q: Tensor,
@@ -165,7 +135,7 @@ def _sdpa(
     elif attn_mask is not None:
         scores = scores + attn_mask
     weights = torch.softmax(scores, dim=-1)
-    return _matmul(rng, _dropout(rng, weights, dropout_p, True), v)
+    return _matmul(rng, dropout(rng, weights, dropout_p, True), v)
 
 
 def _cross_entropy(
@@ -199,33 +169,6 @@ def token_loss(logits: Tensor, target: Tensor, reduction: int, ignore_index: int
         return nll
     total = nll.sum()
     return total if reduction == 2 else total / (target != ignore_index).sum().to(nll.dtype)
-
-
-def _rand_like(rng: RandomContext, x: Tensor, **options: Any) -> Tensor:
-    return rng.uniform(x.shape, options.get("dtype") or x.dtype)
-
-
-def _rand(rng: RandomContext, size: Sequence[int], **options: Any) -> Tensor:
-    return rng.uniform(size, options.get("dtype") or torch.get_default_dtype())
-
-
-def _normal(rng: RandomContext, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Box-Muller transform of two uniforms."""
-    radius = torch.sqrt(-2.0 * torch.log1p(-rng.uniform(size, torch.float64)))
-    angle = 2.0 * math.pi * rng.uniform(size, torch.float64)
-    return (radius * torch.cos(angle)).to(dtype)
-
-
-def _randn(rng: RandomContext, size: Sequence[int], **options: Any) -> Tensor:
-    return _normal(rng, size, options.get("dtype") or torch.get_default_dtype())
-
-
-def _randn_like(rng: RandomContext, x: Tensor, **options: Any) -> Tensor:
-    return _normal(rng, x.shape, options.get("dtype") or x.dtype)
-
-
-def _bernoulli(rng: RandomContext, x: Tensor, p: float | None = None, **options: Any) -> Tensor:
-    return (rng.uniform(x.shape, torch.float64) < (x if p is None else p)).to(x.dtype)
 
 
 def _rms_norm(
@@ -290,17 +233,17 @@ REPLACEMENTS: Mapping[Any, Replacement] = {
     aten.mm.default: _mm,
     aten.bmm.default: _bmm,
     aten.einsum.default: _einsum,
-    aten.dropout.default: _dropout,
-    aten.native_dropout.default: _native_dropout,
-    aten.feature_dropout.default: _feature_dropout,
+    aten.dropout.default: dropout,
+    aten.native_dropout.default: native_dropout,
+    aten.feature_dropout.default: feature_dropout,
     aten.scaled_dot_product_attention.default: _sdpa,
     aten.cross_entropy_loss.default: _cross_entropy,
-    aten.rand_like.default: _rand_like,
-    aten.rand.default: _rand,
-    aten.randn.default: _randn,
-    aten.randn_like.default: _randn_like,
-    aten.bernoulli.default: _bernoulli,
-    aten.bernoulli.p: _bernoulli,
+    aten.rand_like.default: rand_like,
+    aten.rand.default: rand,
+    aten.randn.default: randn,
+    aten.randn_like.default: randn_like,
+    aten.bernoulli.default: bernoulli,
+    aten.bernoulli.p: bernoulli,
     aten.rms_norm.default: _rms_norm,
     aten.addbmm.default: addbmm,
     aten.histc.default: histc,

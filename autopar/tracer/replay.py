@@ -11,10 +11,11 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from autopar.errors import TraceError
-from autopar.tracer.decompositions import REPLACEMENTS, RandomContext
+from autopar.tracer.decompositions import REPLACEMENTS
 from autopar.tracer.diagnose import user_line
 from autopar.tracer.functions import FunctionCalls, custom_function
 from autopar.tracer.no_grad import runs_without_grad
+from autopar.tracer.randomness import RandomContext
 
 __all__ = ["Mark", "Replay", "last_node"]
 

@@ -31,7 +31,7 @@ from autopar.tracer.cleanup import (
     renamed_outputs,
     tied_parameters,
 )
-from autopar.tracer.decompositions import REPLACEMENTS, RandomContext, decomposition_table
+from autopar.tracer.decompositions import REPLACEMENTS, decomposition_table
 from autopar.tracer.diagnose import (
     refuse_hooks,
     refuse_random,
@@ -43,6 +43,7 @@ from autopar.tracer.functional import remove_mutations
 from autopar.tracer.functions import FunctionCalls
 from autopar.tracer.origins import note_phases, origins
 from autopar.tracer.precision import cast_gradients, cast_last, lift_casts, low_dtype, sum_dtype
+from autopar.tracer.randomness import RandomContext
 from autopar.tracer.replay import Mark, Replay, last_node
 from autopar.tracer.rewrites import invert_permutations, prepare_graph
 from autopar.tracer.signature import check_no_input_mutation, input_specs

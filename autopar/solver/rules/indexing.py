@@ -1,4 +1,4 @@
-"""Slicing, joining, padding and indexing.
+"""Indexing by tensors.
 
 Dims that an op does not touch may be sharded. Where it adds into a result, several ranks may add
 their share into a Partial. Ops whose winner is undefined for repeated indices pass no Partial:
@@ -13,185 +13,12 @@ import torch
 
 from autopar.core.placement import Partial, Placement, Replicate, Shard
 from autopar.core.strategy import AxisStrategy, OpCall
-from autopar.solver.rules.dims import Names, dim_names, one_dim, without
+from autopar.solver.rules.dims import Names, dim_names, without
 from autopar.solver.rules.labels import by_labels, linear_rows, replicated_row
 from autopar.solver.rules.registry import rule
+from autopar.solver.rules.slicing import dim_of
 
 aten = torch.ops.aten
-
-
-def _moved(
-    call: OpCall, inputs: Sequence[str | None], outputs: Sequence[str | None]
-) -> list[AxisStrategy]:
-    """Rows of an op with one operand, linear in it."""
-    rows = by_labels(call, [inputs], [outputs for _ in call.outputs])
-    return rows + linear_rows(call, [(0,)])
-
-
-def _dim(call: OpCall, position: int, default: int = 0) -> int:
-    """The dim argument, counted from the front."""
-    return one_dim(call.arg(position, "dim", default), len(call.operands[0].shape))
-
-
-# --- parts of a tensor ------------------------------------------------------------------------
-def _aligned_run(whole: int, start: int, length: int, step: int) -> int:
-    """Into how many runs a slice cuts its dim, if it is one of equal runs; else 0."""
-    if step != 1 or not length or whole % length or start % length:
-        return 0
-    return whole // length
-
-
-def _slice_start(start: int | None, whole: int) -> int:
-    if start is None:
-        return 0
-    return min(max(start + whole if start < 0 else start, 0), whole)
-
-
-@rule(aten.slice.Tensor)
-def slice_rule(call: OpCall) -> list[AxisStrategy]:
-    """One of `k` equal runs (Q of a fused QKV) may also be cut out of each of `k` shards."""
-    dim, source, result = _dim(call, 1), call.operands[0].shape, call.outputs[0].shape
-    names = dim_names(call.operands[0], () if source == result else {dim})
-    rows = _moved(call, names, names)
-    start = _slice_start(call.arg(2, "start"), source[dim])
-    runs = _aligned_run(source[dim], start, result[dim], call.arg(4, "step", 1))
-    if runs > 1:
-        rows.append(AxisStrategy((Shard(dim, runs),), (Shard(dim),)))
-    return rows
-
-
-@rule(aten.slice_backward.default)
-def slice_backward_rule(call: OpCall) -> list[AxisStrategy]:
-    dim, grad, result = _dim(call, 2), call.operands[0].shape, call.outputs[0].shape
-    names = dim_names(call.operands[0], () if grad == result else {dim})
-    rows = _moved(call, names, names)
-    start = _slice_start(call.arg(3, "start"), result[dim])
-    runs = _aligned_run(result[dim], start, grad[dim], call.arg(5, "step", 1))
-    if runs > 1:
-        rows.append(AxisStrategy((Shard(dim),), (Shard(dim, runs),)))
-    return rows
-
-
-@rule(aten.slice_scatter.default)
-def slice_scatter_rule(call: OpCall) -> list[AxisStrategy]:
-    names = dim_names(call.operands[0], {_dim(call, 2)})
-    return by_labels(call, [names, names], [names]) + linear_rows(call, [(0, 1)])
-
-
-@rule(aten.select.int)
-def select_rule(call: OpCall) -> list[AxisStrategy]:
-    dim = _dim(call, 1)
-    names = dim_names(call.operands[0], {dim})
-    return _moved(call, names, without(names, {dim}))
-
-
-@rule(aten.select_backward.default)
-def select_backward_rule(call: OpCall) -> list[AxisStrategy]:
-    dim = one_dim(call.arg(2, "dim"), len(call.outputs[0].shape))
-    names = dim_names(call.outputs[0], {dim})
-    return _moved(call, without(names, {dim}), names)
-
-
-@rule(aten.select_scatter.default)
-def select_scatter_rule(call: OpCall) -> list[AxisStrategy]:
-    dim = _dim(call, 2)
-    names = dim_names(call.operands[0], {dim})
-    rows = by_labels(call, [names, without(names, {dim})], [names])
-    return rows + linear_rows(call, [(0, 1)])
-
-
-@rule(aten.diagonal_scatter.default)
-def diagonal_scatter_rule(call: OpCall) -> list[AxisStrategy]:
-    rank = len(call.operands[0].shape)
-    pair = {one_dim(call.arg(3, "dim1", 0), rank), one_dim(call.arg(4, "dim2", 1), rank)}
-    names = dim_names(call.operands[0], pair)
-    rows = by_labels(call, [names, [*without(names, pair), None]], [names])
-    return rows + linear_rows(call, [(0, 1)])
-
-
-@rule(aten.narrow.default, aten.narrow_copy.default)
-def narrow_rule(call: OpCall) -> list[AxisStrategy]:
-    names = dim_names(call.operands[0], {_dim(call, 1)})
-    return _moved(call, names, names)
-
-
-@rule(aten.unfold_backward.default)
-def unfold_backward_rule(call: OpCall) -> list[AxisStrategy]:
-    names = dim_names(call.outputs[0], {one_dim(call.arg(2, "dim"), len(call.outputs[0].shape))})
-    return _moved(call, [*names, None], names)
-
-
-@rule(aten.diagonal_backward.default)
-def diagonal_backward_rule(call: OpCall) -> list[AxisStrategy]:
-    rank = len(call.outputs[0].shape)
-    pair = {one_dim(call.arg(3, "dim1"), rank), one_dim(call.arg(4, "dim2"), rank)}
-    names = dim_names(call.outputs[0], pair)
-    return _moved(call, [*without(names, pair), None], names)
-
-
-@rule(aten.split.Tensor, aten.unsafe_split.Tensor, aten.chunk.default)
-@rule(aten.split_with_sizes.default, aten.unsafe_split_with_sizes.default)
-def split_rule(call: OpCall) -> list[AxisStrategy]:
-    """Equal parts may all be sharded, each inside itself: the fused operand is then strided."""
-    dim, parts = _dim(call, 2), len(call.outputs)
-    names = dim_names(call.operands[0], {dim})
-    rows = _moved(call, names, names)
-    if parts > 1 and len({spec.shape for spec in call.outputs}) == 1:
-        rows.append(AxisStrategy((Shard(dim, parts),), (Shard(dim),) * parts))
-    return rows
-
-
-@rule(aten.unbind.int)
-def unbind_rule(call: OpCall) -> list[AxisStrategy]:
-    dim = _dim(call, 1)
-    names = dim_names(call.operands[0], {dim})
-    return _moved(call, names, without(names, {dim}))
-
-
-# --- joining and padding ----------------------------------------------------------------------
-@rule(aten.cat.default)
-def cat_rule(call: OpCall) -> list[AxisStrategy]:
-    """Equal parts sharded along the joined dim make a strided whole, the reverse of a split."""
-    rank = len(call.outputs[0].shape)
-    dim = one_dim(call.arg(1, "dim", 0), rank)
-    names = dim_names(call.outputs[0], {dim})
-    # ATen skips an empty 1-D tensor whatever the rank of the others
-    inputs = [names if len(spec.shape) == rank else [None] for spec in call.operands]
-    num = len(call.operands)
-    rows = by_labels(call, inputs, [names]) + linear_rows(call, [range(num)])
-    if num > 1 and len({spec.shape for spec in call.operands}) == 1:
-        rows.append(AxisStrategy((Shard(dim),) * num, (Shard(dim, num),)))
-    return rows
-
-
-@rule(aten.stack.default)
-def stack_rule(call: OpCall) -> list[AxisStrategy]:
-    dim = one_dim(call.arg(1, "dim", 0), len(call.outputs[0].shape))
-    names = dim_names(call.outputs[0], {dim})
-    rows = by_labels(call, [without(names, {dim})] * len(call.operands), [names])
-    return rows + linear_rows(call, [range(len(call.operands))])
-
-
-@rule(aten.constant_pad_nd.default)
-def pad_rule(call: OpCall) -> list[AxisStrategy]:
-    pad, rank = call.arg(1, "pad"), len(call.operands[0].shape)
-    padded = {rank - 1 - i // 2 for i, amount in enumerate(pad) if amount}
-    names = dim_names(call.operands[0], padded)
-    rows = by_labels(call, [names], [names])
-    return rows + linear_rows(call, [(0,)]) if call.arg(2, "value", 0) == 0 else rows
-
-
-@rule(aten.tril.default, aten.triu.default)
-def triangle_rule(call: OpCall) -> list[AxisStrategy]:
-    rank = len(call.operands[0].shape)
-    names = dim_names(call.operands[0], {rank - 1, rank - 2})
-    return _moved(call, names, names)
-
-
-@rule(aten.lift.default, aten.lift_fresh.default, aten.lift_fresh_copy.default)
-def lift_rule(call: OpCall) -> list[AxisStrategy]:
-    names = dim_names(call.operands[0])
-    return _moved(call, names, names)
 
 
 # --- one index per element --------------------------------------------------------------------
@@ -216,7 +43,7 @@ def gather_rule(call: OpCall) -> list[AxisStrategy]:
     """Every index looks along the whole `dim`, so the index may be sharded there at will."""
     if not call.operands[0].shape or not call.operands[1].shape:
         return [replicated_row(call), *linear_rows(call, [(0,)])]
-    dim = _dim(call, 1)
+    dim = dim_of(call, 1)
     names = _aligned_names(call, dim)
     index = _with(names, dim, "i")
     return by_labels(call, [names, index], [index]) + linear_rows(call, [(0,)])
@@ -228,7 +55,7 @@ def take_along_dim_rule(call: OpCall) -> list[AxisStrategy]:
     rows = [replicated_row(call), *linear_rows(call, [(0,)])]
     if call.arg(2, "dim") is None:
         return rows
-    dim = _dim(call, 2)
+    dim = dim_of(call, 2)
     names = _aligned_names(call, dim)
     index = _with(names, dim, "i")
     return by_labels(call, [names, index], [index]) + rows[1:]
@@ -245,7 +72,7 @@ def take_rule(call: OpCall) -> list[AxisStrategy]:
 def scatter_rule(call: OpCall) -> list[AxisStrategy]:
     if not call.operands[0].shape:
         return [replicated_row(call)]
-    names = _aligned_names(call, _dim(call, 1))
+    names = _aligned_names(call, dim_of(call, 1))
     return by_labels(call, [names for _ in call.operands], [names])
 
 
@@ -254,7 +81,7 @@ def scatter_add_rule(call: OpCall) -> list[AxisStrategy]:
     """A sum may be spread over ranks: each adds its share of the source to its share of self."""
     if not call.operands[0].shape:
         return [replicated_row(call)]
-    dim = _dim(call, 1)
+    dim = dim_of(call, 1)
     names = _aligned_names(call, dim)
     rows = by_labels(call, [names, names, names], [names])
     if call.target is aten.scatter_reduce.two and (
@@ -271,7 +98,7 @@ def scatter_add_rule(call: OpCall) -> list[AxisStrategy]:
 # --- one index per row ------------------------------------------------------------------------
 @rule(aten.index_select.default)
 def index_select_rule(call: OpCall) -> list[AxisStrategy]:
-    dim, index = _dim(call, 1), call.operands[1].shape
+    dim, index = dim_of(call, 1), call.operands[1].shape
     names = dim_names(call.operands[0], {dim})
     rows = by_labels(
         call, [names, ["i"] * len(index)], [_with(names, dim, "i") if index else names]
@@ -281,7 +108,7 @@ def index_select_rule(call: OpCall) -> list[AxisStrategy]:
 
 @rule(aten.index_add.default)
 def index_add_rule(call: OpCall) -> list[AxisStrategy]:
-    dim, rank = _dim(call, 1), len(call.operands[0].shape)
+    dim, rank = dim_of(call, 1), len(call.operands[0].shape)
     index, source = call.operands[1].shape, call.operands[2].shape
     if len(source) != rank or not rank:
         return [replicated_row(call), *linear_rows(call, [(0, 2)])]
@@ -298,7 +125,7 @@ def index_add_rule(call: OpCall) -> list[AxisStrategy]:
 def index_write_rule(call: OpCall) -> list[AxisStrategy]:
     """`(self, dim, index, value)`: the rows named by the index are written, whole."""
     rank = len(call.operands[0].shape)
-    names = dim_names(call.operands[0], {_dim(call, 1)})
+    names = dim_names(call.operands[0], {dim_of(call, 1)})
     rest: list[Names] = [[None] * len(spec.shape) for spec in call.operands[1:]]
     if call.target in (aten.index_copy.default, aten.index_reduce.default):
         if len(call.operands[2].shape) != rank:
