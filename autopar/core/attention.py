@@ -12,7 +12,14 @@ from torch import Tensor
 
 from autopar.core.library import KERNEL, LIBRARY, wide
 
-__all__: list[str] = []
+__all__ = [
+    "additive",
+    "attention",
+    "attention_backward",
+    "expand_heads",
+    "sum_groups",
+    "tokens_first",
+]
 
 LIBRARY.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float scale)"
@@ -24,13 +31,13 @@ LIBRARY.define(
 )
 
 
-def _expand_heads(x: Tensor, num_heads: int) -> Tensor:
+def expand_heads(x: Tensor, num_heads: int) -> Tensor:
     """Repeat `(B, H_kv, S, D)` to `num_heads` query heads (grouped-query attention)."""
     groups = num_heads // x.shape[1]
     return x if groups == 1 else x.repeat_interleave(groups, dim=1)
 
 
-def _tokens_first(x: Tensor) -> Tensor:
+def tokens_first(x: Tensor) -> Tensor:
     """`(B, H, S, D)` that lies in memory as (B, S, H, D), as fused kernels write it.
 
     So heads that come of a projection, or go to one, are joined without a copy.
@@ -40,7 +47,7 @@ def _tokens_first(x: Tensor) -> Tensor:
     return x.transpose(-3, -2).contiguous().transpose(-3, -2)
 
 
-def _sum_groups(grad: Tensor, num_kv_heads: int) -> Tensor:
+def sum_groups(grad: Tensor, num_kv_heads: int) -> Tensor:
     """The sum of `(B, H, S, D)` over the query heads of each of `num_kv_heads`."""
     if grad.shape[1] == num_kv_heads:
         return grad
@@ -60,7 +67,7 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: f
     return scores
 
 
-def _attention(
+def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """softmax(q kᵀ · scale + mask) v, with the log-sum-exp of each row, `(B, H, S)`.
@@ -68,14 +75,14 @@ def _attention(
     The softmax and the log-sum-exp are in at least float32, as in fused kernels.
     A row with nothing to attend to gives 0, as torch's own attention does.
     """
-    k, v = _expand_heads(k, q.shape[1]), _expand_heads(v, q.shape[1])
+    k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
     scores = _scores(q, k, mask, is_causal, scale)
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse).unsqueeze(-1))
-    return _tokens_first(torch.matmul(weights.to(v.dtype), v)), lse
+    return tokens_first(torch.matmul(weights.to(v.dtype), v)), lse
 
 
-def _attention_backward(
+def attention_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -86,9 +93,9 @@ def _attention_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `_attention` from the saved log-sum-exp (Dao et al. 2022, arXiv 2205.14135)."""
+    """Gradients of `attention` from the saved log-sum-exp (Dao et al. 2022, arXiv 2205.14135)."""
     num_kv_heads = k.shape[1]
-    full_k, full_v = _expand_heads(k, q.shape[1]), _expand_heads(v, q.shape[1])
+    full_k, full_v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
     scores = _scores(q, full_k, mask, is_causal, scale)
     weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse).unsqueeze(-1))
     grad_v = torch.matmul(weights.to(grad.dtype).transpose(-1, -2), grad)
@@ -97,8 +104,8 @@ def _attention_backward(
     grad_scores = (weights * (grad_weights - delta) * scale).to(q.dtype)
     grad_q = torch.matmul(grad_scores, full_k)
     grad_k = torch.matmul(grad_scores.transpose(-1, -2), q)
-    grad_k, grad_v = _sum_groups(grad_k, num_kv_heads), _sum_groups(grad_v, num_kv_heads)
-    return _tokens_first(grad_q), _tokens_first(grad_k), _tokens_first(grad_v)
+    grad_k, grad_v = sum_groups(grad_k, num_kv_heads), sum_groups(grad_v, num_kv_heads)
+    return tokens_first(grad_q), tokens_first(grad_k), tokens_first(grad_v)
 
 
 def _fused_on_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
@@ -108,13 +115,14 @@ def _fused_on_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causa
         and q.shape[-1] == k.shape[-1] == v.shape[-1]
         and q.shape[0] == k.shape[0] == v.shape[0]
         and not (is_causal and (mask is not None or q.shape[2] != k.shape[2]))
-        and (mask is None or mask.dim() == 4)
+        and (mask is None or mask.dim() in (2, 4))
         and q.numel() > 0
         and k.numel() > 0
     )
 
 
-def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A mask as what is added to scores."""
     if mask is None or mask.dtype != torch.bool:
         return mask if mask is None else mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -math.inf)
@@ -125,16 +133,16 @@ def _attention_cpu(
 ) -> tuple[Tensor, Tensor]:
     """ATen's flash kernel; a row with nothing to attend to keeps a log-sum-exp of -inf."""
     if not _fused_on_cpu(q, k, v, mask, is_causal):
-        return _attention(q, k, v, mask, is_causal, scale)
-    k, v = _expand_heads(k, q.shape[1]), _expand_heads(v, q.shape[1])
-    bias = _additive(mask, q.dtype)
+        return attention(q, k, v, mask, is_causal, scale)
+    k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
+    bias = additive(mask, q.dtype)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale
     )
     if bias is not None:
         blocked = bias.isneginf().all(-1)
         lse = lse.masked_fill(blocked, -math.inf)
-    return _tokens_first(out), lse.contiguous()
+    return tokens_first(out), lse.contiguous()
 
 
 def _attention_backward_cpu(
@@ -149,7 +157,7 @@ def _attention_backward_cpu(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not _fused_on_cpu(q, k, v, mask, is_causal):
-        return _attention_backward(grad, q, k, v, mask, out, lse, is_causal, scale)
+        return attention_backward(grad, q, k, v, mask, out, lse, is_causal, scale)
     heads, kv_heads = q.shape[1], k.shape[1]
     if mask is not None:  # else each row attends to something
         lse = lse.masked_fill(lse.isinf(), 0.0)
@@ -157,23 +165,23 @@ def _attention_backward_cpu(
     grad_q, grad_k, grad_v = kernel(
         grad,
         q,
-        _expand_heads(k, heads),
-        _expand_heads(v, heads),
+        expand_heads(k, heads),
+        expand_heads(v, heads),
         out,
         lse,
         0.0,
         is_causal,
-        attn_mask=_additive(mask, q.dtype),
+        attn_mask=additive(mask, q.dtype),
         scale=scale,
     )
-    grad_k, grad_v = _sum_groups(grad_k, kv_heads), _sum_groups(grad_v, kv_heads)
-    return _tokens_first(grad_q), _tokens_first(grad_k), _tokens_first(grad_v)
+    grad_k, grad_v = sum_groups(grad_k, kv_heads), sum_groups(grad_v, kv_heads)
+    return tokens_first(grad_q), tokens_first(grad_k), tokens_first(grad_v)
 
 
 LIBRARY.impl("attention", _attention_cpu, "CPU")
 LIBRARY.impl("attention_backward", _attention_backward_cpu, "CPU")
-LIBRARY.impl("attention", _attention, KERNEL)
-LIBRARY.impl("attention_backward", _attention_backward, KERNEL)
+LIBRARY.impl("attention", attention, KERNEL)
+LIBRARY.impl("attention_backward", attention_backward, KERNEL)
 
 
 @torch.library.register_fake("autopar::attention", lib=LIBRARY)
@@ -181,13 +189,13 @@ def _attention_fake(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
-    out = _tokens_first(q.new_empty((*q.shape[:-1], v.shape[-1])))
+    out = tokens_first(q.new_empty((*q.shape[:-1], v.shape[-1])))
     return out, q.new_empty(q.shape[:-1], dtype=wide)
 
 
 @torch.library.register_fake("autopar::attention_backward", lib=LIBRARY)
 def _attention_backward_fake(grad, q, k, v, mask, out, lse, is_causal, scale):  # type: ignore[no-untyped-def]
-    return tuple(_tokens_first(x.new_empty(x.shape)) for x in (q, k, v))
+    return tuple(tokens_first(x.new_empty(x.shape)) for x in (q, k, v))
 
 
 def _attention_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

@@ -5,7 +5,7 @@ sharding rule and one plan serve them all:
 
 - ``autopar::einsum``: every dense contraction (linear, matmul, bmm, addmm, and their gradients).
 - ``autopar::attention``: scaled dot-product attention; its backward is an op too
-  (`core/attention.py`).
+  (`core/attention.py`, on CUDA `core/attention_cuda.py`).
 - ``autopar::dropout``: inverted dropout whose mask is a function of the global element index, so
   a shard draws the very mask that the whole tensor would (Widynski 2020, arXiv 2004.06278).
 - ``autopar::uniform``: uniform numbers from the same counter.
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from autopar.core import attention as _attention  # noqa: F401  (defines the ops)
+from autopar.core import attention_cuda as _attention  # noqa: F401  (defines the ops)
 from autopar.core.einsum import contract, gradient_equations, output_shape
 from autopar.core.library import KERNEL, LIBRARY, LIBRARY_NAME, wide
 from autopar.core.random import keep_mask, uniform_numbers
