@@ -37,7 +37,7 @@ from autopar.core.placement import (
 )
 from autopar.core.strategy import AxisStrategy, OpCall, op_call
 from autopar.runtime.lockstep import mesh_coords, run_lockstep
-from autopar.solver.rules.registry import find_rule
+from autopar.solver.rules.registry import find_rule, goes_together
 
 RTOL, ATOL = 1e-12, 1e-11  # float64: a wrong scale factor is far outside
 
@@ -175,7 +175,7 @@ def layouts(rows: Rows) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
 def offered(call: OpCall, rows: Rows, mesh_shape: tuple[int, ...]) -> bool:
     """Whether the solver would consider these rows."""
     ins, outs = layouts(rows)
-    return all(
+    return goes_together(call, rows, mesh_shape) and all(
         is_valid(layout, spec.shape, mesh_shape)
         for layout, spec in (
             *zip(ins, call.operands, strict=True),

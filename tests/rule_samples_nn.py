@@ -186,6 +186,21 @@ for _causal in (False, True):
                 0.5,
             )
 
+for _heads, _kv_heads in ((8, 2), (8, 4)):
+
+    def _groups(heads: int = _heads, kv_heads: int = _kv_heads) -> tuple[Any, ...]:
+        return _x(2, heads, 4, 3), _x(2, kv_heads, 4, 3), _x(2, kv_heads, 4, 3), None
+
+    _name = f"{_heads}heads_{_kv_heads}kv"
+    _add(f"attention_{_name}", autopar.attention.default, _groups, True, 0.5)
+    _add(
+        f"attention_backward_{_name}",
+        autopar.attention_backward.default,
+        _attention_backward_inputs(_groups, True),
+        True,
+        0.5,
+    )
+
 
 # --- losses -----------------------------------------------------------------------------------
 def _logits() -> tuple[Tensor, Tensor]:

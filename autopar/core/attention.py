@@ -17,6 +17,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "expand_heads",
+    "rows_last",
     "sum_groups",
     "tokens_first",
 ]
@@ -45,6 +46,11 @@ def tokens_first(x: Tensor) -> Tensor:
     if x.dim() < 3:
         return x.contiguous()
     return x.transpose(-3, -2).contiguous().transpose(-3, -2)
+
+
+def rows_last(x: Tensor) -> Tensor:
+    """`x` with its last dim dense, which fused kernels take for granted."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def sum_groups(grad: Tensor, num_kv_heads: int) -> Tensor:
@@ -135,6 +141,7 @@ def _attention_cpu(
     if not _fused_on_cpu(q, k, v, mask, is_causal):
         return attention(q, k, v, mask, is_causal, scale)
     k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
+    q, k, v = rows_last(q), rows_last(k), rows_last(v)
     bias = additive(mask, q.dtype)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale
@@ -163,12 +170,12 @@ def _attention_backward_cpu(
         lse = lse.masked_fill(lse.isinf(), 0.0)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     grad_q, grad_k, grad_v = kernel(
-        grad,
-        q,
-        expand_heads(k, heads),
-        expand_heads(v, heads),
-        out,
-        lse,
+        rows_last(grad),
+        rows_last(q),
+        rows_last(expand_heads(k, heads)),
+        rows_last(expand_heads(v, heads)),
+        rows_last(out),
+        lse.contiguous(),
         0.0,
         is_causal,
         attn_mask=additive(mask, q.dtype),

@@ -19,6 +19,7 @@ from autopar.core.attention import (
     attention,
     attention_backward,
     expand_heads,
+    rows_last,
     sum_groups,
     tokens_first,
 )
@@ -68,13 +69,9 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: boo
     return choose_kernel(q, k, v, mask, is_causal, torch.cuda.get_device_capability(q.device))
 
 
-def _rows_last(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Output, and log-sum-exp of each row; k and v may have fewer heads than q."""
-    q, k, v = _rows_last(q), _rows_last(k), _rows_last(v)
+    q, k, v = rows_last(q), rows_last(k), rows_last(v)
     out, lse, *_ = aten._scaled_dot_product_flash_attention(
         q, k, v, 0.0, is_causal, False, scale=scale
     )
@@ -94,7 +91,8 @@ def flash_backward(
     """Gradients of `flash`."""
     unused = q.new_empty((2,), dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
     grads = aten._scaled_dot_product_flash_attention_backward(
-        _rows_last(grad), _rows_last(q), _rows_last(k), _rows_last(v), out, lse, None, None,
+        rows_last(grad), rows_last(q), rows_last(k), rows_last(v),
+        rows_last(out), lse.contiguous(), None, None,
         q.shape[2], k.shape[2], 0.0, is_causal, *unused, scale=scale,
     )  # fmt: skip
     return tokens_first(grads[0]), tokens_first(grads[1]), tokens_first(grads[2])
@@ -118,7 +116,7 @@ def efficient(
     rows, bias = q.shape[2], _bias(mask, q, k)
     k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-        _rows_last(q), _rows_last(k), _rows_last(v), bias, True, 0.0, is_causal, scale=scale
+        rows_last(q), rows_last(k), rows_last(v), bias, True, 0.0, is_causal, scale=scale
     )
     lse = lse[..., :rows]
     if bias is not None:
@@ -145,9 +143,9 @@ def efficient_backward(
     lse = F.pad(lse, (0, -rows % _ROWS), value=math.inf)  # weights of rows that are not there: 0
     unused = q.new_empty((), dtype=torch.int64), q.new_empty((), dtype=torch.int64)
     grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(
-        _rows_last(grad), _rows_last(q),
-        _rows_last(expand_heads(k, heads)), _rows_last(expand_heads(v, heads)),
-        _bias(mask, q, k), out, lse, *unused, 0.0, [True, True, True, False], is_causal,
+        rows_last(grad), rows_last(q),
+        rows_last(expand_heads(k, heads)), rows_last(expand_heads(v, heads)),
+        _bias(mask, q, k), rows_last(out), lse, *unused, 0.0, [True, True, True, False], is_causal,
         scale=scale,
     )  # fmt: skip
     grad_k, grad_v = sum_groups(grad_k, kv_heads), sum_groups(grad_v, kv_heads)

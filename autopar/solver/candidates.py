@@ -18,7 +18,7 @@ from autopar.cost_model import Cluster, CollectiveKind, compute_seconds_array
 from autopar.errors import UnsupportedOpWarning
 from autopar.solver.problem import Array
 from autopar.solver.rules.own_order import own_order_rows
-from autopar.solver.rules.registry import find_rule, replicated, stub_for
+from autopar.solver.rules.registry import find_rule, goes_together, replicated, stub_for
 
 __all__ = ["Candidate", "InnerCollective", "Pricer", "expand"]
 
@@ -74,6 +74,8 @@ def expand(call: OpCall, mesh_shape: Sequence[int]) -> list[Candidate]:
                 *zip(outputs, call.outputs, strict=True),
             )
         ):
+            continue
+        if not goes_together(call, rows, mesh):
             continue
         variants = tuple(row.variant for row in rows)
         comm = tuple(

@@ -4,6 +4,7 @@ Applied in this order before autograd:
 
 - `drop_no_ops`: metadata asserts, aliases, contiguous and casts that change nothing.
 - `say_plain_masks`: attention masks that are constants are dropped or become `is_causal`.
+- `join_repeated_heads`: keys and values that are repeated for the query heads of a group are not.
 - `sink_flattening`: ``linear(flatten(x))`` becomes ``flatten(linear(x))`` and adjacent views
   cancel, so that batch and sequence stay two dims, each of which can be sharded.
 - `unflatten_loss`: the same for ``cross_entropy(flatten(logits), flatten(target))``.
@@ -24,6 +25,7 @@ import torch
 from torch import fx
 
 from autopar.core.ops import ops
+from autopar.tracer.heads import join_repeated_heads
 from autopar.tracer.masks import say_plain_masks
 
 __all__ = ["invert_permutations", "prepare_graph"]
@@ -38,6 +40,7 @@ def prepare_graph(gm: fx.GraphModule) -> None:
     """Run all the rewrites on an exported graph, in place."""
     drop_no_ops(gm.graph)
     say_plain_masks(gm.graph)
+    join_repeated_heads(gm.graph)
     sink_flattening(gm.graph)
     unflatten_loss(gm.graph)
     unfuse_splits(gm.graph)

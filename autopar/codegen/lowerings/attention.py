@@ -1,4 +1,6 @@
-"""Attention on blocks of the sequence: the ring, and causal masks that start at a row.
+"""Attention on blocks of the sequence or of heads.
+
+The ring, causal masks that start at a row, and key heads of which a rank needs some.
 
 Forward (Liu et al. 2023, arXiv 2310.01889): each rank keeps its queries while blocks of keys and
 values travel; block results o_j with log-sum-exp l_j merge as l = log Σ exp l_j and
@@ -20,6 +22,7 @@ from torch import fx
 
 from autopar.codegen.builder import Builder
 from autopar.codegen.lowering import LocalCall, lowering
+from autopar.core.placement import Layout
 
 aten = torch.ops.aten
 autopar = torch.ops.autopar
@@ -139,9 +142,49 @@ def _is_plain(local: LocalCall) -> bool:
     return not (local.axes_of("ring") or local.axes_of("causal_rows"))
 
 
+class _OwnGroups:
+    """The key heads that this rank's query heads attend to, among those that it has.
+
+    Args:
+        first: index of q among the operands; k and v follow.
+    """
+
+    def __init__(self, b: Builder, local: LocalCall, first: int) -> None:
+        self.b = b
+        self.begin = self.count = self.held = 0
+        if not local.axes_of("grouped"):
+            return
+        q, k = (spec.shape for spec in local.call.operands[first : first + 2])
+        of_q, of_k = local.inputs[first : first + 2]
+        group = q[1] // k[1]
+        self.held = k[1] // self._ranks(of_k)
+        self.count = max(1, q[1] // self._ranks(of_q) // group)
+        self.begin = local.offset(b, of_q, q)[1] // group - local.offset(b, of_k, k)[1]
+
+    def _ranks(self, layout: Layout) -> int:
+        """How many ranks share the heads."""
+        sizes = zip(layout, self.b.mesh_shape, strict=True)
+        return math.prod(size for p, size in sizes if p.is_shard and p.dim == 1)
+
+    def pick(self, x: fx.Node) -> fx.Node:
+        """The heads of k or v that are needed."""
+        if self.count == self.held:
+            return x
+        return self.b.call(aten.slice.Tensor, x, 1, self.begin, self.begin + self.count)
+
+    def put_back(self, grad: fx.Node) -> fx.Node:
+        """A gradient of the needed heads as one of all, a summand of the sum over ranks."""
+        if self.count == self.held:
+            return grad
+        behind = self.held - self.begin - self.count
+        return self.b.call(aten.constant_pad_nd.default, grad, [0, 0, 0, 0, self.begin, behind])
+
+
 @lowering(autopar.attention.default)
 def lower_attention(b: Builder, local: LocalCall) -> fx.Node:
     q, k, v, mask, is_causal, scale = local.args
+    groups = _OwnGroups(b, local, 0)
+    k, v = groups.pick(k), groups.pick(v)
     if _is_plain(local):
         return b.call(autopar.attention.default, q, k, v, mask, is_causal, scale)
     blocks = _Blocks(b, local, 0, mask, is_causal)
@@ -162,8 +205,14 @@ def lower_attention(b: Builder, local: LocalCall) -> fx.Node:
 @lowering(autopar.attention_backward.default)
 def lower_attention_backward(b: Builder, local: LocalCall) -> fx.Node:
     grad, q, k, v, mask, out, lse, is_causal, scale = local.args
+    groups = _OwnGroups(b, local, 1)
+    k, v = groups.pick(k), groups.pick(v)
     if _is_plain(local):
-        return b.call(local.call.target, *local.args)
+        grads = b.call(local.call.target, grad, q, k, v, mask, out, lse, is_causal, scale)
+        if groups.count == groups.held:
+            return grads
+        dq, dk, dv = (b.item(grads, i) for i in range(3))
+        return b.pack(dq, groups.put_back(dk), groups.put_back(dv))
     blocks = _Blocks(b, local, 1, mask, is_causal)
     grads_q: list[fx.Node] = []
 
@@ -176,4 +225,5 @@ def lower_attention_backward(b: Builder, local: LocalCall) -> fx.Node:
         return b.item(grads, 1), b.item(grads, 2)
 
     grad_k, grad_v = _travel(blocks, blocks.ring, (k, v), {}, attend)
+    grad_k, grad_v = groups.put_back(grad_k), groups.put_back(grad_v)
     return b.pack(b.cast(grads_q[0], b.value(q).dtype), grad_k, grad_v)

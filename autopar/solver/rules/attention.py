@@ -3,17 +3,22 @@
 out = softmax(q kᵀ · scale + mask) v with q (B, H, S, D) and k, v (B, H_kv, T, D). With the
 variant "ring" (Liu et al. 2023, arXiv 2310.01889) the sequence of q, k and v is sharded, k and v
 travel around the ring, and the partial results merge by their log-sum-exp. With "causal_rows"
-only q's sequence is sharded, and the causal mask starts at the block's row.
+only q's sequence is sharded, and the causal mask starts at the block's row. With "grouped" the
+query heads are sharded over more ranks than there are key heads: k and v are whole, and a rank
+takes the heads of them that its query heads attend to.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 
 from autopar.core.placement import Partial, Placement, Replicate, Shard
 from autopar.core.strategy import AxisStrategy, Communication, OpCall
 from autopar.solver.rules.labels import replicated_row
-from autopar.solver.rules.registry import rule
+from autopar.solver.rules.registry import combination, rule
 
 _BATCH, _HEADS, _ROWS = 0, 1, 2
 _R = Replicate()
@@ -36,6 +41,37 @@ def _regular(call: OpCall, first: int) -> bool:
     return len(q.shape) == len(k.shape) == len(v.shape) == 4 and same_batch
 
 
+def _is_grouped(call: OpCall, first: int) -> bool:
+    """Several key heads, each of several query heads."""
+    return 1 < call.operands[first + 1].shape[1] < call.operands[first].shape[1]
+
+
+@combination(torch.ops.autopar.attention.default, torch.ops.autopar.attention_backward.default)
+def heads_nest(call: OpCall, rows: Sequence[AxisStrategy], mesh: Sequence[int]) -> bool:
+    """A rank's query heads attend to key heads that it has, and all to equally many.
+
+    So axes that shard the key heads come before those on which a rank picks its own, and a rank has
+    a part of one group of query heads, or whole groups.
+    """
+    variants = {row.variant for row in rows}
+    if "grouped" not in variants:
+        return True
+    if "ring" in variants:  # it would send heads that the next rank does not need
+        return False
+    first = 1 if call.target is torch.ops.autopar.attention_backward.default else 0
+    picking = False
+    for row in rows:
+        picking |= row.variant == "grouped"
+        kv = row.inputs[first + 1]
+        if picking and kv.is_shard and kv.dim == 1:
+            return False
+    placed = zip((row.inputs[first] for row in rows), mesh, strict=True)
+    ranks = math.prod(size for p, size in placed if p.is_shard and p.dim == 1)
+    heads, kv_heads = (call.operands[i].shape[1] for i in (first, first + 1))
+    group, own = heads // kv_heads, heads // ranks
+    return own > 0 and (own % group == 0 or group % own == 0)
+
+
 def _ring_comm(tensors: tuple[int, ...], axis_size: int) -> tuple[Communication, ...]:
     return tuple(Communication("send_recv", t) for t in tensors) * (axis_size - 1)
 
@@ -56,6 +92,8 @@ def attention_rule(call: OpCall) -> list[AxisStrategy]:
 
     add(_BATCH, Shard(0))
     add(_HEADS, _R if call.operands[1].shape[1] == 1 else Shard(1))
+    if _is_grouped(call, 0):
+        add(_HEADS, _R, "grouped")
     add(_ROWS, _R, "causal_rows" if call.args[4] else "")
     add(_ROWS, Shard(2), "ring", _ring_comm((1, 2), call.axis_size))
     return rows
@@ -84,6 +122,8 @@ def attention_backward_rule(call: OpCall) -> list[AxisStrategy]:
         add(_HEADS, _R, Partial())
     else:
         add(_HEADS, Shard(1), Shard(1))
+    if _is_grouped(call, 1):
+        add(_HEADS, _R, Partial(), "grouped")
     add(_ROWS, _R, Partial(), "causal_rows" if call.args[7] else "")
     add(_ROWS, Shard(2), Shard(2), "ring", _ring_comm((2, 3, ~1, ~2), call.axis_size))
     return rows

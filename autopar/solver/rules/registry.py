@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from autopar.core import extensions
 from autopar.core.placement import Replicate
 from autopar.core.strategy import AxisStrategy, OpCall
 
-__all__ = ["Rule", "find_rule", "registered_ops", "replicated", "rule", "stub_for"]
+__all__ = [
+    "Rule",
+    "combination",
+    "find_rule",
+    "goes_together",
+    "registered_ops",
+    "replicated",
+    "rule",
+    "stub_for",
+]
 
 Rule = Callable[[OpCall], list[AxisStrategy]]
 _RULES: dict[Any, Rule] = {}
+Combination = Callable[[OpCall, Sequence[AxisStrategy], Sequence[int]], bool]
+_COMBINATIONS: dict[Any, Combination] = {}
 
 
 def rule(*targets: Any) -> Callable[[Rule], Rule]:
@@ -39,6 +50,25 @@ def find_rule(target: Any) -> Rule | None:
     """The rule of an op, or None."""
     extensions.load("autopar.rules")
     return _RULES.get(target) or _RULES.get(str(target))
+
+
+def combination(*targets: Any) -> Callable[[Combination], Combination]:
+    """Register what tells of ops whether rows may be combined: the call, one an axis, axis sizes.
+
+    For ops with rows that are not independent of those on other axes.
+    """
+
+    def register(function: Combination) -> Combination:
+        _COMBINATIONS.update(dict.fromkeys(targets, function))
+        return function
+
+    return register
+
+
+def goes_together(call: OpCall, rows: Sequence[AxisStrategy], mesh: Sequence[int]) -> bool:
+    """True if an op may run by these rows, one for each mesh axis."""
+    function = _COMBINATIONS.get(call.target)
+    return function is None or function(call, rows, mesh)
 
 
 def registered_ops() -> tuple[Any, ...]:
