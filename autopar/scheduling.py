@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from autopar.codegen.emit import emit
 from autopar.codegen.stages import staged_as_planned
-from autopar.codegen.turns import TurnProgram, emit_turns
+from autopar.codegen.turns import emit_turns
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
 from autopar.core.schedule import actions
@@ -24,6 +24,7 @@ from autopar.core.timeline import PlannedMove, PlannedOp, rounded
 from autopar.cost_model import Cluster
 from autopar.cost_model.simulator import Simulation, simulate
 from autopar.cost_model.stages import pipelined_time, transfer_seconds
+from autopar.decomposing import Trial, decomposed
 
 __all__ = ["scheduled"]
 
@@ -41,9 +42,15 @@ def scheduled(plan: Plan, traced: TracedModel) -> Plan:
         return plan
     if plan.pipeline is not None:
         return _scheduled_stages(plan, traced)
-    program = emit(traced, plan, [0] * len(plan.mesh_shape))
-    found = simulate(program.joint.graph, Cluster.from_dict(plan.cluster))
-    return _with_hidden(plan, found.hidden_shares(), plan.predicted.compute_time_s)
+    cluster = Cluster.from_dict(plan.cluster)
+
+    def run(trial: Plan) -> Trial:
+        program = emit(traced, trial, [0] * len(plan.mesh_shape))
+        graph = program.joint.graph
+        return Trial(graph=graph, parts={"step": simulate(graph, cluster)})
+
+    cut, found = decomposed(plan, run(plan), run, cluster)
+    return _with_hidden(cut, found.shares(), cut.predicted.compute_time_s)
 
 
 def _with_hidden(plan: Plan, shares: Shares, most_s: float) -> Plan:
@@ -98,8 +105,7 @@ def _scheduled_stages(plan: Plan, traced: TracedModel) -> Plan:
             stages.append(replace(stage, predicted=like.predicted))
             continue
         own = parts.named(number, stage, back=True)
-        program = emit_turns([parts.model(number)], own, [0] * len(stage.mesh_shape))
-        found = _scheduled_stage(own, program, cluster, p.microbatches, splits)
+        found = _scheduled_stage(own, parts.model(number), cluster, p.microbatches, splits)
         stages.append(parts.named(number, found))
     transfer_s = transfer_seconds(parts.crossings(), stages, cluster, p.size)
     clock = pipelined_time(stages, orders, transfer_s, p.microbatches, plan.predicted.memory)
@@ -108,14 +114,18 @@ def _scheduled_stages(plan: Plan, traced: TracedModel) -> Plan:
 
 
 def _scheduled_stage(
-    plan: Plan, program: TurnProgram, cluster: Cluster, microbatches: int, splits: bool
+    plan: Plan, model: TracedModel, cluster: Cluster, microbatches: int, splits: bool
 ) -> Plan:
     """A stage's plan with what each of its parts hides, taken from the part's seconds."""
     names = ("prepare", "forward", *(("input", "weight") if splits else ("backward",)), "finish")
-    found = {name: simulate(program.parts[name].module.graph, cluster) for name in names}
-    shares: Shares = {}
-    for simulation in found.values():
-        shares.update(simulation.hidden_shares())
+
+    def run(trial: Plan) -> Trial:
+        program = emit_turns([model], trial, [0] * len(plan.mesh_shape))
+        parts = {name: simulate(program.parts[name].module.graph, cluster) for name in names}
+        return Trial(graph=program.joint.graph, parts=parts)
+
+    plan, trial = decomposed(plan, run(plan), run, cluster, microbatches)
+    found, shares = trial.parts, trial.shares()
     before = plan.predicted.phases
     saved = {
         phase: seconds * (1.0 - _left(found[phase if phase in found else "backward"]))

@@ -15,6 +15,7 @@ from autopar.codegen.emit import Program, emit
 from autopar.codegen.partition import split_phases
 from autopar.codegen.passes import PASSES, check_passes, run_last_passes, run_passes
 from autopar.codegen.passes.lifetimes import Lifetimes, is_start, is_wait
+from autopar.codegen.passes.sites import find_sites, key_of
 from autopar.core.blocks import Block, Blocks
 from autopar.core.constraints import Constraints
 from autopar.core.graph import TracedModel
@@ -33,8 +34,13 @@ from tests.test_matrix import MODES, REFUSED, traced_model
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 SEQUENCE = ("megatron-sp", "ulysses", "ring")
 FAST = [("gpt2", mode) for mode in SEQUENCE]
+MOVING = PASSES[1:]
+# what is cut into pieces is then moved by none, by each and by all of the others
 SUBSETS = [
-    names for count in range(len(PASSES) + 1) for names in itertools.combinations(PASSES, count)
+    *(n for count in range(len(MOVING) + 1) for n in itertools.combinations(MOVING, count)),
+    (PASSES[0],),
+    *((PASSES[0], name) for name in MOVING),
+    PASSES,
 ]
 FEW = [names for names in SUBSETS if len(names) <= 1 or len(names) >= len(PASSES) - 1]
 
@@ -355,8 +361,14 @@ class Runs:
         copy.output(copy.graph_copy(program.joint.graph, copies))
         for old, new in copies.items():
             new.meta = dict(old.meta)
-        sizes = self.plan.bucket_sizes()
-        found = run_passes(copy, names, sizes=sizes, block_of=self.block_of, spare=spare)
+        found = run_passes(
+            copy,
+            names,
+            sizes=self.plan.bucket_sizes(),
+            block_of=self.block_of,
+            spare=spare,
+            pieces={key_of(site.start): 2 for site in find_sites(copy)},
+        )
         run_last_passes(found, names)
         return found
 
@@ -478,7 +490,7 @@ def test_plan_says_what_its_program_hides() -> None:
 
 def test_only_known_passes() -> None:
     assert check_passes(["late", "bucket"]) == ("bucket", "late")
-    with pytest.raises(AutoparError, match="'fast': give a list of names out of bucket, prefetch"):
+    with pytest.raises(AutoparError, match="'fast': give a list of names out of decompose, bucket"):
         check_passes(["fast"])
     with pytest.raises(AutoparError, match="passes='late'"):
         check_passes("late")

@@ -82,14 +82,18 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
         {"pipeline": {"size": 2, "microbatches": 2}, "tensor": {"mode": "1d", "size": 2}},
     ),
 }
+MOVING = PASSES[1:]
 SUBSETS = [
-    names for count in range(len(PASSES) + 1) for names in itertools.combinations(PASSES, count)
+    *(n for count in range(len(MOVING) + 1) for n in itertools.combinations(MOVING, count)),
+    (PASSES[0],),
+    PASSES,
 ]
 DROPOUTS = {"plain": 0.0, "dropout": 0.25}
 QUICK = {
     ("plain", "turns-zero3"): [(), PASSES],
     ("dropout", "zero-bubble-zero3"): [PASSES],
     ("plain", "pp2-zero0"): [("bucket",)],
+    ("plain", "turns-tensor"): [PASSES],
 }
 
 

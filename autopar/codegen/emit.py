@@ -185,7 +185,13 @@ class _Emitter:
         outputs = [*self.results, *self._gradients()]
         self.graph.output(tuple(node for node, _, _ in outputs))
         check_traffic(count_collectives(self.graph), self.plan)
-        graph = run_passes(self.graph, passes, sizes=self.plan.bucket_sizes(), block_of=self._block)
+        graph = run_passes(
+            self.graph,
+            passes,
+            sizes=self.plan.bucket_sizes(),
+            block_of=self._block,
+            pieces=self.plan.piece_counts(),
+        )
         if self.fusion.kernels:
             fuse(graph, self.fusion, self.builder.fake_mode)
         tangents = {spec.node for spec, _ in inputs if spec.kind == "tangent"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.codegen.stages import Staged, staged_as_planned
-from autopar.core.folding import stand_ins, unfolded
+from autopar.core.folding import every_piece, stand_ins, unfolded
 from autopar.core.graph import InputSpec, OutputSpec, TracedModel
 from autopar.core.plan import Plan
 from autopar.core.recompute import recomputed
@@ -55,6 +55,7 @@ def _stage(plan: Plan, number: int, made: Staged, real: Staged) -> Plan:
         plan,
         fingerprint=whole.fingerprint(),
         nodes={mine: plan.nodes[twin] for mine, twin in twins.items() if twin in plan.nodes},
+        pieces=every_piece(plan.pieces, twins),
         inputs={ends.get(name, name): layout for name, layout in plan.inputs.items()},
         repeats=(),
     )

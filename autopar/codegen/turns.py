@@ -172,6 +172,7 @@ class _TurnEmitter(_Emitter):
             sizes=self.plan.bucket_sizes(),
             block_of=self._block,
             resident=self._resident(),
+            pieces=self.plan.piece_counts(),
         )
         self._fuse(graph, self.fusion.kernels - {GENERATED})
         return graph

@@ -11,11 +11,11 @@ from torch import fx
 
 from autopar.core.blocks import Block, Blocks, block_of
 from autopar.core.graph import Repeat, TracedModel, tensor_meta
-from autopar.core.plan import Plan
+from autopar.core.plan import Pieces, Plan
 from autopar.core.recompute import recomputed
 from autopar.errors import PlanMismatchError
 
-__all__ = ["every_instance", "same_for_all_instances", "stand_ins", "unfolded"]
+__all__ = ["every_instance", "every_piece", "same_for_all_instances", "stand_ins", "unfolded"]
 
 T = TypeVar("T")
 
@@ -99,13 +99,25 @@ def unfolded(plan: Plan, folded: TracedModel, whole: TracedModel) -> Plan:
     whole = recomputed(whole, plan.checkpoint)
     twins = stand_ins(folded, whole)
     nodes = {mine: plan.nodes[twin] for mine, twin in twins.items() if twin in plan.nodes}
+    pieces = every_piece(plan.pieces, twins)
     kept = {spec.node for spec in whole.inputs}
     return replace(
         plan,
         nodes=nodes,
+        pieces=pieces,
         inputs={name: layout for name, layout in plan.inputs.items() if name in kept},
         fingerprint=fingerprint,
         repeats=(),
+    )
+
+
+def every_piece(pieces: Sequence[Pieces], twins: Mapping[str, str]) -> tuple[Pieces, ...]:
+    """Cut the collectives of all nodes as those of the nodes that stand for them (`stand_ins`)."""
+    rows: dict[str, list[Pieces]] = {}
+    for row in pieces:
+        rows.setdefault(row.node, []).append(row)
+    return tuple(
+        replace(row, node=mine) for mine, twin in twins.items() for row in rows.get(twin, ())
     )
 
 

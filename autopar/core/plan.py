@@ -23,6 +23,7 @@ __all__ = [
     "BucketBytes",
     "CommBytes",
     "NodePlan",
+    "Pieces",
     "PipelinePlan",
     "Plan",
     "Prediction",
@@ -62,6 +63,22 @@ class BucketBytes:
     axis: int
     kind: str
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """Into how many pieces a collective is cut, to run beside the product that it belongs to.
+
+    Attributes:
+        node: that the collective is emitted for.
+        axis, kind: of the collective.
+        count: of pieces, at least 2.
+    """
+
+    node: str
+    axis: int
+    kind: str
+    count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +205,7 @@ class Plan:
             the solver's choice.
         buckets: how large buckets of collectives get.
         considered: the most promising pipelines that it was preferred to.
+        pieces: collectives that are cut into pieces (`codegen/passes/decompose.py`).
     """
 
     fingerprint: str
@@ -214,6 +232,7 @@ class Plan:
     reduce_dtype: str | None = None
     buckets: tuple[BucketBytes, ...] = ()
     considered: tuple[Considered, ...] = ()
+    pieces: tuple[Pieces, ...] = ()
     version: int = PLAN_VERSION
 
     @property
@@ -225,6 +244,10 @@ class Plan:
     def bucket_sizes(self) -> dict[tuple[int, str], int]:
         """Bytes that close a bucket, by mesh axis and kind."""
         return {(row.axis, row.kind): row.num_bytes for row in self.buckets}
+
+    def piece_counts(self) -> dict[tuple[str, int, str], int]:
+        """Pieces of the collectives that are cut, by node, mesh axis and kind."""
+        return {(row.node, row.axis, row.kind): row.count for row in self.pieces}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; layouts as lists of short forms such as `"S0"`.
@@ -390,6 +413,7 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
     fields["predicted"] = Prediction(**predicted)
     fields["solver"] = SolverReport(**data["solver"])
     fields["buckets"] = tuple(BucketBytes(**row) for row in data.get("buckets", ()))
+    fields["pieces"] = tuple(Pieces(**row) for row in data.get("pieces", ()))
     fields["considered"] = tuple(Considered(**row) for row in data.get("considered", ()))
     fields["repeats"] = tuple(Repeat(**row) for row in data.get("repeats", ()))
     fields["constraints"] = Constraints.parse(data.get("constraints")).to_dict()

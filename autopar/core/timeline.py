@@ -47,6 +47,7 @@ class PlannedMove(NamedTuple):
         of: the operand that arrives by it, as in `PlannedOp.operands`; `"gradient of FQN"` or
             `"result"` or `"sent"` for what leaves by it; `""` for a collective inside the op.
         hidden_s: of `seconds`, what runs beside compute.
+        pieces: that it is cut into, each with a latency of its own in `seconds`.
     """
 
     axis: int
@@ -56,6 +57,7 @@ class PlannedMove(NamedTuple):
     seconds: float
     of: str
     hidden_s: float = 0.0
+    pieces: int = 1
 
     @property
     def exposed_s(self) -> float:
@@ -208,6 +210,7 @@ def _row(op: PlannedOp, number: Any) -> list[Any]:
     texts = (op.name, op.op, op.op_class, op.phase, op.module, op.source, op.dtype)
     moves = [
         [m.axis, number(m.kind), m.num_bytes, m.times, m.seconds, number(m.of), m.hidden_s]
+        + [m.pieces] * (m.pieces > 1)
         for m in op.moves
     ]
     other = None if op.alternative is None else _alternative(op.alternative)
@@ -239,8 +242,8 @@ def _op(row: Sequence[Any], strings: Sequence[str]) -> PlannedOp:
         times=times,
         compute_s=compute_s,
         moves=tuple(
-            PlannedMove(axis, strings[kind], num_bytes, count, seconds, strings[of], hidden)
-            for axis, kind, num_bytes, count, seconds, of, hidden in moves
+            PlannedMove(axis, strings[kind], num_bytes, count, seconds, strings[of], *hidden)
+            for axis, kind, num_bytes, count, seconds, of, *hidden in moves
         ),
         live=tuple(live),
         alternative=None if other is None else _parsed(other),

@@ -154,6 +154,8 @@ def _moved(
         "ranks": plan.mesh_shape[move.axis],
         "hidden_s": move.hidden_s * move.times / op.times,
     }
+    if move.pieces > 1:
+        args["pieces"] = move.pieces
     return event(pid, 1 + move.axis, move.kind, start_s, seconds, args)
 
 

@@ -42,8 +42,9 @@ _VIEWS = {
     aten.detach.default,
     aten.as_strided.default,
 }
+_EINSUMS = (autopar_ops.einsum.default, einsum.contract)  # as planned, and as a part runs it
 _MATMULS = (
-    autopar_ops.einsum.default,
+    *_EINSUMS,
     aten.mm.default,
     aten.bmm.default,
     aten.addmm.default,
@@ -204,7 +205,7 @@ def global_flops(call: OpCall) -> float:
     if extended is not None:
         return float(extended[1](call))
     shapes = [spec.shape for spec in call.operands]
-    if call.target is autopar_ops.einsum.default:
+    if call.target in _EINSUMS:
         return float(einsum.flops(call.args[0], shapes[0], shapes[1]))
     if call.target in _ATTENTION:
         return _attention_flops(call)

@@ -61,6 +61,7 @@ class Span:
         kind: of a collective.
         hidden_s: of a collective's `duration_s`, what runs beside compute.
         members: what a collective sends: (origin, bytes) of each tensor.
+        origin: the traced node that it is for.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Span:
     kind: str = ""
     hidden_s: float = 0.0
     members: tuple[tuple[str, int], ...] = ()
+    origin: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,13 +189,15 @@ def simulate(
         if node.op != "call_function":
             continue
         phase, count = str(node.meta.get("phase", "forward")), int(node.meta.get("times", 1))
+        origin = str(node.meta.get("origin", ""))
         if "collective" in node.meta:
             kind, axis, num_bytes, count = node.meta["collective"]
             seconds = cluster.collective_seconds(CollectiveKind(kind), num_bytes, axis)
             start = streams.send(node, seconds)
-            alone = ((str(node.meta.get("origin", "")), num_bytes),)
-            members = node.meta.get("members", alone)
-            span = Span(node.name, axis, phase, start, seconds, count, kind, members=members)
+            members = node.meta.get("members", ((origin, num_bytes),))
+            span = Span(
+                node.name, axis, phase, start, seconds, count, kind, members=members, origin=origin
+            )
             sent.append((node, span))
             spans.append(span)
         elif node.args and isinstance(node.args[0], fx.Node) and node.args[0] in streams.ends:
@@ -201,7 +205,8 @@ def simulate(
         else:
             found = times.seconds(node) if times is not None else None
             seconds = node_seconds(node, cluster.device) if found is None else found
-            spans.append(Span(node.name, "compute", phase, streams.run(seconds), seconds, count))
+            start = streams.run(seconds)
+            spans.append(Span(node.name, "compute", phase, start, seconds, count, origin=origin))
     streams.wait(streams.comm_free_s)  # what nobody waited for ends before the step does
     compute_s = sum(s.duration_s * s.times for s in spans if s.stream == "compute")
     comm, exposed = _by_axis(sent, streams.exposed, compute_s, len(cluster.mesh_shape))

@@ -1,6 +1,5 @@
 """Passes over an emitted program, in the order in which they run.
 
-==========  ================================================================  =============
 pass        what it does                                                      file
 ==========  ================================================================  =============
 bucket      small collectives of one group, kind and dtype become one         `bucket.py`
@@ -9,6 +8,17 @@ early       other collectives are issued as soon as their operand is there    `o
 late        waits stand in front of the first reader                          `overlap.py`
 in_place    an all-reduce works in the memory of its operand                  `in_place.py`
 ==========  ================================================================  =============
+=======
+==========  ==================================================================  ==============
+pass        what it does                                                        file
+==========  ==================================================================  ==============
+decompose   a product and the collective beside it are cut into pieces          `decompose.py`
+bucket      small collectives of one group, kind and dtype become one           `bucket.py`
+prefetch    parameters of a block are gathered while the one before it runs     `overlap.py`
+early       other collectives are issued as soon as their operand is there      `overlap.py`
+late        waits stand in front of the first reader                            `overlap.py`
+in_place    an all-reduce works in the memory of its operand                    `in_place.py`
+==========  ==================================================================  ==============
 
 Each works on the joint graph, alone or with the others, keeps its values, and raises its peak
 memory by no more than it is allowed to. `in_place` runs behind whatever else is done to a graph.
@@ -21,15 +31,17 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from torch import fx
 
 from autopar.codegen.passes.bucket import bucket
+from autopar.codegen.passes.decompose import decompose
 from autopar.codegen.passes.in_place import reduce_in_place
 from autopar.codegen.passes.lifetimes import Lifetimes
 from autopar.codegen.passes.order import reorder
 from autopar.codegen.passes.overlap import issue_early, prefetch, wait_late
+from autopar.codegen.passes.sites import Key
 from autopar.errors import AutoparError
 
 __all__ = ["PASSES", "check_passes", "run_last_passes", "run_passes"]
 
-PASSES = ("bucket", "prefetch", "early", "late", "in_place")
+PASSES = ("decompose", "bucket", "prefetch", "early", "late", "in_place")
 """All passes, in order."""
 
 # scratch inside ops is not counted as live, so a moment may hold more than it seems to
@@ -59,6 +71,7 @@ def run_passes(
     block_of: Callable[[str], Hashable],
     spare: int = 0,
     resident: Mapping[str, int] | None = None,
+    pieces: Mapping[Key, int] | None = None,
 ) -> fx.Graph:
     """Run passes over a joint graph, all but those of `run_last_passes`.
 
@@ -69,6 +82,7 @@ def run_passes(
         block_of: block of a node of the traced graph, by name; None outside of blocks.
         spare: bytes by which the peak may grow.
         resident: bytes that live beside the graph's own, by phase.
+        pieces: of collectives that are cut, by origin, axis and kind.
 
     Returns:
         The graph that the passes made of it.
@@ -79,6 +93,8 @@ def run_passes(
     def block(node: fx.Node) -> Hashable:
         return block_of(str(node.meta.get("origin", "")))
 
+    if "decompose" in chosen and pieces:
+        graph = decompose(graph, pieces, budget, resident)
     if "bucket" in chosen:
         graph = bucket(graph, sizes, block, budget, resident)
     orders: dict[str, Callable[[], None]] = {

@@ -22,12 +22,10 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
+from torch import fx
 
 from autopar.codegen.passes.lifetimes import Lifetimes, is_start, is_wait
-from autopar.codegen.passes.order import is_packing, reorder
+from autopar.codegen.passes.order import call_like, copied, is_packing, reorder
 
 __all__ = ["bucket", "is_gather_of_storage"]
 
@@ -78,7 +76,7 @@ def _joined(
     alone: set[str] = set()
     tries = 0
     while any(sizes.values()):
-        trial = _copy(graph)
+        trial = copied(graph)
         buckets = choose(trial, sizes, budget, live, alone)
         if not buckets:
             break
@@ -97,15 +95,6 @@ def _joined(
         else:
             sizes = {key: min(num_bytes, reached) // 2 for key, num_bytes in sizes.items()}
     return graph
-
-
-def _copy(graph: fx.Graph) -> fx.Graph:
-    found = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    found.output(found.graph_copy(graph, copies))
-    for old, new in copies.items():
-        new.meta = dict(old.meta)
-    return found
 
 
 def is_gather_of_storage(node: fx.Node) -> bool:
@@ -168,7 +157,7 @@ def _reductions(
         limit = _limit(node, sizes)
         if node.meta.get("phase") not in ("backward", "finish") or _size(node) >= limit:
             continue
-        if node.name in alone:
+        if node.name in alone or "piece" in node.meta:
             continue
         if node.target not in (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default):
             continue
@@ -253,9 +242,7 @@ def _join(
     made: dict[fx.Node, float] = {}
 
     def call(like: fx.Node, key: float, target: Any, *args: Any) -> fx.Node:
-        node = graph.call_function(target, args)
-        node.meta = {k: v for k, v in like.meta.items() if k in ("phase", "origin", "times")}
-        node.meta["val"] = _fake(target, args)
+        node = call_like(like, target, *args)
         made[node] = key
         return node
 
@@ -278,12 +265,3 @@ def _join(
             graph.erase_node(old)
             graph.erase_node(member)
     return made
-
-
-def _fake(target: Any, args: Any) -> Tensor:
-    values = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], args)
-    fake = next(v for v in pytree.tree_leaves(values) if isinstance(v, FakeTensor))
-    with fake.fake_mode:
-        value = target(*values)
-    assert isinstance(value, Tensor)
-    return value

@@ -1,16 +1,20 @@
-"""Putting the nodes of a graph in another order."""
+"""Writing nodes into a graph, and putting them in another order."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 
 from autopar.core.work import is_view
 
-__all__ = ["feeding", "is_packing", "phase_starts", "reorder"]
+__all__ = ["call_like", "copied", "feeding", "is_packing", "phase_starts", "reorder", "show_anew"]
 
 aten = torch.ops.aten
 _PACKING = (
@@ -69,3 +73,45 @@ def reorder(graph: fx.Graph, keys: Mapping[fx.Node, float]) -> None:
             if not missing[user]:
                 heapq.heappush(ready, (*rank[user], user))
     assert count == len(nodes), "the graph has a cycle"
+
+
+def copied(graph: fx.Graph) -> fx.Graph:
+    """A graph with the same nodes and metadata."""
+    found = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    found.output(found.graph_copy(graph, copies))
+    for old, new in copies.items():
+        new.meta = dict(old.meta)
+    return found
+
+
+def call_like(like: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    """A call with its fake value, at the insertion point, as part of what `like` does."""
+    node = like.graph.call_function(target, args, kwargs)
+    node.meta = {k: v for k, v in like.meta.items() if k in ("phase", "origin", "times")}
+    node.meta["val"] = _fake(node)
+    return node
+
+
+def show_anew(graph: fx.Graph, changed: Iterable[fx.Node]) -> None:
+    """Let views show the storage of what they are views of now.
+
+    Args:
+        graph: in order.
+        changed: nodes that other nodes have been replaced by.
+    """
+    seen = set(changed)
+    for node in graph.nodes:
+        part = node.target is operator.getitem
+        if (part or is_view(node.target)) and not seen.isdisjoint(node.all_input_nodes):
+            node.meta["val"] = _fake(node)
+            seen.add(node)
+
+
+def _fake(node: fx.Node) -> Any:
+    """The fake value of a call, from those of its operands."""
+    args, kwargs = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], (node.args, node.kwargs))
+    fake = next(v for v in pytree.tree_leaves(args) if isinstance(v, FakeTensor))
+    assert callable(node.target)
+    with fake.fake_mode:
+        return node.target(*args, **kwargs)

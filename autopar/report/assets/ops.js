@@ -9,7 +9,7 @@ function showOp(op) {
   $("holds").scrollIntoView();
 }
 function movesText(op) {
-  return op.moves.map(([axis, kind, size, times, s, of]) => `${kind.replaceAll("_", "-")} on ${D.axes[axis]}${of ? ` of ${of}` : ""}: ${bytes(size)}${times > 1 ? ` × ${times}` : ""}, ${seconds(s * times)}`).join("\n");
+  return op.moves.map(([axis, kind, size, times, s, of, , pieces]) => `${kind.replaceAll("_", "-")} on ${D.axes[axis]}${of ? ` of ${of}` : ""}: ${bytes(size)}${times > 1 ? ` × ${times}` : ""}${pieces > 1 ? ` in ${pieces} pieces` : ""}, ${seconds(s * times)}`).join("\n");
 }
 function fillGraphControls() {
   const blocks = new Map();

@@ -1,0 +1,252 @@
+"""`decomposed`: which collectives of a plan are cut into pieces, and into how many.
+
+A collective of t seconds, of which h are hidden, and the products beside it, of C seconds, take
+C + t - h. In k pieces they are simulated by themselves: C_k of compute, copies included, and I_k at
+waits. What hid h before hides as much of I_k, so that cutting saves about::
+
+    saved = (C + t - h) - (C_k + max(0, I_k - h))
+
+The k that saves most is taken for all sites that are alike. All that save something are then
+emitted together and simulated as a whole; what loses there is left whole, and so is everything, if
+the step does not get faster.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from autopar.codegen.passes.decompose import in_pieces
+from autopar.codegen.passes.sites import Key, Reduction, Site, cut_out, find_sites, key_of, shape
+from autopar.core.plan import Pieces, Plan
+from autopar.core.timeline import PlannedOp, rounded
+from autopar.cost_model import Cluster
+from autopar.cost_model.collectives import CollectiveKind
+from autopar.cost_model.simulator import Simulation, simulate
+
+__all__ = ["Trial", "decomposed"]
+
+_COUNTS = (2, 3, 4, 6, 8)
+_MOST_TRIALS = 4
+_LEAST = 1e-4  # of the step, to be saved: less is beyond what is predicted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A program and what its parts are expected to take.
+
+    Attributes:
+        graph: forward and backward.
+        parts: simulations of what runs in one go, by name.
+    """
+
+    graph: fx.Graph
+    parts: Mapping[str, Simulation]
+
+    @property
+    def step_s(self) -> float:
+        return sum(part.step_s for part in self.parts.values())
+
+    def shares(self) -> dict[Key, float]:
+        """Part of the seconds of each collective that is hidden."""
+        found: dict[Key, float] = {}
+        for part in self.parts.values():
+            found.update(part.hidden_shares())
+        return found
+
+    def compute_s(self) -> dict[str, float]:
+        """Seconds of ops by origin, of one execution of each."""
+        found: dict[str, float] = defaultdict(float)
+        for span in (span for part in self.parts.values() for span in part.spans):
+            if span.stream == "compute":
+                found[span.origin] += span.duration_s
+        return found
+
+    def comm_s(self, exposed: bool = False) -> dict[Key, float]:
+        """Seconds of collectives, or of what is exposed of them, of one execution of each."""
+        found: dict[Key, float] = defaultdict(float)
+        for span in (span for part in self.parts.values() for span in part.spans):
+            if isinstance(span.stream, int):
+                hidden = span.hidden_s if exposed else 0.0
+                found[span.origin, span.stream, span.kind] += span.duration_s - hidden
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """Sites that are alike, and what cutting them into `count` pieces is expected to save."""
+
+    keys: frozenset[Key]
+    origins: frozenset[str]
+    count: int
+    saved_s: float
+
+
+def decomposed(
+    plan: Plan, before: Trial, run: Callable[[Plan], Trial], cluster: Cluster, turns: int = 1
+) -> tuple[Plan, Trial]:
+    """Cut the collectives of `plan` for which that is faster.
+
+    Args:
+        plan: as solved, nothing cut.
+        before: its program.
+        run: emits and simulates a plan.
+        cluster: with the plan's mesh.
+        turns: microbatches of a step.
+
+    Returns:
+        The plan with its `pieces`, and with their latency and copies in what is predicted of it;
+        and its program. Both as they were given where nothing is cut.
+    """
+    best, best_trial = plan, before
+    groups = _promising(before, plan, cluster)
+    for _ in range(_MOST_TRIALS):
+        if not groups:
+            break
+        after = run(replace(plan, pieces=_pieces(groups)))
+        done = {key_of(node) for node in after.graph.nodes if "piece" in node.meta}
+        groups = [group for group in groups if group.keys & done]
+        if after.step_s < best_trial.step_s - _LEAST * before.step_s:
+            kept = (p for p in _pieces(groups) if (p.node, p.axis, p.kind) in done)
+            best, best_trial = replace(plan, pieces=tuple(kept)), after
+        losing = [group for group in groups if _saved(group, before, after) <= 0]
+        if not losing and best_trial is after:
+            break
+        drop = losing or [min(groups, key=lambda group: group.saved_s)] if groups else []
+        groups = [group for group in groups if group not in drop]
+    return _priced(best, before, best_trial, turns), best_trial
+
+
+def _pieces(groups: Iterable[_Group]) -> tuple[Pieces, ...]:
+    rows = (
+        Pieces(node=node, axis=axis, kind=kind, count=group.count)
+        for group in groups
+        for node, axis, kind in group.keys
+    )
+    return tuple(sorted(rows, key=lambda row: (row.node, row.axis, row.kind)))
+
+
+def _promising(before: Trial, plan: Plan, cluster: Cluster) -> list[_Group]:
+    """Groups of sites that save something, most first; no two cut the same product."""
+    alike: dict[Hashable, list[Site]] = defaultdict(list)
+    shares = before.shares()
+    for site in find_sites(before.graph):
+        # what leaves a stage is known by another name in each stage
+        if key_of(site.start)[0] in plan.nodes:
+            alike[_look(site)].append(site)
+    found: list[tuple[_Group, set[fx.Node]]] = []
+    for sites in alike.values():
+        hidden = [shares.get(key_of(site.start), 0.0) for site in sites]
+        count, saved_s = _best_count(sites, hidden, cluster)
+        if saved_s > 0:
+            nodes = {node for site in sites for node in (*site.products, site.value, *site.body)}
+            nodes |= {user for site in sites for p in site.products for user in p.users}
+            group = _Group(
+                keys=frozenset(key_of(site.start) for site in sites),
+                origins=frozenset(str(node.meta.get("origin", "")) for node in nodes),
+                count=count,
+                saved_s=saved_s,
+            )
+            found.append((group, {p for site in sites for p in site.products}))
+    chosen: list[_Group] = []
+    taken: set[fx.Node] = set()
+    keys: set[Key] = set()
+    for group, products in sorted(found, key=lambda pair: -pair[0].saved_s):
+        if taken.isdisjoint(products) and keys.isdisjoint(group.keys):
+            chosen.append(group)
+            taken |= products
+            keys |= group.keys
+    return chosen
+
+
+def _look(site: Site) -> Hashable:
+    """What sites that are alike have in common."""
+    _, axis, kind = key_of(site.start)
+    products = tuple(
+        (node.args[0], *(shape(operand) for operand in node.all_input_nodes))
+        for node in site.products
+    )
+    sums = len(site.sums) if isinstance(site, Reduction) else 0
+    return axis, kind, site.start.meta.get("phase"), site.dim, shape(site.value), products, sums
+
+
+def _best_count(sites: list[Site], hidden: list[float], cluster: Cluster) -> tuple[int, float]:
+    """How many pieces save most, and how much, in all sites together."""
+    first = sites[0]
+    kind, axis, num_bytes, times = first.start.meta["collective"]
+    seconds = cluster.collective_seconds(CollectiveKind(kind), num_bytes, axis)
+    latency = cluster.collective_seconds(CollectiveKind(kind), 1, axis)
+    exposed = [seconds * (1 - share) for share in hidden]
+    if seconds <= 2 * latency or max(exposed) <= latency:
+        return 1, 0.0  # a second call costs more than can be hidden
+    graph = cut_out(first)
+    whole = simulate(graph, cluster)
+    best = 1, 0.0
+    for count in _COUNTS:
+        cut = in_pieces(graph, count)
+        if cut is None:
+            break
+        found = simulate(cut, cluster)
+        waits = sum(found.exposed_s) / times
+        more_s = (found.compute_s - whole.compute_s) / times
+        saved = sum(
+            left - more_s - max(0.0, waits - (seconds - left)) for left in exposed if left > latency
+        )
+        if saved * times > best[1]:
+            best = count, saved * times
+    return best
+
+
+def _saved(group: _Group, before: Trial, after: Trial) -> float:
+    """Seconds that a group's ops and collectives take less in a whole program."""
+
+    def taken(trial: Trial) -> float:
+        compute_s, exposed_s = trial.compute_s(), trial.comm_s(exposed=True)
+        ops = sum(compute_s.get(origin, 0.0) for origin in group.origins)
+        return ops + sum(exposed_s.get(key, 0.0) for key in group.keys)
+
+    return taken(before) - taken(after)
+
+
+def _priced(plan: Plan, before: Trial, after: Trial, turns: int) -> Plan:
+    """`plan` with what its pieces add: copies and launches to ops, latency to collectives."""
+    if not plan.pieces:
+        return plan
+    old, new = before.compute_s(), after.compute_s()
+    # the solver prices no packing, so that a copy less is nothing less for it
+    more = {origin: max(0.0, new[origin] - old.get(origin, 0.0)) for origin in new}
+    cut = {(p.node, p.axis, p.kind): p.count for p in plan.pieces}
+    whole_s, cut_s = before.comm_s(), after.comm_s()
+
+    def priced(op: PlannedOp) -> PlannedOp:
+        moves = []
+        for move in op.moves:
+            key = op.name, move.axis, move.kind
+            if not move.leaves and key in cut:
+                slower = cut_s[key] / whole_s[key]
+                move = move._replace(seconds=rounded(move.seconds * slower), pieces=cut[key])
+            moves.append(move)
+        seconds = op.compute_s + more.get(op.name, 0.0)
+        return replace(op, compute_s=rounded(seconds), moves=tuple(moves))
+
+    was = plan.predicted
+    ops = tuple(priced(op) for op in was.timeline.ops)
+    pairs = list(zip(ops, was.timeline.ops, strict=True))
+    compute_s = sum((now.compute_s - then.compute_s) * now.times for now, then in pairs)
+    comm_s = sum(now.comm_s - then.comm_s for now, then in pairs)
+    phases = dict(was.phases)
+    for now, then in pairs if phases else ():
+        part = "forward" if now.phase == "forward" else "input"
+        phases[part] += (now.total_s - then.total_s) / turns
+    predicted = replace(
+        was,
+        step_time_s=was.step_time_s + compute_s + comm_s,
+        compute_time_s=was.compute_time_s + compute_s,
+        comm_time_s=was.comm_time_s + comm_s,
+        timeline=replace(was.timeline, ops=ops),
+        phases=phases,
+    )
+    return replace(plan, predicted=predicted)
