@@ -13,14 +13,15 @@ the step does not get faster.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autopar.codegen.passes.decompose import in_pieces
-from autopar.codegen.passes.sites import Key, Reduction, Site, cut_out, find_sites, key_of, shape
+from autopar.codegen.passes.alone import cut_out, in_pieces
+from autopar.codegen.passes.sites import Key, Reduction, Site, find_sites, key_of, shape
 from autopar.core.plan import Pieces, Plan
 from autopar.core.timeline import PlannedOp, rounded
 from autopar.cost_model import Cluster
@@ -46,9 +47,11 @@ class Trial:
     graph: fx.Graph
     parts: Mapping[str, Simulation]
 
-    @property
-    def step_s(self) -> float:
-        return sum(part.step_s for part in self.parts.values())
+    def step_s(self, least_s: float = 0.0) -> float:
+        """Seconds of the step, of which at least so many are of ops."""
+        compute_s = sum(part.compute_s for part in self.parts.values())
+        exposed_s = sum(sum(part.exposed_s) for part in self.parts.values())
+        return max(compute_s, least_s) + exposed_s
 
     def shares(self) -> dict[Key, float]:
         """Part of the seconds of each collective that is hidden."""
@@ -102,6 +105,9 @@ def decomposed(
         and its program. Both as they were given where nothing is cut.
     """
     best, best_trial = plan, before
+    # the solver prices no packing, so that a copy less would not be seen in its prediction
+    least_s = sum(part.compute_s for part in before.parts.values())
+    enough_s = _LEAST * before.step_s()
     groups = _promising(before, plan, cluster)
     for _ in range(_MOST_TRIALS):
         if not groups:
@@ -109,7 +115,7 @@ def decomposed(
         after = run(replace(plan, pieces=_pieces(groups)))
         done = {key_of(node) for node in after.graph.nodes if "piece" in node.meta}
         groups = [group for group in groups if group.keys & done]
-        if after.step_s < best_trial.step_s - _LEAST * before.step_s:
+        if after.step_s(least_s) < best_trial.step_s(least_s) - enough_s:
             kept = (p for p in _pieces(groups) if (p.node, p.axis, p.kind) in done)
             best, best_trial = replace(plan, pieces=tuple(kept)), after
         losing = [group for group in groups if _saved(group, before, after) <= 0]
@@ -205,8 +211,8 @@ def _saved(group: _Group, before: Trial, after: Trial) -> float:
 
     def taken(trial: Trial) -> float:
         compute_s, exposed_s = trial.compute_s(), trial.comm_s(exposed=True)
-        ops = sum(compute_s.get(origin, 0.0) for origin in group.origins)
-        return ops + sum(exposed_s.get(key, 0.0) for key in group.keys)
+        ops = math.fsum(compute_s.get(origin, 0.0) for origin in group.origins)
+        return ops + math.fsum(exposed_s.get(key, 0.0) for key in group.keys)
 
     return taken(before) - taken(after)
 
@@ -216,8 +222,11 @@ def _priced(plan: Plan, before: Trial, after: Trial, turns: int) -> Plan:
     if not plan.pieces:
         return plan
     old, new = before.compute_s(), after.compute_s()
-    # the solver prices no packing, so that a copy less is nothing less for it
-    more = {origin: max(0.0, new[origin] - old.get(origin, 0.0)) for origin in new}
+    change = {origin: new[origin] - old.get(origin, 0.0) for origin in new}
+    # what is saved of packing, which the solver does not price, is set off against what is added
+    added = sum(seconds for seconds in change.values() if seconds > 0)
+    left = max(0.0, sum(change.values())) / added if added else 0.0
+    more = {origin: left * max(0.0, seconds) for origin, seconds in change.items()}
     cut = {(p.node, p.axis, p.kind): p.count for p in plan.pieces}
     whole_s, cut_s = before.comm_s(), after.comm_s()
 

@@ -102,7 +102,7 @@ def _scheduled_stages(plan: Plan, traced: TracedModel) -> Plan:
         like = next((s for s, q in zip(stages, p.stages, strict=False)
                      if q.nodes is stage.nodes), None)  # fmt: skip
         if like is not None:  # equal stages of a folded graph share a plan
-            stages.append(replace(stage, predicted=like.predicted))
+            stages.append(replace(stage, predicted=like.predicted, pieces=like.pieces))
             continue
         own = parts.named(number, stage, back=True)
         found = _scheduled_stage(own, parts.model(number), cluster, p.microbatches, splits)

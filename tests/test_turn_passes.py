@@ -25,6 +25,7 @@ from autopar.runtime.turns import stages_at_turns
 from autopar.tracer.trace import trace
 from autopar.verification import verify
 from tests.dist import run_ranks
+from tests.pieces import forced
 
 
 class Layer(nn.Module):
@@ -116,7 +117,11 @@ def planned(name: str, mode: str) -> Plan:
 
 def worst(name: str, mode: str, **options: Any) -> tuple[str, float]:
     model, inputs, traced = built(name)
-    result = verify(planned(name, mode), model, inputs, traced=traced, **options)
+    plan = planned(name, mode)
+    if "tensor" in mode and PASSES[0] in (options.get("passes") or PASSES):
+        plan = forced(plan, traced, 2)
+        assert plan.pipeline is not None and any(s.pieces for s in plan.pipeline.stages)
+    result = verify(plan, model, inputs, traced=traced, **options)
     assert len(result.gradients) == len(list(model.parameters()))
     return result.worst
 

@@ -39,7 +39,7 @@ from autopar.codegen.passes.sites import (
     split_dim,
 )
 
-__all__ = ["decompose", "in_pieces"]
+__all__ = ["decompose", "rewrite"]
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -78,17 +78,6 @@ def decompose(
     return graph
 
 
-def in_pieces(graph: fx.Graph, count: int) -> fx.Graph | None:
-    """The program of one site (`cut_out`) in `count` pieces; None where its sizes are too small."""
-    trial = copied(graph)
-    keys = {node: float(i) for i, node in enumerate(trial.nodes)}
-    (site,) = find_sites(trial, alone=True)
-    made = _rewrite(site, count, keys)
-    reorder(trial, keys)
-    show_anew(trial, made)
-    return trial if made else None
-
-
 def _open(made: Mapping[int, Sequence[fx.Node]], lifetimes: Lifetimes) -> set[int]:
     """The sites that are at work where most is live; if none is, the one that was last."""
     peak, place = int(lifetimes.live.argmax()), lifetimes.position
@@ -112,7 +101,7 @@ def _rewritten(
             continue
         if isinstance(site, Reduction) and len(left) < len(site.products):
             continue
-        if nodes := _rewrite(replace(site, products=left), count, keys):
+        if nodes := rewrite(replace(site, products=left), count, keys):
             made[index] = nodes
             touched.update(left)
     reorder(graph, keys)
@@ -122,7 +111,7 @@ def _rewritten(
     return {index: sorted(nodes, key=place.__getitem__) for index, nodes in made.items()}
 
 
-def _rewrite(site: Site, count: int, keys: dict[fx.Node, float]) -> list[fx.Node]:
+def rewrite(site: Site, count: int, keys: dict[fx.Node, float]) -> list[fx.Node]:
     """Cut one site, in place, as far as its sizes allow.
 
     Args:

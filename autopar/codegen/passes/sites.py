@@ -30,7 +30,6 @@ __all__ = [
     "Key",
     "Reduction",
     "Site",
-    "cut_out",
     "equation_of",
     "find_sites",
     "key_of",
@@ -133,24 +132,6 @@ def find_sites(graph: fx.Graph, alone: bool = False) -> list[Site]:
         if site is not None:
             found.append(site)
     return found
-
-
-def cut_out(site: Site) -> fx.Graph:
-    """A program of a site alone: what it reads goes in, what others read of it comes out."""
-    sums = site.sums if isinstance(site, Reduction) else ()
-    inside = {*site.products, *sums, *site.body}
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in (n for n in site.start.graph.nodes if n in inside):
-        for source in node.all_input_nodes:
-            if source not in env:
-                env[source] = graph.placeholder(source.name)
-                env[source].meta = dict(source.meta)
-        env[node] = graph.node_copy(node, env.__getitem__)
-        env[node].meta = dict(node.meta)
-    ends = [n for n in inside if any(user not in inside for user in n.users)]
-    graph.output(tuple(env[n] for n in sorted(ends)))
-    return graph
 
 
 def key_of(start: fx.Node) -> Key:
