@@ -94,7 +94,7 @@ def decomposed(
     """Cut the collectives of `plan` for which that is faster.
 
     Args:
-        plan: as solved, nothing cut.
+        plan: as solved; with pieces already, it keeps these.
         before: its program.
         run: emits and simulates a plan.
         cluster: with the plan's mesh.
@@ -108,7 +108,7 @@ def decomposed(
     # the solver prices no packing, so that a copy less would not be seen in its prediction
     least_s = sum(part.compute_s for part in before.parts.values())
     enough_s = _LEAST * before.step_s()
-    groups = _promising(before, plan, cluster)
+    groups = [] if plan.pieces else _promising(before, plan, cluster)
     for _ in range(_MOST_TRIALS):
         if not groups:
             break
@@ -176,7 +176,8 @@ def _look(site: Site) -> Hashable:
         for node in site.products
     )
     sums = len(site.sums) if isinstance(site, Reduction) else 0
-    return axis, kind, site.start.meta.get("phase"), site.dim, shape(site.value), products, sums
+    form = axis, kind, site.start.meta.get("phase"), site.dim, site.split, shape(site.value)
+    return *form, products, sums, len(site.value.users)
 
 
 def _best_count(sites: list[Site], hidden: list[float], cluster: Cluster) -> tuple[int, float]:

@@ -17,8 +17,11 @@ from autopar.codegen.passes import PASSES
 from autopar.codegen.passes.lifetimes import Lifetimes, is_start
 from autopar.codegen.turns import TURN, TurnProgram, emit_turns
 from autopar.core.constraints import Constraints
+from autopar.core.einsum import contract
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
+from autopar.core.strategy import op_call
+from autopar.core.work import global_flops, op_class
 from autopar.cost_model import Cluster
 from autopar.pipelining import plan_step
 from autopar.runtime.turns import stages_at_turns
@@ -190,6 +193,18 @@ def test_parts_have_written_and_generated_kernels() -> None:
     assert random  # its kernel takes the counter of the turn
     assert any(a.meta["val"] == 0 for n in random for a in n.all_input_nodes
                if isinstance(a.meta["val"], int))  # fmt: skip
+
+
+def test_products_cost_in_a_part_what_they_cost_in_the_whole() -> None:
+    """Parts call products directly, with their biases."""
+    program = emitted("plain", "turns-zero0")
+    whole = [n for n in program.joint.graph.nodes if n.target is torch.ops.autopar.einsum.default]
+    for part in ("forward", "backward"):
+        nodes = program.parts[part].module.graph.nodes
+        called = [op_call(n, 1) for n in nodes if n.target is contract]
+        expected = [op_call(n, 1) for n in whole if n.meta["phase"] == part]
+        assert {op_class(call) for call in called} == {"matmul"}
+        assert sorted(map(global_flops, called)) == sorted(map(global_flops, expected))
 
 
 def count(program: TurnProgram, part: str, kind: str) -> int:

@@ -166,9 +166,9 @@ class _Writer:
         return node
 
     def reshape(self, like: fx.Node, at: float, x: fx.Node, to: Sequence[int]) -> fx.Node:
-        return (
-            x if shape(x) == tuple(to) else self.call(like, at, aten.reshape.default, x, list(to))
-        )
+        if shape(x) == tuple(to):
+            return x
+        return self.call(like, at, aten.reshape.default, x, list(to))
 
     def dense(self, like: fx.Node, at: float, x: fx.Node) -> fx.Node:
         if x.meta["val"].is_contiguous():
@@ -238,7 +238,7 @@ class _GatherWriter(_Writer):
         sinks = {p: _with_bias(p, letter(site, p, self.dim)) for p in products}
         outs: dict[fx.Node, list[fx.Node]] = {p: [] for p in products}
         wholes: list[fx.Node] = []
-        names = {n for p in products for n in _aliases_of(p, site.value)}
+        operands = {n for p in products for n in _aliases_of(p, site.value)}
         with self.graph.inserting_before(site.start):
             flying = [self._issue(self.keys[site.start], 0)]
             for piece in range(count):
@@ -246,7 +246,7 @@ class _GatherWriter(_Writer):
                 if piece + 1 < count:
                     flying.append(self._issue(at, piece + 1))
                 wholes.append(self._unpack(flat, at, piece))
-                given = dict.fromkeys(names, wholes[piece])
+                given = dict.fromkeys(operands, wholes[piece])
                 for product in products:
                     made = self.multiply(product, at, piece, given)
                     if sinks[product] is not product:

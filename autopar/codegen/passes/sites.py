@@ -118,7 +118,7 @@ def find_sites(graph: fx.Graph, alone: bool = False) -> list[Site]:
     """
     found: list[Site] = []
     for node in graph.nodes:
-        if not is_start(node) or len(node.users) != 1:
+        if not is_start(node) or len(node.users) != 1 or "piece" in node.meta:
             continue
         site: Site | None = None
         if node.target is c10d.all_gather_into_tensor.default:
