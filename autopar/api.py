@@ -60,6 +60,7 @@ def plan(
     cache: bool = True,
     precision: str | None = None,
     reduce_dtype: str | None = None,
+    fusion: bool | Mapping[str, Any] | None = None,
 ) -> Plan:
     """Plan a training step. Needs no devices and no process group.
 
@@ -78,6 +79,7 @@ def plan(
             of floating inputs; None or "fp32" runs the model as it is.
         reduce_dtype: "fp32", "bf16" or "fp16", in which gradients are summed over devices; None
             lets the solver choose between compute's and the parameter's.
+        fusion: what will be fused, as for `parallelize`; ops are priced accordingly.
 
     Raises:
         TraceError: the model cannot be captured.
@@ -95,7 +97,8 @@ def plan(
         precision=precision,
         reduce_dtype=reduce_dtype,
     )
-    found = solved(traced, described, parsed, memory_limit, optimizer, cache)
+    fused = Fusion.parse(fusion, torch.device(described.device_type))
+    found = solved(traced, described, parsed, memory_limit, optimizer, cache, fused)
     check_emitted(traced, found)
     return found
 

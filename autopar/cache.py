@@ -11,6 +11,7 @@ import json
 import os
 import tempfile
 import warnings
+from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
 
@@ -61,6 +62,7 @@ class PlanCache:
         constraints: Constraints,
         memory_limit: int | None,
         optimizer: object,
+        fusion: Collection[str] = (),
     ) -> str:
         """Hash of all that a plan depends on."""
         kind = optimizer if isinstance(optimizer, (str, type)) else type(optimizer)
@@ -70,6 +72,7 @@ class PlanCache:
             "constraints": constraints.to_dict(),
             "limit": memory_limit,
             "optimizer": [str(kind), optimizer_state_bytes(optimizer, 1 << 20)],
+            "fusion": sorted(fusion),
             "torch": torch.__version__,
             "autopar": _sources(),
             "extensions": extensions.digest(),

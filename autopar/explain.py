@@ -15,6 +15,8 @@ from typing import Any
 from rich.table import Table
 from torch import nn
 
+from autopar.codegen.fusion import Fusion
+from autopar.codegen.shares import fused_shares
 from autopar.core.apart import split_repeats
 from autopar.core.block_kinds import kinds_of
 from autopar.core.blocks import Block
@@ -192,10 +194,12 @@ def _stand_in(plan: Plan, param: str) -> str:
 
 def _resolved(found: Explanation, traced: TracedModel) -> Explanation:
     from autopar.solver.exclude import Excluded
+    from autopar.solver.offers import Offers
     from autopar.solver.solve import solve
 
     plan = found.plan
     cluster = Cluster.from_dict(plan.cluster)
+    offers = Offers(cluster, fused_shares(traced, Fusion.of(plan)))
 
     def again(constraints: Any, limit: int, without: Excluded | None = None) -> Resolved:
         try:
@@ -206,6 +210,7 @@ def _resolved(found: Explanation, traced: TracedModel) -> Explanation:
                 memory_limit=limit,
                 optimizer=plan.optimizer,
                 without=without,
+                offers=offers,
             )
         except (ConstraintError, InfeasiblePlanError) as error:
             return Resolved(reason=str(error))

@@ -9,19 +9,17 @@ was listed is the bound of the plan: nothing that the search ranges over is fast
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 
+from autopar.codegen.fusion import Fusion
+from autopar.codegen.shares import fused_shares
 from autopar.core.collector import paused_collector
 from autopar.core.constraints import NO_PIPELINE, Constraints, PipelinePin, assign_mesh
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
-from autopar.core.schedule import Kind, actions
 from autopar.core.stages import block_order
 from autopar.core.units import format_bytes, format_seconds
 from autopar.cost_model import Cluster
-from autopar.cost_model.pipeline import simulate_pipeline
-from autopar.cost_model.stages import action_seconds
 from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError
 from autopar.pipeline_shapes import Shapes
 from autopar.pipeline_stages import Stopped
@@ -31,7 +29,7 @@ from autopar.solver.memory_cuts import RECOMPUTED, RankBytes, cuts_within
 from autopar.solver.offers import Offers
 from autopar.solver.pipeline_shape import PipelineShape
 from autopar.solver.solve import solve
-from autopar.stage_planning import StagePlanner
+from autopar.stage_planning import StagePlanner, on_the_clock
 
 __all__ = ["plan_step"]
 
@@ -52,6 +50,7 @@ def plan_step(
     constraints: Constraints,
     memory_limit: int | None = None,
     optimizer: object = "adamw",
+    fusion: Fusion | None = None,
 ) -> Plan:
     """The fastest plan of a step that was found, in microbatches and with a pipeline or without.
 
@@ -61,12 +60,13 @@ def plan_step(
         constraints: what is pinned, of the pipeline and inside its stages.
         memory_limit: bytes per device; default: the device's memory.
         optimizer: whose states count in memory.
+        fusion: the kernels that ops will be fused in, and are priced in; default: none.
 
     Raises:
         ConstraintError: a pinned pipeline is not possible, or other pins cannot hold.
         InfeasiblePlanError: nothing fits.
     """
-    search = _Search(traced, cluster, constraints, memory_limit, optimizer)
+    search = _Search(traced, cluster, constraints, memory_limit, optimizer, fusion)
     if constraints.pipeline is None:
         return search.unasked()
     return search.asked(constraints.pipeline)
@@ -80,17 +80,20 @@ class _Search:
         constraints: Constraints,
         memory_limit: int | None,
         optimizer: object,
+        fusion: Fusion | None = None,
     ) -> None:
         self.traced = traced
         self.cluster = cluster
         self.constraints = constraints
+        self.fusion = fusion or Fusion(kernels=frozenset())
+        self.kernels = tuple(sorted(self.fusion.kernels))
         self.limit = cluster.memory_bytes if memory_limit is None else int(memory_limit)
         self.optimizer = optimizer
         self.refused: AutoparError | None = None
         self.large: list[PipelineShape] = []  # that do not fit as they are
         self.full: dict[PipelineShape, dict[int, RankBytes]] = {}  # ranks that were too large
         self.cuts: dict[PipelineShape, list[tuple[str, ...]]] = {}  # with which one may fit, tried
-        self.offers = Offers(cluster)
+        self.offers = Offers(cluster, fused_shares(traced, self.fusion))
         self._planner: StagePlanner | None = None
 
     @property
@@ -159,7 +162,7 @@ class _Search:
             optimizer=self.optimizer,
             offers=self.offers,
         )
-        return replace(found, constraints=self.constraints.to_dict())
+        return replace(found, constraints=self.constraints.to_dict(), fusion=self.kernels)
 
     def _may_pipeline(self) -> bool:
         """A training step, and devices that no pin speaks of."""
@@ -204,7 +207,7 @@ class _Search:
             return first
         cuts = first.pipeline.cuts  # which two chunks a rank do not share
         same = (replace(s, cuts=cuts) if s.chunks == shape.chunks else s for s in (shape, *others))
-        promised = {s: _on_the_clock(s, first) for s in same}
+        promised = {s: on_the_clock(s, first) for s in same}
         (now_s,) = (t for s, t in promised.items() if s.schedule == first.pipeline.schedule)
         least = min(promised, key=promised.__getitem__)
         hoped_s = _seconds(first) - (now_s - promised[least])
@@ -362,18 +365,8 @@ class _Search:
             limit_s = _seconds(plan)
         gap = max(0.0, 1 - bound_s / report.objective) if report.objective else 0.0
         report = replace(report, bound=bound_s, gap=gap)
-        return replace(plan, solver=report, considered=shapes.considered(chosen, limit_s))
-
-
-def _on_the_clock(shape: PipelineShape, plan: Plan) -> float:
-    """What the stages of a plan promise to take in another schedule, halved for two chunks."""
-    assert plan.pipeline is not None
-    seconds: list[Mapping[Kind, float]] = []
-    for _ in range(shape.chunks):
-        for stage in plan.pipeline.stages:
-            seconds.append({k: s / shape.chunks for k, s in action_seconds(stage).items()})
-    orders = actions(shape.schedule, shape.size, shape.microbatches, shape.chunks)
-    return simulate_pipeline(orders, seconds).step_s
+        others = shapes.considered(chosen, limit_s)
+        return replace(plan, solver=report, considered=others, fusion=self.kernels)
 
 
 def _is_free(plan: Plan) -> bool:

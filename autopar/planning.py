@@ -67,17 +67,25 @@ def solved(
     memory_limit: int | None,
     optimizer: object,
     cache: bool,
+    fusion: Fusion,
 ) -> Plan:
-    """The plan from the cache, or solved and kept there."""
+    """The plan from the cache, or solved and kept there; ops are priced as they will be fused."""
     plans = PlanCache() if cache else None
-    key = plans.key(traced, cluster, constraints, memory_limit, optimizer) if plans else ""
+    key = ""
+    if plans:
+        key = plans.key(traced, cluster, constraints, memory_limit, optimizer, fusion.kernels)
     known = plans.get(key) if plans else None
     if known is not None:
         return known
     from autopar.pipelining import plan_step
 
     found = plan_step(
-        traced, cluster, constraints=constraints, memory_limit=memory_limit, optimizer=optimizer
+        traced,
+        cluster,
+        constraints=constraints,
+        memory_limit=memory_limit,
+        optimizer=optimizer,
+        fusion=fusion,
     )
     found = scheduled(found, traced)
     if plans is not None:
@@ -315,7 +323,15 @@ class Planner:
         raise refused
 
     def _solved(self, traced: TracedModel, cluster: Cluster, constraints: Constraints) -> Plan:
-        return solved(traced, cluster, constraints, self.memory_limit, self.optimizer, self.cache)
+        return solved(
+            traced,
+            cluster,
+            constraints,
+            self.memory_limit,
+            self.optimizer,
+            self.cache,
+            self.fusion,
+        )
 
     def _check_given(self, chosen: Plan, traced: TracedModel) -> None:
         if chosen.num_devices != self.mesh.size():

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.codegen.emit import emit
+from autopar.codegen.fusion import Fusion
 from autopar.codegen.stages import staged_as_planned
 from autopar.codegen.turns import emit_turns
 from autopar.core.graph import TracedModel
@@ -42,10 +43,10 @@ def scheduled(plan: Plan, traced: TracedModel) -> Plan:
         return plan
     if plan.pipeline is not None:
         return _scheduled_stages(plan, traced)
-    cluster = Cluster.from_dict(plan.cluster)
+    cluster, fusion = Cluster.from_dict(plan.cluster), Fusion.of(plan)
 
     def run(trial: Plan) -> Trial:
-        program = emit(traced, trial, [0] * len(plan.mesh_shape))
+        program = emit(traced, trial, [0] * len(plan.mesh_shape), fusion=fusion)
         graph = program.joint.graph
         return Trial(graph=graph, parts={"step": simulate(graph, cluster)})
 
@@ -96,7 +97,7 @@ def _scheduled_stages(plan: Plan, traced: TracedModel) -> Plan:
     parts = staged_as_planned(traced, p)
     orders = actions(p.schedule, p.size, p.microbatches, p.chunks)
     splits = any(action.kind == "I" for order in orders for action in order)
-    cluster = Cluster.from_dict(plan.cluster)
+    cluster, fusion = Cluster.from_dict(plan.cluster), Fusion.of(plan)
     stages: list[Plan] = []
     for number, stage in enumerate(p.stages):
         like = next((s for s, q in zip(stages, p.stages, strict=False)
@@ -105,7 +106,7 @@ def _scheduled_stages(plan: Plan, traced: TracedModel) -> Plan:
             stages.append(replace(stage, predicted=like.predicted, pieces=like.pieces))
             continue
         own = parts.named(number, stage, back=True)
-        found = _scheduled_stage(own, parts.model(number), cluster, p.microbatches, splits)
+        found = _scheduled_stage(own, parts.model(number), cluster, fusion, p.microbatches, splits)
         stages.append(parts.named(number, found))
     transfer_s = transfer_seconds(parts.crossings(), stages, cluster, p.size)
     clock = pipelined_time(stages, orders, transfer_s, p.microbatches, plan.predicted.memory)
@@ -114,13 +115,18 @@ def _scheduled_stages(plan: Plan, traced: TracedModel) -> Plan:
 
 
 def _scheduled_stage(
-    plan: Plan, model: TracedModel, cluster: Cluster, microbatches: int, splits: bool
+    plan: Plan,
+    model: TracedModel,
+    cluster: Cluster,
+    fusion: Fusion,
+    microbatches: int,
+    splits: bool,
 ) -> Plan:
     """A stage's plan with what each of its parts hides, taken from the part's seconds."""
     names = ("prepare", "forward", *(("input", "weight") if splits else ("backward",)), "finish")
 
     def run(trial: Plan) -> Trial:
-        program = emit_turns([model], trial, [0] * len(plan.mesh_shape))
+        program = emit_turns([model], trial, [0] * len(plan.mesh_shape), fusion=fusion)
         parts = {name: simulate(program.parts[name].module.graph, cluster) for name in names}
         return Trial(graph=program.joint.graph, parts=parts)
 

@@ -22,8 +22,10 @@ from autopar.core.folding import every_instance
 from autopar.core.graph import TracedModel
 from autopar.core.placement import Layout
 from autopar.core.plan import NodePlan, Plan
-from autopar.core.schedule import actions
+from autopar.core.schedule import Kind, actions
 from autopar.cost_model import Cluster
+from autopar.cost_model.pipeline import simulate_pipeline
+from autopar.cost_model.stages import action_seconds
 from autopar.errors import ConstraintError, InfeasiblePlanError
 from autopar.pipeline_stages import Pipeliner
 from autopar.solver.fit import UNLIMITED
@@ -41,7 +43,7 @@ from autopar.solver.pipeline_shape import (
 )
 from autopar.solver.solve import Solved, in_other_flights, solve_step
 
-__all__ = ["StagePlanner"]
+__all__ = ["StagePlanner", "on_the_clock"]
 
 
 class StagePlanner:
@@ -75,7 +77,7 @@ class StagePlanner:
         self.constraints = constraints
         self.limit = cluster.memory_bytes if memory_limit is None else int(memory_limit)
         self.optimizer = optimizer
-        self.work = BlockWork(traced, cluster)
+        self.work = BlockWork(traced, cluster, offers.fused)
         self._micros: dict[int, tuple[dict[str, NodePlan], Microbatch]] = {}
         self._parts: dict[tuple[int, tuple[str, ...]], Staged] = {}
         self._solved: dict[object, Plan | InfeasiblePlanError] = {}
@@ -241,3 +243,14 @@ def _port_names(model: TracedModel) -> list[str]:
     """Names of the layouts that a stage shares with others."""
     names = [s.node for s in model.inputs if s.kind == "received"]
     return [*names, *dict.fromkeys(s.port for s in model.outputs if s.kind == "sent")]
+
+
+def on_the_clock(shape: PipelineShape, plan: Plan) -> float:
+    """What the stages of a plan promise to take in another schedule, halved for two chunks."""
+    assert plan.pipeline is not None
+    seconds: list[Mapping[Kind, float]] = []
+    for _ in range(shape.chunks):
+        for stage in plan.pipeline.stages:
+            seconds.append({k: s / shape.chunks for k, s in action_seconds(stage).items()})
+    orders = actions(shape.schedule, shape.size, shape.microbatches, shape.chunks)
+    return simulate_pipeline(orders, seconds).step_s

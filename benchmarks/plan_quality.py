@@ -22,7 +22,7 @@ from autopar.core.graph import TracedModel
 from autopar.pipelining import plan_step
 from autopar.scheduling import scheduled
 from autopar.tracer.trace import trace
-from benchmarks.planner import ROWS, Row
+from benchmarks.planner import ROWS, Row, fusion_of
 
 DEFAULT = [
     "gpt2-1.5b@8", "llama3-8b@8", "llama3-8b@32x8", "llama3-70b@32x8", "llama3-405b@64x8",
@@ -72,7 +72,9 @@ def price(traced: TracedModel, row: Row, wanted: dict[str, Any] | None) -> dict[
         row.profile, nodes=row.nodes, devices_per_node=row.devices_per_node, mesh_shape=row.mesh
     )
     try:
-        plan = plan_step(traced, cluster, constraints=Constraints.parse(wanted))
+        plan = plan_step(
+            traced, cluster, constraints=Constraints.parse(wanted), fusion=fusion_of(cluster)
+        )
         plan = scheduled(plan, traced)
     except autopar.InfeasiblePlanError as error:
         return {"result": "does not fit", "needs_gib": (error.required_bytes or 0) / 2**30}

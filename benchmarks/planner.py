@@ -1,6 +1,7 @@
 """Planner speed: seconds for trace and solve, memory, problem size and gap, per model and mesh.
 
-Pipelines are in the search; the last column is what was chosen of them.
+Pipelines are in the search; the last column is what was chosen of them. Ops are priced as they
+would be fused on the devices; `--unfused` prices them one by one.
 
     python -m benchmarks.planner                      # nine rows
     python -m benchmarks.planner --rows all           # every model × mesh
@@ -31,6 +32,7 @@ from rich.table import Table
 from torch import nn
 
 import autopar
+from autopar.codegen.fusion import Fusion
 from autopar.core.constraints import Constraints
 from autopar.core.plan import PipelinePlan
 from autopar.pipelining import plan_step
@@ -190,7 +192,12 @@ DEFAULT = [
 ]  # fmt: skip
 
 
-def measure(row: Row) -> dict[str, Any]:
+def fusion_of(cluster: autopar.Cluster) -> Fusion:
+    """What fuses by default on a cluster's devices."""
+    return Fusion.parse(None, torch.device(cluster.device_type))
+
+
+def measure(row: Row, fused: bool = True) -> dict[str, Any]:
     """Plan one row in this process."""
     started = time.perf_counter()
     with torch.device("meta"):
@@ -207,7 +214,8 @@ def measure(row: Row) -> dict[str, Any]:
     )
     found: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
     try:
-        plan = plan_step(traced, cluster, constraints=Constraints())
+        fusion = fusion_of(cluster) if fused else None
+        plan = plan_step(traced, cluster, constraints=Constraints(), fusion=fusion)
         found |= {
             "result": "plan",
             "step_s": plan.predicted.step_time_s,
@@ -246,9 +254,10 @@ def _described(pipeline: PipelinePlan | None) -> str:
     return f"{ranks} ranks, {pipeline.microbatches} microbatches, {pipeline.schedule}"
 
 
-def _in_child(name: str, seconds: float) -> dict[str, Any]:
+def _in_child(name: str, seconds: float, fused: bool) -> dict[str, Any]:
     """Measure in a fresh process, so that peak memory is the row's own; a failure is a result."""
     command = [sys.executable, "-m", "benchmarks.planner", "--child", name]
+    command += [] if fused else ["--unfused"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -277,10 +286,11 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", default=DEFAULT, choices=["all", *ROWS])
     parser.add_argument("--json")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for each row")
+    parser.add_argument("--unfused", action="store_true", help="price ops one by one")
     parser.add_argument("--child", choices=list(ROWS))
     options = parser.parse_args()
     if options.child:
-        print(json.dumps(measure(ROWS[options.child])))
+        print(json.dumps(measure(ROWS[options.child], not options.unfused)))
         return
     names = list(ROWS) if options.rows == ["all"] else options.rows
     table = Table(title=f"planner, {os.cpu_count()} cores, {platform.machine()}")
@@ -297,7 +307,7 @@ def main() -> None:
             file.write(json.dumps(about) + "\n")
     for name in names:
         load = os.getloadavg()[0]
-        found = {"load": load} | _in_child(name, options.timeout)
+        found = {"load": load} | _in_child(name, options.timeout, not options.unfused)
         cells = _cells(found)
         told = (f"{c}={x}" for c, x in zip(_COLUMNS, cells, strict=True) if x)
         print(name, *told, flush=True)

@@ -29,7 +29,9 @@ UP = "layers.0.0.weight"
 
 @pytest.fixture(scope="module")
 def pinned() -> Plan:
-    return autopar.plan(hw.Mlp(), cluster(*MESH), hw.vectors(), constraints={"data": 2})
+    return autopar.plan(
+        hw.Mlp(), cluster(*MESH), hw.vectors(), constraints={"data": 2}, fusion=False
+    )
 
 
 def rivals(name: str, pins: dict[str, Any]) -> dict[str, float]:
@@ -88,7 +90,7 @@ def test_the_runner_up_is_the_best_of_all_others(subject: str, pinned: Plan) -> 
 def test_pins_and_limits_that_bind(pinned: Plan) -> None:
     model, inputs = hw.Mlp(), hw.vectors()
     found = explain(pinned, param=UP, model=model, example_inputs=inputs)
-    free = autopar.plan(model, cluster(*MESH), inputs)
+    free = autopar.plan(model, cluster(*MESH), inputs, fusion=False)
     assert found.unpinned is not None and found.unpinned.plan is not None
     assert found.unpinned.plan.predicted.serial_time_s == pytest.approx(
         free.predicted.serial_time_s
@@ -99,7 +101,7 @@ def test_pins_and_limits_that_bind(pinned: Plan) -> None:
     assert "pins          bind: without the pins" in text
 
     limit = int(0.75 * free.predicted.peak_memory_bytes)
-    tight = autopar.plan(model, cluster(*MESH), inputs, memory_limit=limit)
+    tight = autopar.plan(model, cluster(*MESH), inputs, memory_limit=limit, fusion=False)
     text = render_explanation(explain(tight, param=UP, model=model, example_inputs=inputs), 300)
     assert "memory limit  binds: without the limit" in text
     assert "\npins" not in text

@@ -34,7 +34,7 @@ from autopar.core.recompute import recomputed
 from autopar.core.strategy import op_call
 from autopar.errors import AutoparError, PlanMismatchError
 
-__all__ = ["Program", "check_traffic", "count_collectives", "emit"]
+__all__ = ["Emitter", "Program", "check_traffic", "count_collectives", "emit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ def emit(
     traced = recomputed(traced, plan.checkpoint)
     device = torch.device(device)
     chosen = Fusion.parse(fusion, device)
-    emitter = _Emitter(traced, plan, coords, group_names, device, chosen)
+    emitter = Emitter(traced, plan, coords, group_names, device, chosen)
     return emitter.run(passes)
 
 
@@ -134,7 +134,14 @@ def axis_group_names(mesh_shape: Sequence[int]) -> list[str]:
     return [f"axis{i}" for i in range(len(mesh_shape))]
 
 
-class _Emitter:
+class Emitter:
+    """Writes one rank's joint graph.
+
+    Attributes:
+        graph: the program.
+        values: its node of each value of the traced graph.
+    """
+
     def __init__(
         self,
         traced: TracedModel,
@@ -171,8 +178,9 @@ class _Emitter:
                 owner = self._output_value(spec)[0]
                 self.completed.setdefault(owner, []).append(spec)
 
-    def run(self, passes: Collection[str] | None) -> Program:
-        inputs = self._inputs()
+    def joint(self) -> list[tuple[fx.Node | None, OutputSpec, Layout]]:
+        """Write the joint graph; its outputs."""
+        self.inputs = self._inputs()
         nodes = [n for n in self.traced.graph.nodes if n.op == "call_function"]
         nodes = [n for n in nodes if n.target is not operator.getitem]
         for phase in ("forward", "backward"):
@@ -184,6 +192,11 @@ class _Emitter:
                 self._results()
         outputs = [*self.results, *self._gradients()]
         self.graph.output(tuple(node for node, _, _ in outputs))
+        return outputs
+
+    def run(self, passes: Collection[str] | None) -> Program:
+        outputs = self.joint()
+        inputs = self.inputs
         check_traffic(count_collectives(self.graph), self.plan)
         graph = run_passes(
             self.graph,

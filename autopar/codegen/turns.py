@@ -25,7 +25,7 @@ from torch.fx.node import map_aggregate
 
 from autopar.codegen import program_pass
 from autopar.codegen.accumulate import accumulated
-from autopar.codegen.emit import _Emitter, check_traffic, count_collectives
+from autopar.codegen.emit import Emitter, check_traffic, count_collectives
 from autopar.codegen.fusion import GENERATED, Fusion, fuse
 from autopar.codegen.partition import EmptiesItsList, copy_part
 from autopar.codegen.passes import check_passes, run_last_passes, run_passes
@@ -144,7 +144,7 @@ def _may_depend(stages: Sequence[TracedModel]) -> bool:
     return any(repr((a.args, a.kwargs)) != repr((b.args, b.kwargs)) for a, b in pairs)
 
 
-class _TurnEmitter(_Emitter):
+class _TurnEmitter(Emitter):
     """Emits into one graph whose nodes know their part."""
 
     def write(self, passes: Collection[str] | None) -> fx.Graph:

@@ -168,6 +168,7 @@ class Plan:
         buckets: how large buckets of collectives get.
         considered: the most promising pipelines that it was preferred to.
         pieces: collectives that are cut into pieces (`codegen/passes/decompose.py`).
+        fusion: names of the fused kernels that its ops were priced in.
     """
 
     fingerprint: str
@@ -195,6 +196,7 @@ class Plan:
     buckets: tuple[BucketBytes, ...] = ()
     considered: tuple[Considered, ...] = ()
     pieces: tuple[Pieces, ...] = ()
+    fusion: tuple[str, ...] = ()
     version: int = PLAN_VERSION
 
     @property
@@ -377,6 +379,7 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
     fields["buckets"] = tuple(BucketBytes(**row) for row in data.get("buckets", ()))
     fields["pieces"] = tuple(Pieces(**row) for row in data.get("pieces", ()))
     fields["considered"] = tuple(Considered(**row) for row in data.get("considered", ()))
+    fields["fusion"] = tuple(data.get("fusion", ()))
     fields["repeats"] = tuple(Repeat(**row) for row in data.get("repeats", ()))
     fields["constraints"] = Constraints.parse(data.get("constraints")).to_dict()
     return fields

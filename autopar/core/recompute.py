@@ -136,6 +136,7 @@ class _Repeater:
             if top not in self.copies:
                 twin = self.graph.node_copy(top, lambda n: self.copies.get(n, n))
                 twin.meta["again"] = top.name
+                twin.meta.setdefault("origin", top.name)
                 origin = self.info[top.name]
                 self.info[twin.name] = replace(origin, phase="backward", recomputed=True)
                 self.copies[top] = twin

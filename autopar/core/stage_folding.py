@@ -326,7 +326,7 @@ class _Extender:
         twin = self.graph.create_node(
             node.op, node.target, args, kwargs, name=self._named(node.name, copy)
         )
-        twin.meta = dict(node.meta)
+        twin.meta = {"origin": node.name, **node.meta}
         self._noted(node, twin, copy)
 
     def _named(self, name: str, copy: int) -> str:

@@ -14,7 +14,12 @@ from __future__ import annotations
 from autopar.cost_model.catalogue import load_profile, profile_names, register_profile
 from autopar.cost_model.cluster import Cluster, bucketed_latency
 from autopar.cost_model.collectives import CollectiveKind
-from autopar.cost_model.compute import OpCost, compute_seconds, compute_seconds_array
+from autopar.cost_model.compute import (
+    OpCost,
+    compute_seconds,
+    compute_seconds_array,
+    kernel_seconds,
+)
 from autopar.cost_model.memory import (
     Offloaded,
     PeakMemory,
@@ -56,6 +61,7 @@ __all__ = [
     "compute_seconds_array",
     "dtype_bytes",
     "host_state_bytes",
+    "kernel_seconds",
     "levels",
     "load_profile",
     "offload_seconds",

@@ -64,6 +64,7 @@ class Cluster:
         devices_per_node: devices in a node.
         mesh_shape: the mesh, row-major over ranks.
         axis_names: one name per mesh axis.
+        device_type: torch's device type; it says whether ops will be fused.
     """
 
     profile: str
@@ -73,6 +74,7 @@ class Cluster:
     devices_per_node: int
     mesh_shape: tuple[int, ...]
     axis_names: tuple[str, ...]
+    device_type: str = "cpu"
 
     def __post_init__(self) -> None:
         if not self.mesh_shape or min(self.mesh_shape) < 1:
@@ -312,7 +314,7 @@ class Cluster:
         if not isinstance(shape, list | tuple) or not isinstance(names, list | tuple):
             raise ClusterError("saved cluster: mesh_shape and axis_names must be lists")
         values["name"] = values.pop("profile", None)
-        loaded = Profile.from_dict({**values, "device_type": ""})
+        loaded = Profile.from_dict({"device_type": "cpu", **values})
         return _of(loaded, loaded.device, loaded.devices_per_node, tuple(shape), tuple(names))
 
 
@@ -331,6 +333,7 @@ def _of(
         devices_per_node=devices_per_node,
         mesh_shape=shape,
         axis_names=names,
+        device_type=profile.device_type,
     )
 
 

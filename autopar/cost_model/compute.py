@@ -30,6 +30,7 @@ __all__ = [
     "OpCost",
     "compute_seconds",
     "compute_seconds_array",
+    "kernel_seconds",
     "wave_factor",
 ]
 
@@ -160,6 +161,27 @@ def compute_seconds_array(
         memory_s = _ramped(device, "memory", num_bytes / device.memory_bandwidth)
         memory_s = device.kernel_overhead_s + memory_s
     return np.maximum(device.kernel_overhead_s, np.maximum(arithmetic_s, memory_s))
+
+
+def kernel_seconds(
+    device: DeviceProfile, op_class: str, dtype: str, bytes: NumberArray, launches: NumberArray
+) -> FloatArray:
+    """Seconds of bytes that are moved in a fused kernel, and of its launch where that counts.
+
+    Parts of a kernel with one launch among them add up to what `compute_seconds` says of the whole.
+
+    Args:
+        device: the device.
+        op_class: one of `OP_CLASSES`, bound by its bytes.
+        dtype: name of the dtype that the kernel computes in.
+        bytes: read plus written by each part.
+        launches: of each part, a shape that broadcasts with `bytes`.
+    """
+    nothing = np.zeros(np.shape(bytes))
+    # of next to no bytes: what a kernel takes beside them; none at all would leave out the ramp
+    start_s = compute_seconds_array(device, op_class, dtype, np.array(0.0), np.array(1e-200))
+    seconds = compute_seconds_array(device, op_class, dtype, nothing, bytes)
+    return np.asarray(np.maximum(0.0, seconds - start_s) + launches * start_s)
 
 
 def _arithmetic(device: DeviceProfile, op_class: str, dtype: str, flops: FloatArray) -> FloatArray:

@@ -20,6 +20,7 @@ from autopar.core.strategy import TensorSpec
 from autopar.cost_model import Cluster, offload_seconds, optimizer_state_bytes
 from autopar.errors import ConstraintError
 from autopar.solver.candidates import Candidate
+from autopar.solver.layouts import split_inside
 from autopar.solver.moves import MoveCosts
 from autopar.solver.offers import Offers
 from autopar.solver.order import sums_of_turns
@@ -161,7 +162,7 @@ class _Builder:
 
     # --- nodes ---------------------------------------------------------------------------------
     def _add_op(self, op: Op) -> None:
-        offer = self.offers.of(op.call)
+        offer = self.offers.of(op.call, self.step.shares.get(op.name))
         everything = [c for c in offer.candidates if self._inputs_ok(op, c)]
         allowed = [c for c in everything if self.pins.allows(op, c)]
         if not allowed:
@@ -297,30 +298,17 @@ class _Builder:
             if not any(p.is_partial for p in candidate.inputs[index])
         ]
         inside = [
-            inner for layout in dict.fromkeys((*plain, *wanted)) for inner in self._inside(layout)
+            inner
+            for layout in dict.fromkeys((*plain, *wanted))
+            for inner in split_inside(layout, self.mesh)
         ]
         found = dict.fromkeys((*plain, *wanted, *inside))
         return [layout for layout in found if is_valid(layout, shape, self.mesh)]
 
-    def _inside(self, layout: Layout) -> list[Layout]:
-        """`layout` with a free earlier axis splitting a dim inside the later axes' blocks."""
-        out = []
-        for axis, placement in enumerate(layout):
-            if not placement.is_replicate or self.mesh[axis] == 1:
-                continue
-            for dim in {p.dim for p in layout[axis + 1 :] if p.is_shard and p.split == 1}:
-                if any(p.is_shard and p.dim == dim for p in layout[:axis]):
-                    continue
-                later = 1
-                for other in range(axis + 1, len(layout)):
-                    if layout[other].is_shard and layout[other].dim == dim:
-                        later *= self.mesh[other]
-                out.append((*layout[:axis], Shard(dim, later), *layout[axis + 1 :]))
-        return out
-
     # --- edges ---------------------------------------------------------------------------------
     def _add_edges(self) -> None:
         uses: Counter[tuple[str, int, str, int]] = Counter()
+        runs: Counter[tuple[str, int, str, int]] = Counter()  # of the op that reads
         sample: dict[tuple[str, int, str, int], tuple[Value, Op, int]] = {}
         for value, op, index in self.step.consumers():
             if value[0] in self.step.inputs or value[0] in self.step.outside:
@@ -328,10 +316,10 @@ class _Builder:
             key = (self.classes[value[0]], value[1], self.classes[op.name], index)
             uses[key] += self.step.blocks.edge_weight(value[0], op.name)
             sample.setdefault(key, (value, op, index))
-        for (owner, _, consumer, index), times in uses.items():
-            value, op, position = sample[owner, _, consumer, index]
-            matrix = self._edge(value, op, position)
-            self.problem.add_edge(owner, consumer, matrix * times)
+            runs[key] += self.step.blocks.weight(op.name)
+        for key, times in uses.items():
+            matrix = self._edge(*sample[key]) * times + self._broken(*sample[key]) * runs[key]
+            self.problem.add_edge(key[0], key[2], matrix)
         self._add_gradient_ends()
         self._add_sends()
         for value in self.step.required:
@@ -370,6 +358,14 @@ class _Builder:
             known = [[leaves(p, w) for w in wanted] for p in produced]
             matrix = np.where(np.array(known), matrix, np.inf)
         return matrix
+
+    def _broken(self, value: Value, op: Op, index: int) -> Array | float:
+        """Seconds of compute where a move of the operand breaks a fused kernel."""
+        share, produced = self.step.shares.get(op.name), self.built.produced(value)
+        if share is None or produced is None:
+            return 0.0
+        targets = self.candidates[self.classes[op.name]]
+        return self.offers.pricer.broken(op.call, share, produced, index, targets)
 
     def _add_gradient_ends(self) -> None:
         """The cost of bringing each gradient to its parameter's storage.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from autopar.core.fused import Share
 from autopar.core.placement import Layout, is_valid, shard_factor
 from autopar.core.strategy import AxisStrategy, OpCall
 from autopar.core.work import LOOKUPS, global_flops, op_class
-from autopar.cost_model import Cluster, CollectiveKind, compute_seconds_array
+from autopar.cost_model import Cluster, CollectiveKind, compute_seconds_array, kernel_seconds
 from autopar.errors import UnsupportedOpWarning
 from autopar.solver.problem import Array
 from autopar.solver.rules.own_order import own_order_rows
@@ -130,8 +132,14 @@ class Pricer:
         """Seconds of one collective over a mesh axis; `shared` as in `bucketed_seconds`."""
         return self.cluster.bucketed_seconds(CollectiveKind(kind), num_bytes, axis, shared)
 
-    def compute(self, call: OpCall, candidates: Sequence[Candidate]) -> Array:
-        """Seconds of the local compute of each candidate."""
+    def compute(
+        self, call: OpCall, candidates: Sequence[Candidate], share: Share | None = None
+    ) -> Array:
+        """Seconds of the local compute of each candidate.
+
+        With a `share`, those that a fused kernel takes on behalf of the op, but for candidates with
+        collectives inside, which end a kernel.
+        """
         mesh = self.cluster.mesh_shape
         kind = op_class(call)
         if kind == "view" or not candidates:
@@ -146,10 +154,56 @@ class Pricer:
                     split *= size
             local_flops[index] = flops / split
             local_bytes[index] = _traffic(call, candidate, mesh)
-        dtype = call.outputs[0].dtype if call.outputs else torch.float32
-        return compute_seconds_array(
-            self.cluster.device, kind, str(dtype).removeprefix("torch."), local_flops, local_bytes
+        alone = compute_seconds_array(
+            self.cluster.device, kind, _dtype(call), local_flops, local_bytes
         )
+        if share is None:
+            return alone
+        moved = np.array([_shared_traffic(call, c, share, mesh) for c in candidates])
+        launches = np.array(share.launches)
+        shared = kernel_seconds(self.cluster.device, share.op_class, _dtype(call), moved, launches)
+        broken = np.array([bool(c.comm) for c in candidates])
+        return np.where(broken, alone, np.minimum(alone, shared))
+
+    def broken(
+        self, call: OpCall, share: Share, sources: Sequence[Layout], index: int,
+        candidates: Sequence[Candidate],
+    ) -> Array:  # fmt: skip
+        """Seconds that a fused kernel loses where an operand inside it is moved.
+
+        Args:
+            call, share: the op that reads the operand.
+            sources: layouts that the operand may be produced in.
+            index: of the operand.
+            candidates: of the op; those with collectives inside are in no kernel.
+
+        Returns:
+            (sources, candidates), 0 where nothing is moved.
+        """
+        inside = next((x for x in share.inside if x.index == index), None)
+        if inside is None:
+            return np.zeros((len(sources), len(candidates)))
+        mesh, num_bytes = self.cluster.mesh_shape, call.operands[index].num_bytes
+        targets = [c.inputs[index] for c in candidates]
+        # what is lost is split as what the operand was made of: a partial sum's terms are, too
+        split = [math.prod(n for p, n in zip(x, mesh, strict=True) if not p.is_replicate)
+                 for x in sources]  # fmt: skip
+        written = np.array([
+            num_bytes * (inside.write / shard_factor(x, mesh) + inside.lost / s)
+            for x, s in zip(sources, split, strict=True)
+        ])  # fmt: skip
+        read = np.array([num_bytes / shard_factor(x, mesh) for x in targets])
+        lost = kernel_seconds(
+            self.cluster.device, share.op_class, _dtype(call), written[:, None] + read,
+            np.array(int(inside.launch)),
+        )  # fmt: skip
+        real = [axis for axis, size in enumerate(mesh) if size > 1]
+        ends = [[tuple(x[i] for i in real) for x in layouts] for layouts in (sources, targets)]
+        moved = [
+            [a != b and not c.comm for b, c in zip(ends[1], candidates, strict=True)]
+            for a in ends[0]
+        ]
+        return np.where(np.array(moved, dtype=bool), lost, 0.0)
 
     def inner(self, candidates: Sequence[Candidate]) -> Array:
         """Seconds of the collectives inside each candidate."""
@@ -158,6 +212,25 @@ class Pricer:
     @staticmethod
     def _args(comm: InnerCollective) -> tuple[str, int, float]:
         return comm.kind, comm.axis, comm.num_bytes
+
+
+def _dtype(call: OpCall) -> str:
+    return str(call.outputs[0].dtype if call.outputs else torch.float32).removeprefix("torch.")
+
+
+def _shared_traffic(
+    call: OpCall, candidate: Candidate, share: Share, mesh: tuple[int, ...]
+) -> float:
+    """Bytes that a kernel moves on behalf of one of its ops."""
+    return sum(
+        factor * spec.num_bytes / shard_factor(layout, mesh)
+        for factors, specs, layouts in (
+            (share.reads, call.operands, candidate.inputs),
+            (share.writes, call.outputs, candidate.outputs),
+        )
+        for factor, spec, layout in zip(factors, specs, layouts, strict=True)
+        if factor
+    )
 
 
 def _traffic(call: OpCall, candidate: Candidate, mesh: tuple[int, ...]) -> float:

@@ -26,6 +26,7 @@ from autopar.solver.offers import Offers, likeness
 from autopar.solver.pins import Pins
 from autopar.solver.problem import ChoiceProblem
 from autopar.solver.rules.own_order import note_orders
+from autopar.solver.shares import lowest_shares
 from autopar.solver.step import Bucket, Step, build_step
 
 __all__ = ["Floor", "Floors"]
@@ -96,7 +97,9 @@ class Floors:
     ) -> None:
         note_orders(body.graph)
         self.body = body
-        self.step = build_step(body)
+        step = build_step(body, offers.fused)
+        least = lowest_shares(step.ops, step.shares, step.blocks)
+        self.step = replace(step, shares=least)
         self.offers = offers
         self.optimizer = optimizer
         self.left = 1 - min(early, body.microbatches) / body.microbatches
@@ -113,7 +116,11 @@ class Floors:
         A block that has all the ops of another one, and more, takes no less: found once.
         """
         parts = [self._only({n.name for n in self.blocks.members[block]}) for block in blocks]
-        ops = [Counter((likeness(o.call), o.backward) for o in p.ops.values()) for p in parts]
+        shares = self.step.shares
+        ops = [
+            Counter((likeness(o.call), o.backward, shares.get(o.name)) for o in p.ops.values())
+            for p in parts
+        ]
         found: dict[int, Floor] = {}
         for i in sorted(range(len(blocks)), key=lambda i: len(parts[i].ops)):
             like = next((floor for j, floor in found.items() if ops[j] <= ops[i]), None)

@@ -7,7 +7,7 @@ touches no less than 1 / (n m) of its bytes; of those that are the same for all 
     seconds(block) = sum_op roofline(flops / (n m), bytes / (n m) + lasting_bytes / n)
 
 is below what any plan has, communication left out. Only ops that run at each turn count: those that
-both a parameter and an input reach.
+both a parameter and an input reach. An op that will be in a fused kernel counts with its share.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import numpy as np
 import torch
 
 from autopar.core.blocks import Block
+from autopar.core.fused import FusedShares, Share
 from autopar.core.graph import TracedModel, dependents, node_info
 from autopar.core.stage_folding import block_names
 from autopar.core.work import LOOKUPS, global_flops, op_class
-from autopar.cost_model import Cluster, compute_seconds_array
+from autopar.cost_model import Cluster, compute_seconds_array, kernel_seconds
 from autopar.solver.problem import Array
 from autopar.solver.step import Op, Step, Value, build_step
 
@@ -38,6 +39,9 @@ class _Work(NamedTuple):
     flops: float
     num_bytes: float
     lasting_bytes: float
+    shared_bytes: float = 0.0  # as part of a fused kernel
+    shared_lasting_bytes: float = 0.0
+    launches: int = 0
 
 
 class BlockWork:
@@ -49,6 +53,7 @@ class BlockWork:
     Args:
         traced: the step on the whole batch, folded or not.
         cluster: whose devices compute.
+        fused: what fusion will leave of ops' work.
 
     Attributes:
         names: FQN of every block of the model.
@@ -59,7 +64,9 @@ class BlockWork:
         saved_bytes: of values that its forward keeps for the backward.
     """
 
-    def __init__(self, traced: TracedModel, cluster: Cluster) -> None:
+    def __init__(
+        self, traced: TracedModel, cluster: Cluster, fused: FusedShares | None = None
+    ) -> None:
         self.device = cluster.device
         whole = block_names(traced)
         self.names = [f"{b.container}.{b.number}" for b, _ in whole]
@@ -74,7 +81,7 @@ class BlockWork:
         self.held = held
         self.like = np.array([held.index(captured) for _, captured in whole], dtype=int)
         self.count = max(len(held), 1)
-        step = build_step(traced)
+        step = build_step(traced, fused)
         self.groups, owners = self._groups(traced, held, step)
         found = np.zeros((2, self.count))
         for value, num_bytes in step.saved.items():
@@ -86,14 +93,14 @@ class BlockWork:
 
     def _groups(
         self, traced: TracedModel, held: list[Block], step: Step
-    ) -> tuple[dict[tuple[str, str], list[_Work]], dict[str, int]]:
-        """Work by kind and dtype, and the block of each op."""
+    ) -> tuple[dict[tuple[str, str, str], list[_Work]], dict[str, int]]:
+        """Work by kind, dtype and kind of fused kernel, and the block of each op."""
         weighted = dependents(traced, "parameter")
         fed = dependents(traced, "input", "seed")
         sums = set(step.gradients.values())
         number = {f"{b.container}.{b.number}": i for i, b in enumerate(held)}
         nodes = traced.nodes()
-        groups: dict[tuple[str, str], list[_Work]] = defaultdict(list)
+        groups: dict[tuple[str, str, str], list[_Work]] = defaultdict(list)
         owners: dict[str, int] = {}
         of_module: dict[str, int] = {}  # around the blocks
         current = 0
@@ -117,7 +124,11 @@ class BlockWork:
                 continue
             dtype = op.call.outputs[0].dtype if op.call.outputs else torch.float32
             at_turns = op.name in weighted and op.name in fed
-            groups[kind, str(dtype).removeprefix("torch.")].append(
+            share = step.shares.get(op.name)
+            shared = _traffic(op, fed, sums, share) if share is not None else (0.0, 0.0)
+            launches = share.launches if share is not None else 0
+            kernel = share.op_class if share is not None else ""
+            groups[kind, str(dtype).removeprefix("torch."), kernel].append(
                 _Work(
                     owner,
                     not forward,
@@ -125,6 +136,8 @@ class BlockWork:
                     inside is not None,
                     global_flops(op.call),
                     *_traffic(op, fed, sums),
+                    *shared,
+                    launches,
                 )
             )
         return groups, owners
@@ -155,17 +168,21 @@ class BlockWork:
         return self._seconds(groups, devices, microbatches)
 
     def _seconds(
-        self, groups: Mapping[tuple[str, str], list[_Work]], devices: int, microbatches: int
+        self, groups: Mapping[tuple[str, str, str], list[_Work]], devices: int, microbatches: int
     ) -> tuple[Array, Array]:
         found = np.zeros((2, self.count))
         split = devices * microbatches
-        for (kind, dtype), works in groups.items():
+        for (kind, dtype, kernel), works in groups.items():
             if works:
                 table = np.array(works, dtype=float)
                 num_bytes = table[:, 5] / split + table[:, 6] / devices
                 seconds = compute_seconds_array(
                     self.device, kind, dtype, table[:, 4] / split, num_bytes
                 )
+                if kernel:
+                    num_bytes = table[:, 7] / split + table[:, 8] / devices
+                    shared = kernel_seconds(self.device, kernel, dtype, num_bytes, table[:, 9])
+                    seconds = np.minimum(seconds, shared)
                 np.add.at(found, (table[:, 1].astype(int), table[:, 0].astype(int)), seconds)
         return found[0, self.like], found[1, self.like]
 
@@ -175,16 +192,20 @@ def _prefixes(path: str) -> list[str]:
     return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
 
 
-def _traffic(op: Op, fed: set[str], sums: set[Value]) -> tuple[float, float]:
+def _traffic(
+    op: Op, fed: set[str], sums: set[Value], share: Share | None = None
+) -> tuple[float, float]:
     """Bytes that the op reads and writes on one device, and those that are the same for all turns.
 
-    A lookup reads only the rows that it needs.
+    A lookup reads only the rows that it needs. With a `share`, those of its part of a kernel.
     """
     parts = [0.0, 0.0]
-    for index, spec in enumerate(op.call.outputs):
-        parts[(op.name, index) in sums] += spec.num_bytes
-    if op.call.target in LOOKUPS:
+    reads = share.reads if share is not None else (1.0,) * len(op.operands)
+    writes = share.writes if share is not None else (1.0,) * len(op.call.outputs)
+    for index, (spec, factor) in enumerate(zip(op.call.outputs, writes, strict=True)):
+        parts[(op.name, index) in sums] += factor * spec.num_bytes
+    if op.call.target in LOOKUPS and share is None:
         return 2 * parts[0], parts[1]
-    for value, spec in zip(op.operands, op.call.operands, strict=True):
-        parts[value[0] not in fed] += spec.num_bytes
+    for value, spec, factor in zip(op.operands, op.call.operands, reads, strict=True):
+        parts[value[0] not in fed] += factor * spec.num_bytes
     return parts[0], parts[1]

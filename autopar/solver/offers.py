@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
+from autopar.core.fused import FusedShares, Share
 from autopar.core.strategy import OpCall
 from autopar.cost_model import Cluster
 from autopar.solver.candidates import Candidate, Pricer, expand
@@ -34,10 +35,12 @@ class Offers:
 
     Args:
         cluster: with the mesh.
+        fused: what fusion will leave of ops' work, by the name of the op in the traced graph.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, fused: FusedShares | None = None) -> None:
         self.cluster = cluster
+        self.fused: FusedShares = fused or {}
         self.pricer = Pricer(cluster)
         self.moves = MoveCosts(cluster)
         self._offers: dict[Hashable, Offer] = {}
@@ -49,24 +52,25 @@ class Offers:
         if cluster.mesh_shape == self.cluster.mesh_shape:
             return self
         if cluster.mesh_shape not in self._others:
-            self._others[cluster.mesh_shape] = Offers(cluster)
+            self._others[cluster.mesh_shape] = Offers(cluster, self.fused)
         return self._others[cluster.mesh_shape]
 
-    def of(self, call: OpCall) -> Offer:
-        """All candidates of an op."""
-        key = likeness(call)
+    def of(self, call: OpCall, share: Share | None = None) -> Offer:
+        """All candidates of an op, or of one that is part of a fused kernel."""
+        key = likeness(call), share
         known = self._offers.get(key)
         if known is None:
-            candidates = expand(call, self.cluster.mesh_shape)
-            seconds = self.pricer.compute(call, candidates) + self.pricer.inner(candidates)
+            plain = self._offers.get((key[0], None))
+            candidates = plain.candidates if plain else expand(call, self.cluster.mesh_shape)
+            seconds = self.pricer.compute(call, candidates, share) + self.pricer.inner(candidates)
             known = self._offers[key] = Offer(candidates, seconds)
         return known
 
-    def seconds(self, call: OpCall, candidate: Candidate) -> float:
+    def seconds(self, call: OpCall, candidate: Candidate, share: Share | None = None) -> float:
         """Seconds of the local compute of one candidate."""
-        key = likeness(call), candidate
+        key = likeness(call), candidate, share
         if key not in self._seconds:
-            self._seconds[key] = float(self.pricer.compute(call, [candidate])[0])
+            self._seconds[key] = float(self.pricer.compute(call, [candidate], share)[0])
         return self._seconds[key]
 
 

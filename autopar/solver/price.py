@@ -149,10 +149,17 @@ class Pricing:
             yield value, self.decision.storages[name], times, f"gradient of {target}"
 
     def seconds(self, op: Op) -> float:
-        """Compute of one execution of an op."""
+        """Compute of one execution of an op, with what moves break of its fused kernel."""
         if op.name not in self._seconds:
             candidate = self.decision.candidates[op.name]
-            self._seconds[op.name] = self.offers.seconds(op.call, candidate)
+            share = self.step.shares.get(op.name)
+            seconds = self.offers.seconds(op.call, candidate, share)
+            for index, value in enumerate(op.operands):
+                if share is not None and value[0] not in self.step.inputs:
+                    source = [self.layout(value)]
+                    lost = self.pricer.broken(op.call, share, source, index, [candidate])
+                    seconds += float(lost[0, 0])
+            self._seconds[op.name] = seconds
         return self._seconds[op.name]
 
     def compute(self) -> float:

@@ -7,17 +7,19 @@ parameters (whose storage is chosen) and other inputs, which every rank can slic
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
 from autopar.core.blocks import Blocks
+from autopar.core.fused import FusedShares, Share, origin_of
 from autopar.core.graph import InputSpec, TracedModel, Value, node_info, resolve, tensor_meta
 from autopar.core.ops import NARROW, REARRANGING
 from autopar.core.strategy import OpCall, TensorSpec, op_call
 from autopar.core.work import is_view
+from autopar.solver.shares import shares_of
 
 __all__ = [
     "ALONE",
@@ -43,6 +45,7 @@ class Op:
         backward: runs in the backward pass.
         recomputed: repeats a forward op there.
         view: shows the memory of its operand.
+        origin: the op of the traced graph that it comes from.
     """
 
     name: str
@@ -51,6 +54,7 @@ class Op:
     backward: bool
     recomputed: bool = False
     view: bool = False
+    origin: str = ""
 
     @property
     def forward(self) -> bool:
@@ -108,6 +112,7 @@ class Step:
         sends: what goes to other stages.
         closing: ops that only cast or rearrange a gradient that is computed.
         outside: producers of values that come in any layout for nothing, of a part of a step.
+        shares: of ops that will be in a fused kernel, what is left of their work.
     """
 
     ops: dict[str, Op]
@@ -125,6 +130,7 @@ class Step:
     sends: tuple[Send, ...] = ()
     closing: frozenset[str] = frozenset()
     outside: frozenset[str] = frozenset()
+    shares: Mapping[str, Share] = field(default_factory=dict)
 
     @property
     def in_turns(self) -> bool:
@@ -178,8 +184,13 @@ def input_bytes(step: Step) -> int:
     )
 
 
-def build_step(traced: TracedModel) -> Step:
-    """Read a traced graph."""
+def build_step(traced: TracedModel, fused: FusedShares | None = None) -> Step:
+    """Read a traced graph.
+
+    Args:
+        traced: the graph.
+        fused: what fusion will leave of the work of its ops.
+    """
     by_node = {spec.node: spec for spec in traced.inputs}
     ops: dict[str, Op] = {}
     specs: dict[Value, TensorSpec] = {}
@@ -193,7 +204,9 @@ def build_step(traced: TracedModel) -> Step:
             info = node_info(traced, node)
             backward = info.phase == "backward"
             view = is_view(call.target) and bool(operands) and not _copies(node)
-            ops[node.name] = Op(node.name, call, operands, backward, info.recomputed, view)
+            ops[node.name] = Op(
+                node.name, call, operands, backward, info.recomputed, view, origin_of(node)
+            )
             for index, spec in enumerate(call.outputs):
                 specs[node.name, index] = spec
     nodes = {n.name: n for n in traced.graph.nodes}
@@ -223,6 +236,7 @@ def build_step(traced: TracedModel) -> Step:
             ports.setdefault(output.port, specs[value])
     parameters = {s.node: s for s in traced.parameters()}
     prepared, copies = _read_parameters(ops, parameters)
+    blocks = Blocks(traced)
     return Step(
         ops=ops,
         parameters=parameters,
@@ -234,10 +248,11 @@ def build_step(traced: TracedModel) -> Step:
         specs=specs,
         prepared=prepared,
         copies=copies,
-        blocks=Blocks(traced),
+        blocks=blocks,
         ports=ports,
         sends=tuple(sends),
         closing=_closing(ops, gradients),
+        shares=shares_of(ops, sends, blocks, fused) if fused else {},
     )
 
 

@@ -54,7 +54,7 @@ class Variant:
     ) -> Variant:
         """States, costs and edges of the step with a kind of recomputation."""
         graph = recomputed(traced, checkpoint)
-        step = build_step(graph)
+        step = build_step(graph, offers.fused)
         pins = Pins(wanted, roles, graph, step)
         built = build_problem(graph, step, offers.cluster, pins, optimizer, ports, offers)
         search = Search(step, offers, built, optimizer, pins, limit)

@@ -22,7 +22,7 @@ from autopar.core.work import is_view
 __all__ = ["GENERATED", "PATTERNS", "Fusion", "fuse", "pattern"]
 
 
-def fuse(graph: fx.Graph, fusion: Fusion, fake_mode: FakeTensorMode) -> dict[str, int]:
+def fuse(graph: fx.Graph, fusion: Fusion, fake_mode: FakeTensorMode) -> Rewriter:
     """Rewrite an emitted graph in place.
 
     Args:
@@ -31,7 +31,7 @@ def fuse(graph: fx.Graph, fusion: Fusion, fake_mode: FakeTensorMode) -> dict[str
         fake_mode: that of the graph's values.
 
     Returns:
-        The number of fused calls by kernel.
+        The rewriter, which knows what was fused and replaced.
     """
     rewriter = Rewriter(graph, fake_mode)
     by_anchor: dict[int, dict[Any, list[Pattern]]] = defaultdict(lambda: defaultdict(list))
@@ -51,7 +51,7 @@ def fuse(graph: fx.Graph, fusion: Fusion, fake_mode: FakeTensorMode) -> dict[str
         generate(rewriter, fusion.dump)
     graph.lint()
     _refresh_views(graph, fake_mode)
-    return rewriter.counts
+    return rewriter
 
 
 def _refresh_views(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from autopar.codegen.fusion.expressions import IDENTITIES
 from autopar.codegen.fusion.groups import Group, find_groups, source_of
 from autopar.codegen.fusion.matching import value_of
-from autopar.codegen.fusion.rewriter import Rewriter
+from autopar.codegen.fusion.rewriter import ANNOTATIONS, Rewriter
 from autopar.codegen.fusion.source import Kernel, write_kernel
 from autopar.kernels.registry import has_triton
 
@@ -212,10 +212,12 @@ def _emit(rewriter: Rewriter, group: Group, index: int, dump: str | None) -> lis
             item.meta["val"] = call.meta["val"][i]
             results.append(item)
     for node in (call, *results):
-        for key in ("origin", "phase"):
+        for key in ANNOTATIONS:
             if key in last.meta:
                 node.meta[key] = last.meta[key]
+    rewriter.calls.append(call)
     for old, new in zip(outputs, results, strict=True):
+        rewriter.replaced[new] = old
         old.replace_all_uses_with(new, delete_user_cb=lambda u: u not in group.members)
     for node in reversed(members):
         _drop_views(rewriter, node)

@@ -12,6 +12,7 @@ from autopar import kernels as _kernels  # noqa: F401  (registers the ops)
 from autopar.codegen.fusion import patterns as _patterns  # noqa: F401  (registers the patterns)
 from autopar.codegen.fusion.registry import PATTERNS
 from autopar.core import extensions
+from autopar.core.plan import Plan
 from autopar.errors import AutoparError
 from autopar.kernels.registry import has_triton
 
@@ -59,6 +60,11 @@ class Fusion:
         chosen = lists["only"] if "only" in given else usual
         chosen = (chosen | lists["on"]) - lists["off"]
         return cls(kernels=frozenset(chosen), dump=given.get("dump"))
+
+    @classmethod
+    def of(cls, plan: Plan) -> Fusion:
+        """The kernels that a plan was priced with."""
+        return cls(kernels=frozenset(plan.fusion))
 
 
 def _names(given: Sequence[str] | None, known: set[str]) -> set[str]:

@@ -16,9 +16,11 @@ from torch.utils import _pytree as pytree
 
 from autopar.codegen.fusion.matching import is_cast, look_through, value_of
 
-__all__ = ["Rewriter", "sort_graph"]
+__all__ = ["ANNOTATIONS", "Rewriter", "sort_graph"]
 
 aten = torch.ops.aten
+ANNOTATIONS = ("origin", "phase", "times")
+"""What a fused call takes over from the last op that it replaces."""
 
 
 class Rewriter:
@@ -26,12 +28,16 @@ class Rewriter:
 
     Attributes:
         counts: number of fused calls, by kernel.
+        calls: the fused calls, in order of their making; some may be gone again.
+        replaced: what a new node stands for.
     """
 
     def __init__(self, graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
         self.graph = graph
         self.fake_mode = fake_mode
         self.counts: dict[str, int] = {}
+        self.calls: list[fx.Node] = []
+        self.replaced: dict[fx.Node, fx.Node] = {}
 
     def users(self, node: fx.Node) -> set[fx.Node]:
         """Users, seen through views that change nothing and through casts."""
@@ -59,7 +65,7 @@ class Rewriter:
         fakes = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], (args, kwargs))
         with self.fake_mode:
             node.meta["val"] = target(*fakes[0], **fakes[1])
-        for key in ("origin", "phase"):
+        for key in ANNOTATIONS:
             if key in root.meta:
                 node.meta[key] = root.meta[key]
         return node
@@ -111,6 +117,7 @@ class Rewriter:
             self.replace(old, new)
         if early:
             sort_graph(self.graph)
+        self.calls.append(node)
         self.counts[kernel] = self.counts.get(kernel, 0) + 1
         return True
 
@@ -128,12 +135,14 @@ class Rewriter:
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """Let users of `old` read `new`, cast and shaped alike; drop what is no longer read."""
         want, have = value_of(old), value_of(new)
+        self.replaced[new] = old
         if have.shape != want.shape:
             new = self._annotated(new, new.next, aten.reshape.default, (new, list(want.shape)), {})
         if have.dtype != want.dtype:
             new = self._annotated(
                 new, new.next, aten._to_copy.default, (new,), {"dtype": want.dtype}
             )
+        self.replaced[new] = old
         old.replace_all_uses_with(new)
         self.drop(old)
 
