@@ -26,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "PASSES",
+    "AdamW",
     "AutoparError",
     "Checkpoint",
     "CheckpointError",
@@ -53,6 +54,7 @@ __all__ = [
 ]
 
 _WHERE = {
+    "AdamW": "autopar.runtime.adamw",
     "PASSES": "autopar.codegen.passes",
     "Checkpoint": "autopar.runtime.resume",
     "Cluster": "autopar.cost_model",

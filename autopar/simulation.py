@@ -9,6 +9,7 @@ from torch import nn
 
 from autopar.cache import cache_directory
 from autopar.codegen.emit import emit
+from autopar.codegen.fusion import Fusion
 from autopar.core.folding import unfolded
 from autopar.core.graph import TracedModel
 from autopar.core.placement import local_shape
@@ -34,7 +35,7 @@ def simulate(
     ops: bool = False,
     traced: TracedModel | None = None,
     passes: Collection[str] | None = None,
-    fusion: Any = False,
+    fusion: Any = None,
 ) -> Simulation:
     """Simulate a step of `plan`'s first rank on two streams; the optimizer's update included.
 
@@ -46,7 +47,7 @@ def simulate(
         ops: measure each op on the device at hand, once; kept in the cache folder (`ops.sqlite`).
         traced: the whole trace, if at hand, to save the time.
         passes: of the program, as for `autopar.parallelize`.
-        fusion: as for `autopar.parallelize`; None fuses as it would on a CPU, not at all.
+        fusion: as for `autopar.parallelize`; None fuses what the plan was priced with.
 
     Raises:
         PlanMismatchError: the plan is for another model or input.
@@ -69,7 +70,8 @@ def simulate(
     if plan.repeats:
         plan = unfolded(plan, trace(model, example_inputs, fold=True, **options), whole)
     first = [0] * len(plan.mesh_shape)
-    program = emit(whole, plan, first, passes=passes, fusion=fusion)
+    fused = Fusion.of(plan) if fusion is None else fusion
+    program = emit(whole, plan, first, passes=passes, fusion=fused)
     trainable = {spec.target for spec in whole.parameters() if spec.trainable}
     local = [
         (_local_bytes(plan, name), plan.dtypes[name]) for name in plan.parameters

@@ -125,7 +125,7 @@ def both(traced: TracedModel, cluster: Cluster, **pins: Any) -> tuple[Plan, Plan
     )
 
 
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("training", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", MODELS)
 def test_as_simulated(name: str, training: bool) -> None:
     """Kernel for kernel what the simulator finds in the emitted program, and less than unfused."""
@@ -145,7 +145,9 @@ def test_as_simulated(name: str, training: bool) -> None:
         assert 0 <= op.compute_s <= alone[op.name]
 
 
-@pytest.mark.parametrize(("name", "layers"), [("gpt2", 1), ("llama", 4)])
+@pytest.mark.parametrize(
+    ("name", "layers"), [pytest.param("gpt2", 1, marks=pytest.mark.slow), ("llama", 4)]
+)
 def test_nearer_to_the_simulator(name: str, layers: int) -> None:
     """Transformers, sharded, folded or not: what is left are copies that pack shards."""
     model, inputs = {"gpt2": zoo.gpt2, "llama": zoo.llama}[name](layers=layers)
@@ -253,7 +255,10 @@ def _planned(**pins: Any) -> Plan | None:
         return None
 
 
-@pytest.mark.parametrize("checkpoint", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "checkpoint",
+    [*(pytest.param(c, marks=pytest.mark.slow) for c in ("none", "full")), "selective"],
+)
 def test_no_pinned_pipeline_is_below_its_bound(checkpoint: str) -> None:
     """Bounds of blocks have the same prices as stages, cut, in turns and recomputed."""
     best = _planned(pipeline={}, checkpoint=checkpoint)

@@ -35,6 +35,7 @@ MAKERS: list[Any] = [
     optim.Rprop,
     optim.SGD,
     partial(optim.SGD, momentum=0.9, nesterov=True, weight_decay=0.1),
+    partial(autopar.AdamW, max_norm=0.1, maximize=True),
 ]
 CONSTRAINTS: list[dict[str, Any]] = [{"data": 2, "zero": 3}, {"tensor": "1d"}]
 ON_HOST = {"data": 2, "zero": 3, "offload": "optimizer"}

@@ -34,6 +34,12 @@ def _takes(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *_:
     return all(x.is_contiguous() for x in (param, exp_avg, exp_avg_sq))
 
 
+def _one_pass(param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> bool:
+    states = exp_avg, exp_avg_sq
+    alike = all(x.dtype == param.dtype and x.is_contiguous() for x in states)
+    return alike and param.is_contiguous() and param.numel() > 0
+
+
 @define(
     "adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor step,"
     " Tensor lr, Tensor factor, Tensor found_inf, float beta1, float beta2, float eps,"
@@ -56,7 +62,18 @@ def adamw_(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Update a shard in place; `step` counts from 1, `step` to `found_inf` are 0-dim."""
+    """Update a shard in place; `step` counts from 1, `step` to `found_inf` are 0-dim.
+
+    A CPU has a kernel of torch's own that makes one pass.
+    """
+    if param.device.type == "cpu" and _one_pass(param, exp_avg, exp_avg_sq):
+        g = (grad.to(param.dtype) * factor.to(param.dtype)).contiguous()
+        torch._fused_adamw_(
+            [param], [g], [exp_avg], [exp_avg_sq], [], [step.to(torch.float32)], lr=float(lr),
+            beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False,
+            maximize=False, found_inf=(found_inf != 0).to(torch.float32),
+        )  # fmt: skip
+        return
     p, m, v = wide(param), wide(exp_avg), wide(exp_avg_sq)
     rate, first, second = corrections(lr, step, beta1, beta2, p.dtype).unbind()
     g = wide(grad).to(p.dtype) * factor.to(p.dtype)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 
-__all__ = ["clip_gradients", "global_norm", "local_gradients"]
+__all__ = ["clip_gradients", "global_norm", "local_gradients", "total_norm"]
 
 
 def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -27,9 +27,8 @@ def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [g.to_local() if isinstance(g, DTensor) else g for g in found if g is not None]
 
 
-@torch.no_grad()
 def global_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of all gradients as one vector, in at least fp32, the same on every rank.
+    """The norm of all gradients as one vector, in fp32, the same on every rank.
 
     Every rank calls this, also one whose parameters have no gradients.
 
@@ -37,6 +36,12 @@ def global_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         parameters: DTensors, or tensors that are the same on all ranks.
         norm_type: p, positive or infinite.
     """
+    return total_norm(parameters, norm_type).to(torch.float32)
+
+
+@torch.no_grad()
+def total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """`global_norm` in fp64."""
     if not norm_type > 0:
         raise AutoparError(f"the norm of order {norm_type} is not offered: give p > 0 or inf")
     parts = [_share(p.grad, norm_type) for p in parameters if p.grad is not None]
@@ -48,7 +53,7 @@ def global_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         total = stacked.amax() if infinite else stacked.sum()
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
-    return (total if infinite else total ** (1.0 / norm_type)).to(torch.float32)
+    return total if infinite else total ** (1.0 / norm_type)
 
 
 def _share(grad: Tensor, norm_type: float) -> Tensor:

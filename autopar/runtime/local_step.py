@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
@@ -32,28 +32,40 @@ from torch.optim.optimizer import (
 )
 
 from autopar.errors import AutoparError
-from autopar.runtime.offload import come_back, go_to_host, is_offloaded, link_for
+from autopar.runtime.offload import come_back, go_to_host, held_by, is_offloaded, link_for
 from autopar.runtime.stand_ins import StandIns
 
-__all__ = ["step_on_shares"]
+__all__ = ["elementwise", "own_parameters", "step_on_shares"]
 
-_ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
-    {
-        optim.ASGD,
-        optim.Adadelta,
-        optim.Adagrad,
-        optim.Adam,
-        optim.AdamW,
-        optim.Adamax,
-        optim.NAdam,
-        optim.RAdam,
-        optim.RMSprop,
-        optim.Rprop,
-        optim.SGD,
-    }
-)
+_Kind = TypeVar("_Kind", bound=type[Optimizer])
+_ELEMENTWISE: set[type[Optimizer]] = {
+    optim.ASGD,
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.SGD,
+}
 _BUCKET_BYTES = 32 * 2**20  # of parameters: a millisecond of a link, far above what a copy costs
 _MARK, _INSIDE = "_autopar_share", "_autopar_inside"
+
+
+def elementwise(kind: _Kind) -> _Kind:
+    """Register an optimizer that reads `params` of one group after the other, each once a step."""
+    _ELEMENTWISE.add(kind)
+    return kind
+
+
+def own_parameters(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters that an optimizer was made with, also while others stand for them."""
+    inside: _LocalStep | None = optimizer.__dict__.get(_INSIDE)
+    groups = inside.groups if inside is not None and inside.groups else optimizer.param_groups
+    return held_by(optimizer) or [p for group in groups for p in group["params"]]
 
 
 def step_on_shares(parameters: Iterable[Tensor]) -> None:
@@ -115,7 +127,7 @@ class _LocalStep:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._groups: list[dict[str, Any]] = []
+        self.groups: list[dict[str, Any]] = []
         self._parts: list[_Part] = []
         self._buckets: list[StandIns] = []
         self._reached = -1
@@ -126,19 +138,19 @@ class _LocalStep:
         if not _is_elementwise(optimizer):
             go_to_host(optimizer)
             return
-        self._groups = optimizer.param_groups
-        for group in self._groups:
+        self.groups = optimizer.param_groups
+        for group in self.groups:
             for bucket in _buckets(group["params"]):
                 self._parts.append(_Part(self, len(self._parts), group))
                 self._buckets.append(bucket)
         # read when the last bucket is updated
-        self._parts.append(_Part(self, len(self._parts), self._groups[-1]))
+        self._parts.append(_Part(self, len(self._parts), self.groups[-1]))
         self._buckets.append(StandIns([], None))
         optimizer.param_groups = list(self._parts)
 
     def hand_over(self) -> None:
         """The step goes through the parts: the optimizer has its groups again, should it raise."""
-        self._optimizer.param_groups = self._groups
+        self._optimizer.param_groups = self.groups
 
     def reach(self, number: int) -> list[Any]:
         """The parameters of a part; all parts before it are updated."""
@@ -160,7 +172,7 @@ class _LocalStep:
     def stop(self) -> None:
         """Leave the optimizer as it is between steps."""
         self._hook.remove()
-        if self._groups:
+        if self.groups:
             self.hand_over()
         if 0 <= self._reached < len(self._buckets):
             # of a step that raised: what it had begun to update is not read back

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from autopar.runtime.host_link import HostLink, link_of
 from autopar.runtime.stand_ins import StandIns
 
-__all__ = ["come_back", "go_to_host", "is_offloaded", "link_for", "offload", "on_host"]
+__all__ = ["come_back", "go_to_host", "held_by", "is_offloaded", "link_for", "offload", "on_host"]
 
 _MARK = "_autopar_offloaded"
 _AWAY = "_autopar_away"
@@ -74,6 +74,12 @@ def go_to_host(optimizer: Optimizer, all_of_them: bool = False) -> None:
     for group in optimizer.param_groups:
         group["params"] = [new.get(id(p), p) for p in group["params"]]
     setattr(optimizer, _AWAY, (held, stand_ins))
+
+
+def held_by(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters that host copies stand for at the moment, with all others; else none."""
+    held: _Groups = optimizer.__dict__.get(_AWAY, ([], None))[0]
+    return [p for group in held for p in group]
 
 
 def come_back(optimizer: Optimizer, update: bool) -> None:

@@ -10,7 +10,7 @@ ranks that share the first gradient whether it is finite.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import AutoparError
+from autopar.runtime.adamw import AdamW
 from autopar.runtime.gradients import local_gradients
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class LossScaler:
         scaler.unscale_(optimizer)          # only where gradients are looked at, as by clipping
         scaler.step(optimizer)              # skipped on all ranks where one rank found an overflow
         scaler.update()
+
+    An `autopar.AdamW` unscales and clips in its own pass: leave `unscale_` out.
 
     Args:
         module: whose `train_step` scales its loss from now on; None where only `scale` is used.
@@ -83,7 +86,7 @@ class LossScaler:
         self._scale = float(initial_scale)
         self._growth_tracker = 0
         self._overflows = 0
-        self._found: dict[int, bool] = {}
+        self._found: dict[int, bool | Tensor] = {}
         self._stepped: set[int] = set()
         if module is not None:
             module.loss_scaler = self
@@ -117,14 +120,9 @@ class LossScaler:
             )
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = local_gradients(parameters)
-        device = gradients[0].device if gradients else None
-        found = torch.zeros((), device=device)
         for gradient in gradients:
             gradient.mul_(1.0 / self._scale)
-            found = torch.maximum(found, (~torch.isfinite(gradient).all()).to(found))
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-        self._found[id(optimizer)] = bool(found.item())
+        self._found[id(optimizer)] = bool(_overflow(gradients).item())
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's step on unscaled gradients, or none after an overflow.
@@ -140,10 +138,29 @@ class LossScaler:
         key = id(optimizer)
         if key in self._stepped:
             raise AutoparError("step() was called twice on this optimizer; call update() between")
+        if key not in self._found and isinstance(optimizer, AdamW) and not (args or kwargs):
+            self._stepped.add(key)
+            return self._step_folded(optimizer)
         if key not in self._found:
             self.unscale_(optimizer)
         self._stepped.add(key)
         return None if self._found[key] else optimizer.step(*args, **kwargs)
+
+    @torch.no_grad()
+    def _step_folded(self, optimizer: AdamW) -> None:
+        """A step that divides by the scale where it reads gradients, which stay as they are.
+
+        The host does not wait for what was found: `update` does.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        found = _overflow(local_gradients(parameters))
+        scale = torch.full((), self._scale, dtype=torch.float64, device=found.device)
+        optimizer.grad_scale, optimizer.found_inf = scale, found
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+        self._found[id(optimizer)] = found
 
     def update(self) -> None:
         """Adapt the scale, once per step, after the steps of all optimizers.
@@ -155,7 +172,7 @@ class LossScaler:
             return
         if not self._found:
             raise AutoparError("update() without a step(optimizer) before it")
-        if any(self._found.values()):
+        if any(bool(found) for found in self._found.values()):
             self._growth_tracker = 0
             self._overflows += 1
             if self._overflows >= self.hysteresis:
@@ -183,3 +200,14 @@ class LossScaler:
             raise AutoparError(f"the state of a loss scaler has no {', '.join(missing)}")
         for name in _STATE:
             setattr(self, f"_{name}", state[name])
+
+
+def _overflow(gradients: Sequence[Tensor]) -> Tensor:
+    """1 where a gradient of any rank is not finite, else 0: an all-reduce of one number."""
+    device = gradients[0].device if gradients else None
+    found = torch.zeros((), device=device)
+    for gradient in gradients:
+        found = torch.maximum(found, (~torch.isfinite(gradient).all()).to(found))
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found
