@@ -40,6 +40,8 @@ def program(case: str) -> fx.Graph:
         "read behind": lambda: made,
         "a view read behind": lambda: builder.call(aten.reshape.default, made, [24]),
         "of another phase": lambda: made,
+        "a reshape read behind": lambda: made,
+        "not fresh": lambda: builder.call(aten.relu.default, x),
         "chained": lambda: builder.all_reduce(made, 0),
     }[case]()
     results = []
@@ -48,6 +50,10 @@ def program(case: str) -> fx.Graph:
     if case == "of another phase":
         builder.phase = "backward"
     results.append(builder.all_reduce(read, 0))
+    if case == "a reshape read behind":  # that copies, by its fake strides
+        moved = builder.call(aten.reshape.default, made, [24])
+        moved.meta["val"] = moved.meta["val"].clone()
+        results.append(builder.call(aten.sin.default, moved))
     if case in ("read behind", "a view read behind"):
         results.append(builder.call(aten.sin.default, made))
     graph.output(tuple(results))
@@ -64,6 +70,8 @@ def program(case: str) -> fx.Graph:
         ("read behind", 0),
         ("a view read behind", 0),
         ("of another phase", 0),
+        ("a reshape read behind", 0),
+        ("not fresh", 0),
         ("chained", 2),
     ],
 )

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from autopar.core.einsum import contract
 
-__all__ = ["write_over_operands"]
+__all__ = ["is_fresh", "write_over_operands"]
 
 aten = torch.ops.aten
 
@@ -74,7 +74,7 @@ def write_over_operands(graph: fx.Graph) -> None:
 def _may_be_written(operand: Any, reader: fx.Node) -> bool:
     if not isinstance(operand, fx.Node) or len(operand.users) != 1:
         return False
-    if sum(arg is operand for arg in reader.args) != 1 or not _is_fresh(operand):
+    if sum(arg is operand for arg in reader.args) != 1 or not is_fresh(operand):
         return False
     given, made = operand.meta.get("val"), reader.meta.get("val")
     return (
@@ -84,7 +84,7 @@ def _may_be_written(operand: Any, reader: fx.Node) -> bool:
     )
 
 
-def _is_fresh(node: fx.Node) -> bool:
+def is_fresh(node: fx.Node) -> bool:
     """True for a tensor that its op has made, and that no other node stands for."""
     if node.target is not operator.getitem:
         return node.target in _FRESH

@@ -6,13 +6,15 @@ the start of the collective, its in-place form gives the same result without the
 
 from __future__ import annotations
 
-from collections import defaultdict
+import operator
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
-from autopar.codegen.passes.lifetimes import is_start
+from autopar.codegen.passes.lifetimes import is_start, is_wait
+from autopar.codegen.reuse import is_fresh
+from autopar.core.work import is_view
 
 __all__ = ["reduce_in_place"]
 
@@ -31,42 +33,50 @@ def reduce_in_place(graph: fx.Graph) -> int:
         The number of all-reduces that do.
     """
     position = {node: index for index, node in enumerate(graph.nodes)}
-    shown = _shown(graph)
     count = 0
     for node in graph.nodes:
         if node.target is not c10d.all_reduce.default:
             continue
         (operand,) = node.all_input_nodes
-        if _is_free(node, shown[_storage(operand)], position):
+        owners = _owners(operand)
+        if owners and _is_free(node, owners, position):
             node.target = c10d.all_reduce_.default
             node.meta["val"] = operand.meta["val"]
             count += 1
     return count
 
 
-def _shown(graph: fx.Graph) -> dict[int, list[fx.Node]]:
-    """The nodes that show a storage; the wait for a collective has one of its own."""
-    shown: dict[int, list[fx.Node]] = defaultdict(list)
-    for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr", "call_function"):
-            for value in pytree.tree_leaves(node.meta.get("val")):
-                if isinstance(value, Tensor):
-                    shown[value.untyped_storage()._cdata].append(node)
-    return shown
+def _may_view(node: fx.Node) -> bool:
+    """True if a result may share its operand's memory: always, or as its strides are."""
+    return is_view(node.target) or node.target is torch.ops.aten.contiguous.default
 
 
-def _storage(node: fx.Node) -> int:
-    value = node.meta["val"]
-    assert isinstance(value, Tensor)
-    return value.untyped_storage()._cdata
+def _owners(operand: fx.Node) -> Collection[fx.Node]:
+    """What may show the memory of a tensor that an op has made; none if it may be another's.
+
+    By the ops and not by the storages of fake values: whether a reshape copies depends on strides.
+    """
+    maker = operand
+    while _may_view(maker):
+        maker = maker.all_input_nodes[0]
+    if not (is_wait(maker) or is_fresh(maker) or maker.target is torch.ops.autopar.einsum.default):
+        return ()
+    found = {maker: None}
+    stack = [maker]
+    while stack:
+        node = stack.pop()
+        parts = _may_view(node) and not isinstance(node.meta.get("val"), Tensor)
+        for user in node.users:
+            if _may_view(user) or (parts and user.target is operator.getitem):
+                found[user] = None
+                stack.append(user)
+    return found
 
 
-def _is_free(start: fx.Node, owners: list[fx.Node], position: dict[fx.Node, int]) -> bool:
-    """True if `owners`, which show the operand's storage, are made and read before the start."""
+def _is_free(start: fx.Node, owners: Collection[fx.Node], position: dict[fx.Node, int]) -> bool:
+    """True if `owners`, which may show the operand's memory, are made and read before the start."""
     phase = start.meta.get("phase")
     for node in owners:
-        if node.op != "call_function" or is_start(node):
-            return False
         if node.meta.get("phase") != phase:  # of another part, which may run on its own
             return False
         for user in node.users:
