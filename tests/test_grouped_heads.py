@@ -83,6 +83,19 @@ def test_one_repeated_operand_is_left_alone() -> None:
     assert autopar.verify(plan, model, (x,)).worst[1] <= 1e-9
 
 
+def test_keys_that_come_with_a_dim_for_their_group() -> None:
+    """What is expanded is an input: there is no tensor without the dim to read instead."""
+
+    class Given(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            k, v = (x.expand(4, KV, HEADS // KV, 8, WIDTH).flatten(1, 2) for x in (k, v))
+            return F.scaled_dot_product_attention(q, k, v).square().sum()
+
+    traced = trace(Given(), (torch.randn(4, HEADS, 8, WIDTH), *torch.randn(2, 4, KV, 1, 8, WIDTH)))
+    (call,) = (n for n in traced.graph.nodes if n.target is torch.ops.autopar.attention.default)
+    assert call.args[1].meta["tensor_meta"].shape[1] == HEADS
+
+
 @pytest.mark.parametrize("repeat", [expanded, interleaved, tiled])
 @pytest.mark.parametrize(("ranks", "variant"), [(4, "grouped"), (2, "")])
 def test_ranks_may_be_more_than_key_heads(repeat: Repeat, ranks: int, variant: str) -> None:

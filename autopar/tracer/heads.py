@@ -65,7 +65,9 @@ def _repeated(node: fx.Node) -> fx.Node | None:
     if _shape(narrow) != (batch, heads, 1, rows, width):
         return None
     assert isinstance(narrow, fx.Node)
-    source = narrow.args[0]
-    if narrow.target not in (aten.unsqueeze.default, *_VIEWS) or not isinstance(source, fx.Node):
+    if narrow.target not in (aten.unsqueeze.default, *_VIEWS):  # an input has no operand, for one
         return None
-    return source if _shape(source) == (batch, heads, rows, width) else None
+    source = narrow.args[0]
+    if not isinstance(source, fx.Node) or _shape(source) != (batch, heads, rows, width):
+        return None
+    return source
