@@ -52,8 +52,8 @@ def choose_kernel(
     if not regular or not same or q.numel() == 0 or k.numel() == 0:
         return "formula"
     width = q.shape[-1]
-    # the backward for wider heads needs the shared memory of 8.0, 9.0 and later
-    widest = 256 if capability >= (9, 0) or capability == (8, 0) else 192
+    # the backward for wider heads needs the shared memory of 8.0, 9.0 and 10.x; 12.x has less
+    widest = 256 if capability == (8, 0) or capability[0] in (9, 10) else 192
     aligned = not is_causal or q.shape[2] == k.shape[2]  # else flash counts from the last row
     if q.dtype in _HALF and capability >= (8, 0) and mask is None and aligned:
         if width % 8 == 0 and width <= widest:
