@@ -419,6 +419,15 @@ def test_only_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.predicted.step_time_s < 0.99 * whole.predicted.step_time_s
 
 
+def test_all_reduces_are_cut_too() -> None:
+    """Sites are looked for in programs whose all-reduces work in place."""
+    model, inputs, traced = llama()
+    whole = solve(traced, paying(2), constraints=Constraints.parse({**SP, "sequence": "none"}))
+    plan = scheduled(whole, traced)
+    assert "all_reduce" in {row.kind for row in plan.pieces}
+    assert verify(plan, model, inputs, traced=traced).worst[1] <= 1e-9
+
+
 def test_prediction_is_of_what_is_emitted() -> None:
     """Seconds of pieces are in the timeline, and what they add is what the program takes more."""
     traced = llama()[2]

@@ -41,6 +41,8 @@ __all__ = [
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 EINSUM = torch.ops.autopar.einsum.default
+# as emitted, and as `in_place` leaves them in a program that sites are looked for in
+_ALL_REDUCES = (c10d.all_reduce.default, c10d.all_reduce_.default)
 
 Key = tuple[str, int, str]
 """Names a collective of a program: its origin, mesh axis and kind."""
@@ -125,7 +127,7 @@ def find_sites(graph: fx.Graph, alone: bool = False) -> list[Site]:
             site = _gather(node) if alone or not is_gather_of_storage(node) else None
         elif node.target is c10d.reduce_scatter_tensor.default:
             site = _scatter(node)
-        elif node.target is c10d.all_reduce.default and node.args[1] == "sum":
+        elif node.target in _ALL_REDUCES and node.args[1] == "sum":
             site = _all_reduce(node)
         if isinstance(site, Reduction) and not alone and _leaves(site.result):
             continue
