@@ -101,3 +101,11 @@ def test_the_pass_can_be_left_out() -> None:
     graph = program("alone")
     run_last_passes(graph, ["bucket", "late"])
     assert not any(node.target is IN_PLACE for node in graph.nodes)
+
+
+def test_a_part_that_runs_later_may_stand_before() -> None:
+    """Where a backward is cut in two, what stands in front of an all-reduce may run behind it."""
+    graph = program("read before")
+    (reader,) = (node for node in graph.nodes if node.target is aten.sin.default)
+    run_last_passes(graph, None, lambda node: node is reader)
+    assert not any(node.target is IN_PLACE for node in graph.nodes)

@@ -28,7 +28,7 @@ from autopar.codegen.accumulate import accumulated
 from autopar.codegen.emit import Emitter, check_traffic, count_collectives
 from autopar.codegen.fusion import GENERATED, Fusion, fuse
 from autopar.codegen.partition import EmptiesItsList, copy_part
-from autopar.codegen.passes import check_passes, run_last_passes, run_passes
+from autopar.codegen.passes import check_passes, phase_of, run_last_passes, run_passes
 from autopar.codegen.passes.order import reorder
 from autopar.codegen.redistribute import emit_redistribution
 from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info, resolve
@@ -192,9 +192,12 @@ class _TurnEmitter(Emitter):
             plan=self.plan, coords=self.builder.coords, group_names=self.builder.group_names
         )
         program_pass.run_passes(graph, context, ())
-        run_last_passes(graph, passes)
         results = next(iter(reversed(graph.nodes))).args[0]
         assert isinstance(results, (list, tuple))
+        pairs = zip(results, self.leaving, strict=True)
+        sent = [node for node, (_, spec, _) in pairs if _is_sent(spec)]
+        later = _behind(graph, sent) if self.traced.flight.splits else ()
+        run_last_passes(graph, passes, lambda node: (phase_of(node), node in later))
         outputs = tuple(
             (spec, layout, node.name)
             for node, (_, spec, layout) in zip(results, self.leaving, strict=True)
@@ -353,13 +356,16 @@ def _inputs_first(graph: fx.Graph, sent: Iterable[fx.Node]) -> None:
 
     Passes then see what lives when: gathers are issued no earlier than memory allows.
     """
-    nodes = list(graph.nodes)
-    backward = [n for n in nodes if n.meta.get("phase") == "backward" and n.op == "call_function"]
-    needed = _needed([n for n in sent if n.meta.get("phase") == "backward"], backward)
-    inside = set(backward)
-    last = max((i for i, n in enumerate(nodes) if n in inside), default=0)
-    late = [n for n in backward if n not in needed]
+    late = _behind(graph, sent)
+    last = max((i for i, n in enumerate(graph.nodes) if phase_of(n) == "backward"), default=0)
     reorder(graph, {n: last + (i + 1) / (len(late) + 1) for i, n in enumerate(late)})
+
+
+def _behind(graph: fx.Graph, sent: Iterable[fx.Node]) -> dict[fx.Node, None]:
+    """What the backward does when it has sent what it sends, wherever it stands in the graph."""
+    backward = [n for n in graph.nodes if phase_of(n) == "backward" and n.op == "call_function"]
+    needed = _needed([n for n in sent if phase_of(n) == "backward"], backward)
+    return dict.fromkeys(n for n in backward if n not in needed)
 
 
 def _needed(ends: Iterable[fx.Node], among: Sequence[fx.Node]) -> set[fx.Node]:

@@ -1,14 +1,5 @@
 """Passes over an emitted program, in the order in which they run.
 
-pass        what it does                                                      file
-==========  ================================================================  =============
-bucket      small collectives of one group, kind and dtype become one         `bucket.py`
-prefetch    parameters of a block are gathered while the one before it runs   `overlap.py`
-early       other collectives are issued as soon as their operand is there    `overlap.py`
-late        waits stand in front of the first reader                          `overlap.py`
-in_place    an all-reduce works in the memory of its operand                  `in_place.py`
-==========  ================================================================  =============
-=======
 ==========  ==================================================================  ==============
 pass        what it does                                                        file
 ==========  ==================================================================  ==============
@@ -39,13 +30,18 @@ from autopar.codegen.passes.overlap import issue_early, prefetch, wait_late
 from autopar.codegen.passes.sites import Key
 from autopar.errors import AutoparError
 
-__all__ = ["PASSES", "check_passes", "run_last_passes", "run_passes"]
+__all__ = ["PASSES", "check_passes", "phase_of", "run_last_passes", "run_passes"]
 
 PASSES = ("decompose", "bucket", "prefetch", "early", "late", "in_place")
 """All passes, in order."""
 
 # scratch inside ops is not counted as live, so a moment may hold more than it seems to
 _SCRATCH = 0.1
+
+
+def phase_of(node: fx.Node) -> Hashable:
+    """The phase of a node."""
+    return node.meta.get("phase")
 
 
 def check_passes(names: Collection[str] | None) -> tuple[str, ...]:
@@ -112,12 +108,17 @@ def run_passes(
     return graph
 
 
-def run_last_passes(graph: fx.Graph, names: Collection[str] | None) -> None:
+def run_last_passes(
+    graph: fx.Graph,
+    names: Collection[str] | None,
+    part_of: Callable[[fx.Node], Hashable] = phase_of,
+) -> None:
     """Run, in place, the passes behind which nothing may move a node.
 
     Args:
         graph: joint graph behind all other passes, fusion and passes of other packages.
         names: out of `PASSES`; None for all.
+        part_of: what runs in one go; default: the phases.
     """
     if "in_place" in check_passes(names):
-        reduce_in_place(graph)
+        reduce_in_place(graph, part_of)

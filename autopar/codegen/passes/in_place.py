@@ -7,7 +7,7 @@ the start of the collective, its in-place form gives the same result without the
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Hashable
 
 import torch
 from torch import Tensor, fx
@@ -21,13 +21,15 @@ __all__ = ["reduce_in_place"]
 c10d = torch.ops._c10d_functional
 
 
-def reduce_in_place(graph: fx.Graph) -> int:
+def reduce_in_place(graph: fx.Graph, part_of: Callable[[fx.Node], Hashable]) -> int:
     """Let all-reduces of a joint graph work in place where that changes no value.
 
     The last thing that is done to a graph: nothing that moves nodes may come behind it.
 
     Args:
-        graph: with fake values and phases.
+        graph: with fake values.
+        part_of: what runs in one go, in the order of the graph; nothing is known of the order of
+            nodes of two parts.
 
     Returns:
         The number of all-reduces that do.
@@ -39,7 +41,7 @@ def reduce_in_place(graph: fx.Graph) -> int:
             continue
         (operand,) = node.all_input_nodes
         owners = _owners(operand)
-        if owners and _is_free(node, owners, position):
+        if owners and _is_free(node, owners, position, part_of):
             node.target = c10d.all_reduce_.default
             node.meta["val"] = operand.meta["val"]
             count += 1
@@ -59,7 +61,7 @@ def _owners(operand: fx.Node) -> Collection[fx.Node]:
     maker = operand
     while _may_view(maker):
         maker = maker.all_input_nodes[0]
-    if not (is_wait(maker) or is_fresh(maker) or maker.target is torch.ops.autopar.einsum.default):
+    if not (is_wait(maker) or is_fresh(maker) or _is_dense_product(maker)):
         return ()
     found = {maker: None}
     stack = [maker]
@@ -73,15 +75,26 @@ def _owners(operand: fx.Node) -> Collection[fx.Node]:
     return found
 
 
-def _is_free(start: fx.Node, owners: Collection[fx.Node], position: dict[fx.Node, int]) -> bool:
+def _is_dense_product(node: fx.Node) -> bool:
+    """True for a product that is contiguous, as NCCL wants it: fake values say so of all."""
+    product = node.target is torch.ops.autopar.einsum.default
+    return product and is_dense(str(node.args[0]))
+
+
+def _is_free(
+    start: fx.Node,
+    owners: Collection[fx.Node],
+    position: dict[fx.Node, int],
+    part_of: Callable[[fx.Node], Hashable],
+) -> bool:
     """True if `owners`, which may show the operand's memory, are made and read before the start."""
-    phase = start.meta.get("phase")
+    part = part_of(start)
     for node in owners:
-        if node.meta.get("phase") != phase:  # of another part, which may run on its own
+        if part_of(node) != part:
             return False
         for user in node.users:
             if user is start or user in owners:
                 continue
-            if is_start(user) or position[user] > position[start]:
+            if is_start(user) or part_of(user) != part or position[user] > position[start]:
                 return False
     return True
