@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -65,6 +67,21 @@ def same(ours: optim.Optimizer, theirs: optim.Optimizer) -> None:
         assert ours.state.get(mine, {}).keys() == theirs.state.get(other, {}).keys()
         for key, value in theirs.state.get(other, {}).items():
             torch.testing.assert_close(ours.state[mine][key], value, **BOUND)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_clips_too(copied: Callable[[Any], Any]) -> None:
+    """Torch's optimizers pickle groups and states alone."""
+    params = parameters()
+    first = autopar.AdamW(params, lr=1e-2, max_norm=0.1)
+    give_gradients(params, 1)
+    both = copied((first, params))
+    for optimizer, owned in ((first, params), both):
+        give_gradients(owned, 2)
+        optimizer.step()
+    assert both[0].norm == first.norm
+    for a, b in zip(params, both[1], strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.5, 1e9])

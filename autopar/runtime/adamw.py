@@ -26,6 +26,7 @@ from autopar.runtime.local_step import elementwise, own_parameters
 __all__ = ["AdamW"]
 
 _SETTINGS = ("lr", "betas", "eps", "weight_decay", "maximize")
+_OWN = ("max_norm", "norm", "_step_supports_amp_scaling")
 
 
 @elementwise
@@ -83,6 +84,11 @@ class AdamW(torch.optim.AdamW):
         self.max_norm = max_norm
         self.norm: Tensor | None = None
         self._step_supports_amp_scaling = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles take over: torch's, and what clips."""
+        own = {name: self.__dict__[name] for name in _OWN}
+        return {**super().__getstate__(), **own}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
