@@ -268,6 +268,21 @@ def test_printed_order() -> None:
     assert outline(behind_a_reader(graph, ("op", 0, "reduce_scatter"), 3)) == SCATTER
 
 
+def test_a_product_that_nobody_reads() -> None:
+    """It is cut with the others: no user, no bias."""
+
+    def gather(b: Builder, inputs: list[fx.Node]) -> Any:
+        whole = b.all_gather(inputs[0], 0, 0)
+        made = [b.call(EINSUM, "mk,kn->mn", whole, inputs[1]) for _ in range(2)]
+        return (made[0],)
+
+    (graph, _) = written(gather, [(6, 4), (4, 3)])
+    assert (
+        len(cut(decompose(graph, {("op", 0, "all_gather"): 3}, 1 << 40))["op", 0, "all_gather"])
+        == 3
+    )
+
+
 # --- plans
 
 

@@ -358,8 +358,8 @@ def _with_bias(product: fx.Node, mark: str) -> fx.Node:
 
     A piece of it gets the same bias, so that the two stay one call.
     """
-    (user, *others) = product.users
-    if others or user.target is not aten.add.Tensor or len(user.args) != 2 or user.kwargs:
+    user = next(iter(product.users)) if len(product.users) == 1 else product
+    if user.target is not aten.add.Tensor or len(user.args) != 2 or user.kwargs:
         return product
     bias = _other(user, product)
     if not isinstance(bias, fx.Node) or bias is product or shape(user) != shape(product):
