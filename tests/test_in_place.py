@@ -109,3 +109,32 @@ def test_a_part_that_runs_later_may_stand_before() -> None:
     (reader,) = (node for node in graph.nodes if node.target is aten.sin.default)
     run_last_passes(graph, None, lambda node: node is reader)
     assert not any(node.target is IN_PLACE for node in graph.nodes)
+
+
+@pytest.mark.parametrize(
+    ("equation", "count"), [("ab,bc->ac", 1), ("ab,cb->ca", 1), ("abk,bkc->acb", 0)]
+)
+def test_a_permuted_product_is_copied(equation: str, count: int) -> None:
+    """NCCL takes contiguous tensors, which such a product is not, whatever its fake value says."""
+    graph = fx.Graph()
+    sizes = {"a": 2, "b": 3, "c": 4, "k": 5}
+    terms = equation.partition("->")[0].split(",")
+    with FakeTensorMode() as mode:
+        builder = Builder(
+            graph,
+            mesh_shape=(2,),
+            coords=(0,),
+            group_names=("axis0",),
+            fake_mode=mode,
+            device=torch.device("cpu"),
+        )
+        given = [graph.placeholder(f"x{i}") for i in range(2)]
+        for node, term in zip(given, terms, strict=True):
+            node.meta["val"] = torch.empty([sizes[c] for c in term])
+    builder.phase = "forward"
+    product = builder.call(torch.ops.autopar.einsum.default, equation, *given)
+    graph.output(builder.all_reduce(product, 0))
+    run_last_passes(graph, None)
+    assert sum(node.target is IN_PLACE for node in graph.nodes) == count
+    real = [torch.empty([sizes[c] for c in term]) for term in terms]
+    assert torch.ops.autopar.einsum(equation, *real).is_contiguous() == bool(count)

@@ -21,6 +21,7 @@ __all__ = [
     "contract",
     "flops",
     "gradient_equations",
+    "is_dense",
     "output_shape",
     "parse_equation",
     "takes_bias",
@@ -141,6 +142,12 @@ def _made(eq: Equation) -> str:
 def _order(letters: str, wanted: str) -> tuple[int, ...] | None:
     """The permutation from one order of letters to another; None where they are the same."""
     return None if letters == wanted else tuple(letters.index(c) for c in wanted)
+
+
+def is_dense(equation: str) -> bool:
+    """True if `contract` gives a contiguous result, and not a permuted one."""
+    eq = parse_equation(equation)
+    return _made(eq) == eq.out
 
 
 def takes_bias(equation: str) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from autopar.codegen.passes.lifetimes import is_start, is_wait
 from autopar.codegen.reuse import is_fresh
+from autopar.core.einsum import contract, is_dense
 from autopar.core.work import is_view
 
 __all__ = ["reduce_in_place"]
@@ -61,7 +62,7 @@ def _owners(operand: fx.Node) -> Collection[fx.Node]:
     maker = operand
     while _may_view(maker):
         maker = maker.all_input_nodes[0]
-    if not (is_wait(maker) or is_fresh(maker) or _is_dense_product(maker)):
+    if not _is_own(maker):
         return ()
     found = {maker: None}
     stack = [maker]
@@ -75,10 +76,11 @@ def _owners(operand: fx.Node) -> Collection[fx.Node]:
     return found
 
 
-def _is_dense_product(node: fx.Node) -> bool:
-    """True for a product that is contiguous, as NCCL wants it: fake values say so of all."""
-    product = node.target is torch.ops.autopar.einsum.default
-    return product and is_dense(str(node.args[0]))
+def _is_own(maker: fx.Node) -> bool:
+    """True for what an op has made, contiguous as NCCL wants it."""
+    if maker.target in (torch.ops.autopar.einsum.default, contract):
+        return is_dense(str(maker.args[0]))  # fake values say so of all
+    return is_wait(maker) or is_fresh(maker)
 
 
 def _is_free(
