@@ -3,6 +3,7 @@
 Models repeat each of H_kv key heads for the G query heads of its group before they call attention
 (Ainslie et al. 2023, arXiv 2305.13245). Attention takes fewer key heads itself: the repeated ones
 are neither made nor saved for the backward, which for G = 8 is most of what attention saves.
+Heads that are repeated behind their tokens, dim 2 of (B, S, H, D), are left as they are.
 """
 
 from __future__ import annotations
