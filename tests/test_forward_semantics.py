@@ -384,3 +384,22 @@ def test_numbers_that_ranks_would_not_share_are_refused() -> None:
         if text.endswith("# the line that shuffles")
     )
     assert f"test_forward_semantics.py:{line}" in str(caught.value)
+
+
+class Builtin(nn.Module):
+    """Takes arguments that are called as Python's functions are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, input: Tensor, input_: Tensor, type: Tensor, id: int = 2) -> Tensor:
+        return (self.inner(input) * input_ * id - type).square().mean()
+
+
+def test_arguments_may_be_called_as_builtins_are() -> None:
+    torch.manual_seed(0)
+    inputs = {name: torch.rand(8, 16) for name in ("input", "input_", "type")} | {"id": 3}
+    for constraints in ({"data": 2}, {"pipeline": {"size": 1, "microbatches": 2}, "data": 2}):
+        result = verified(Builtin(), dict(inputs), constraints)
+        assert result.worst[1] < 1e-9, result.worst

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.codegen.builder import Builder
 from autopar.codegen.passes import run_last_passes
+from autopar.codegen.passes.in_place import mark_in_place
 from autopar.codegen.passes.lifetimes import Lifetimes
 from autopar.runtime.lockstep import run_lockstep
 
@@ -95,6 +96,15 @@ def test_only_what_nobody_reads_any_more_is_overwritten(case: str, count: int) -
         assert Lifetimes(changed).peak_bytes < Lifetimes(plain).peak_bytes
     else:
         assert Lifetimes(changed).peak_bytes == Lifetimes(plain).peak_bytes
+
+
+def test_a_budget_counts_no_copy_where_there_will_be_none() -> None:
+    graph = program("alone")
+    functional = Lifetimes(graph).peak_bytes
+    mark_in_place(graph, lambda node: node.meta.get("phase"))
+    marked = Lifetimes(graph).peak_bytes
+    run_last_passes(graph, None)
+    assert marked == Lifetimes(graph).peak_bytes < functional
 
 
 def test_the_pass_can_be_left_out() -> None:

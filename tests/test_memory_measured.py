@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
@@ -44,6 +45,33 @@ def test_the_predicted_peak_is_true(name: str, plan: str) -> None:
     world, constraints = PLANS[plan]
     for predicted, measured in run_ranks(peaks, world, world, name, constraints):
         assert 0.98 * measured <= predicted <= 1.05 * measured
+
+
+def tall_peaks(rank: int, world: int) -> tuple[int, int]:
+    """As `peaks`, of a model whose largest gradient is reduced alone, as no bucket takes it."""
+    model = nn.Sequential(nn.Embedding(8, 600), nn.Linear(600, 4000), nn.Linear(4000, 8))
+    mesh = init_device_mesh("cpu", (world,))
+    inputs = {"input": torch.arange(8) % 8, "target": torch.arange(8)}
+    parallel = autopar.parallelize(
+        Scored(model), mesh, inputs, constraints={"data": world, "zero": 0}
+    )
+    return predicted_of(parallel), measure(parallel, inputs)[1]
+
+
+class Scored(nn.Module):
+    """A model and its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.model(input), target)
+
+
+def test_a_large_gradient_is_reduced_where_it_is() -> None:
+    for predicted, measured in run_ranks(tall_peaks, 2, 2):
+        assert 0.99 * measured <= predicted <= 1.02 * measured
 
 
 _CHUNKS = {"size": 2, "chunks": 2, "schedule": "interleaved"}

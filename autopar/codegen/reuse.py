@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.core.einsum import contract
+from autopar.core.work import is_fresh_call
 
 __all__ = ["is_fresh", "write_over_operands"]
 
@@ -29,28 +29,7 @@ _FORMS: dict[Any, tuple[Any, bool]] = {
     aten.div.Tensor: (aten.div_.Tensor, False),
     aten.neg.default: (aten.neg_.default, False),
 }
-
-# never a view of an operand
-_FRESH = {
-    contract,
-    *_FORMS,
-    *(form for form, _ in _FORMS.values()),
-    aten._softmax_backward_data.default,
-    aten._to_copy.default,
-    aten.cat.default,
-    aten.clone.default,
-    aten.convolution.default,
-    aten.convolution_backward.default,
-    aten.embedding.default,
-    aten.embedding_dense_backward.default,
-    aten.gelu.default,
-    aten.gelu_backward.default,
-    aten.native_layer_norm_backward.default,
-    aten.silu.default,
-    aten.silu_backward.default,
-    aten.slice_backward.default,
-    aten.sum.dim_IntList,
-}
+_WRITING = {form for form, _ in _FORMS.values()}  # to what was fresh itself
 
 
 def write_over_operands(graph: fx.Graph) -> None:
@@ -87,8 +66,12 @@ def _may_be_written(operand: Any, reader: fx.Node) -> bool:
 def is_fresh(node: fx.Node) -> bool:
     """True for a tensor that its op has made, and that no other node stands for."""
     if node.target is not operator.getitem:
-        return node.target in _FRESH
+        return _makes_own(node)
     source, index = node.args
     assert isinstance(source, fx.Node)
     same = [user for user in source.users if user.args == (source, index)]
-    return source.target in _FRESH and len(same) == 1
+    return _makes_own(source) and len(same) == 1
+
+
+def _makes_own(node: fx.Node) -> bool:
+    return node.target in _WRITING or is_fresh_call(node.target)

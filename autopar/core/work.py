@@ -7,7 +7,7 @@ flops, all others bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,15 @@ from autopar.core import einsum, extensions
 from autopar.core import ops as _ops  # noqa: F401  (registers the autopar ops)
 from autopar.core.strategy import OpCall
 
-__all__ = ["LOOKUPS", "global_flops", "is_view", "op_class", "op_work"]
+__all__ = [
+    "LOOKUPS",
+    "global_flops",
+    "is_contiguous_call",
+    "is_fresh_call",
+    "is_view",
+    "op_class",
+    "op_work",
+]
 
 aten = torch.ops.aten
 autopar_ops = torch.ops.autopar
@@ -41,6 +49,29 @@ _VIEWS = {
     aten.alias.default,
     aten.detach.default,
     aten.as_strided.default,
+}
+# never a view of an operand
+_FRESH = {
+    aten._softmax_backward_data.default,
+    aten._to_copy.default,
+    aten.add.Tensor,
+    aten.cat.default,
+    aten.clone.default,
+    aten.convolution.default,
+    aten.convolution_backward.default,
+    aten.div.Tensor,
+    aten.embedding.default,
+    aten.embedding_dense_backward.default,
+    aten.gelu.default,
+    aten.gelu_backward.default,
+    aten.mul.Tensor,
+    aten.native_layer_norm_backward.default,
+    aten.neg.default,
+    aten.silu.default,
+    aten.silu_backward.default,
+    aten.slice_backward.default,
+    aten.sub.Tensor,
+    aten.sum.dim_IntList,
 }
 _EINSUMS = (autopar_ops.einsum.default, einsum.contract)  # as planned, and as a part runs it
 _MATMULS = (
@@ -154,6 +185,18 @@ _CLASSES.update(dict.fromkeys(_LINEAR_LOSS, "matmul"))
 def is_view(target: Any) -> bool:
     """True for ops whose result shares the input's storage."""
     return target in _VIEWS
+
+
+def is_fresh_call(target: Any) -> bool:
+    """True for ops that are known to make tensors of their own."""
+    return target in _FRESH or target in _EINSUMS
+
+
+def is_contiguous_call(target: Any, args: Sequence[Any]) -> bool:
+    """True for calls that are known to make tensors of their own, and contiguous ones."""
+    if target in _EINSUMS:
+        return einsum.is_dense(str(args[0]))
+    return target in _FRESH
 
 
 def op_class(call: OpCall) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from autopar.core.placement import Layout, shard_factor
 from autopar.core.redistribute import packing_fraction
+from autopar.core.work import is_contiguous_call
 from autopar.cost_model import ScheduledOp
 from autopar.solver.order import (
     FoldedSpan,
@@ -87,7 +88,7 @@ class Buffers:
         kept = {} if self.step.in_turns else self.step.gradients
         for name, value in kept.items():
             self.gradients[value[0]].append(name)
-            if not pricing.moves(value, pricing.decision.storages[name]):
+            if self._stays(name, value):
                 self.lasting.add(self.base(value))
         self.created = {op.name: self._created(op) for op in self.order}
         self._kept: dict[int, dict[str, int]] = {}
@@ -191,6 +192,17 @@ class Buffers:
             elif value not in self.last_use:
                 unread.append(self.id(value))
         return alloc, unread
+
+    def _stays(self, name: str, value: Value) -> bool:
+        """True if a gradient is left where its op has put it, or is reduced there."""
+        moves = self.pricing.moves(value, self.pricing.decision.storages[name])
+        if any(m.kind != "all_reduce" for m in moves):
+            return False
+        op = self.step.ops.get(value[0])
+        if not moves or op is None or value in self.last_use:
+            return not moves
+        alone = sum(self.base(v) == value for v in self.step.gradients.values()) == 1
+        return alone and is_contiguous_call(op.call.target, op.call.args)
 
     def _reduced_gradients(self, op: Op) -> Sizes:
         """Gradients that an op completes and that a redistribution turns into new buffers."""

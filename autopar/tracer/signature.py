@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.graph import _Namespace
 
 from autopar.core.graph import InputSpec
 from autopar.errors import TraceError
@@ -47,13 +48,13 @@ def input_specs(exported: Any, model: nn.Module) -> tuple[list[InputSpec], set[s
     specs: list[InputSpec] = []
     plain: set[str] = set()
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    for node in exported.graph.nodes:
-        if node.op != "placeholder":
-            continue
+    placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
+    names = _graph_names([node.name for node in placeholders])
+    for node, name in zip(placeholders, names, strict=True):
         value = node.meta.get("val")
         is_tensor = isinstance(value, Tensor)
         if not is_tensor:
-            plain.add(node.name)
+            plain.add(name)
         shape = tuple(int(s) for s in value.shape) if is_tensor else ()
         dtype = value.dtype if is_tensor else torch.int64
         kind: Any = "input"
@@ -70,7 +71,7 @@ def input_specs(exported: Any, model: nn.Module) -> tuple[list[InputSpec], set[s
             target = signature.inputs_to_lifted_tensor_constants[node.name]
         specs.append(
             InputSpec(
-                node=node.name,
+                node=name,
                 kind=kind,
                 target=target,
                 shape=shape,
@@ -79,3 +80,13 @@ def input_specs(exported: Any, model: nn.Module) -> tuple[list[InputSpec], set[s
             )
         )
     return specs, plain
+
+
+def _graph_names(names: list[str]) -> list[str]:
+    """The names that arguments have in a graph, where `input` or `type` is no name of a node."""
+    found: list[str] = []
+    for name in names:
+        while _Namespace().create_name(name, None) != name or name in found:
+            name += "_"
+        found.append(name)
+    return found

@@ -23,7 +23,7 @@ from torch import fx
 
 from autopar.codegen.passes.bucket import bucket
 from autopar.codegen.passes.decompose import decompose
-from autopar.codegen.passes.in_place import reduce_in_place
+from autopar.codegen.passes.in_place import mark_in_place, reduce_in_place
 from autopar.codegen.passes.lifetimes import Lifetimes
 from autopar.codegen.passes.order import reorder
 from autopar.codegen.passes.overlap import issue_early, prefetch, wait_late
@@ -84,6 +84,9 @@ def run_passes(
         The graph that the passes made of it.
     """
     chosen = check_passes(names)
+    in_place = "in_place" in chosen
+    if in_place:
+        mark_in_place(graph, phase_of)
     budget = Lifetimes(graph, resident).peak_bytes + spare
 
     def block(node: fx.Node) -> Hashable:
@@ -93,6 +96,8 @@ def run_passes(
         graph = decompose(graph, pieces, budget, resident)
     if "bucket" in chosen:
         graph = bucket(graph, sizes, block, budget, resident)
+        if in_place:
+            mark_in_place(graph, phase_of)
     orders: dict[str, Callable[[], None]] = {
         "prefetch": lambda: prefetch(graph, block, int((1 - _SCRATCH) * budget), resident),
         "early": lambda: issue_early(graph, budget, resident),

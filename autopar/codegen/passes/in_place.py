@@ -14,10 +14,9 @@ from torch import Tensor, fx
 
 from autopar.codegen.passes.lifetimes import is_start, is_wait
 from autopar.codegen.reuse import is_fresh
-from autopar.core.einsum import contract, is_dense
-from autopar.core.work import is_view
+from autopar.core.work import is_contiguous_call, is_view
 
-__all__ = ["reduce_in_place"]
+__all__ = ["mark_in_place", "reduce_in_place"]
 
 c10d = torch.ops._c10d_functional
 
@@ -35,18 +34,29 @@ def reduce_in_place(graph: fx.Graph, part_of: Callable[[fx.Node], Hashable]) -> 
     Returns:
         The number of all-reduces that do.
     """
-    position = {node: index for index, node in enumerate(graph.nodes)}
-    count = 0
-    for node in graph.nodes:
-        if node.target is not c10d.all_reduce.default:
-            continue
+    found = _found(graph, part_of)
+    for node in found:
         (operand,) = node.all_input_nodes
-        owners = _owners(operand)
-        if owners and _is_free(node, owners, position, part_of):
-            node.target = c10d.all_reduce_.default
-            node.meta["val"] = operand.meta["val"]
-            count += 1
-    return count
+        node.target = c10d.all_reduce_.default
+        node.meta["val"] = operand.meta["val"]
+    return len(found)
+
+
+def mark_in_place(graph: fx.Graph, part_of: Callable[[fx.Node], Hashable]) -> None:
+    """Mark the all-reduces that `reduce_in_place` would find now, for `Lifetimes`."""
+    for node in _found(graph, part_of):
+        node.meta["in_place"] = True
+
+
+def _found(graph: fx.Graph, part_of: Callable[[fx.Node], Hashable]) -> list[fx.Node]:
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    found: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.target is c10d.all_reduce.default:
+            owners = _owners(node.all_input_nodes[0])
+            if owners and _is_free(node, owners, position, part_of):
+                found.append(node)
+    return found
 
 
 def _may_view(node: fx.Node) -> bool:
@@ -78,9 +88,10 @@ def _owners(operand: fx.Node) -> Collection[fx.Node]:
 
 def _is_own(maker: fx.Node) -> bool:
     """True for what an op has made, contiguous as NCCL wants it."""
-    if maker.target in (torch.ops.autopar.einsum.default, contract):
-        return is_dense(str(maker.args[0]))  # fake values say so of all
-    return is_wait(maker) or is_fresh(maker)
+    if maker.target is operator.getitem:
+        return is_fresh(maker)
+    # fake values say of all products that they are contiguous
+    return is_wait(maker) or is_contiguous_call(maker.target, maker.args)
 
 
 def _is_free(

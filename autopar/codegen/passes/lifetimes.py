@@ -90,6 +90,9 @@ class Lifetimes:
                 self._last[storage] = index
         if node.op == "placeholder":
             self._given.update(self._own(node))
+        elif "in_place" in node.meta:
+            (mine,), (given,) = self._own(node), self._storages(node.all_input_nodes[0])
+            self._root[mine] = given
         elif is_wait(node):
             start = node.args[0]
             assert isinstance(start, fx.Node)
