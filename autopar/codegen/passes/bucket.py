@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from autopar.codegen.passes.lifetimes import Lifetimes, is_start, is_wait
-from autopar.codegen.passes.order import call_like, copied, is_packing, reorder
+from autopar.codegen.passes.order import call_like, copied, is_packing, reorder, show_anew
 
 __all__ = ["bucket", "is_gather_of_storage"]
 
@@ -213,6 +213,7 @@ def _ancestors(node: fx.Node) -> Iterable[fx.Node]:
 def _join_all(graph: fx.Graph, buckets: list[list[fx.Node]]) -> None:
     """Replace the members of each bucket, and sort."""
     keys: dict[fx.Node, float] = {node: float(i) for i, node in enumerate(graph.nodes)}
+    old = set(keys)
     for members in buckets:
         gather = members[0].target is c10d.all_gather_into_tensor.default
         at = keys[members[0]] if gather else keys[members[-1]]
@@ -221,6 +222,8 @@ def _join_all(graph: fx.Graph, buckets: list[list[fx.Node]]) -> None:
             keys.update((n, min(keys[n], at - 0.5)) for n in before)
         keys.update(_join(graph, members, at, keys if gather else {}))
     reorder(graph, keys)
+    # views of what was gathered or reduced alone are views of what the joined collective made
+    show_anew(graph, keys.keys() - old)
     graph.lint()
 
 
