@@ -42,10 +42,12 @@ class Trial:
     Attributes:
         graph: forward and backward.
         parts: simulations of what runs in one go, by name.
+        last: of the last backward with "finish" beside it, where a program has that.
     """
 
     graph: fx.Graph
     parts: Mapping[str, Simulation]
+    last: Simulation | None = None
 
     def step_s(self, least_s: float = 0.0) -> float:
         """Seconds of the step, of which at least so many are of ops."""
@@ -58,6 +60,9 @@ class Trial:
         found: dict[Key, float] = {}
         for part in self.parts.values():
             found.update(part.hidden_shares())
+        if self.last is not None:
+            beside = self.last.hidden_shares()
+            found.update((key, beside[key]) for key in self.parts["finish"].hidden_shares())
         return found
 
     def compute_s(self) -> dict[str, float]:

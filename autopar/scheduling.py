@@ -6,7 +6,8 @@ simulated, and each planned collective gets the share of its seconds that was hi
     step = compute + Σ (seconds - hidden)        Σ hidden ≤ compute
 
 The parts of a pipeline stage are simulated one by one, as nothing overlaps across their ends, and
-the stages run on the clock of the schedule again with what is left of their seconds.
+the stages run on the clock of the schedule again with what is left of their seconds. Gradients are
+reduced beside the last backward: what that takes longer with them is what is left of `finish`.
 """
 
 from __future__ import annotations
@@ -127,8 +128,13 @@ def _scheduled_stage(
 
     def run(trial: Plan) -> Trial:
         program = emit_turns([model], trial, [0] * len(plan.mesh_shape), fusion=fusion)
-        parts = {name: simulate(program.parts[name].module.graph, cluster) for name in names}
-        return Trial(graph=program.joint.graph, parts=parts)
+        simulated = {
+            name: simulate(part.module.graph, cluster)
+            for name, part in program.parts.items()
+            if name in (*names, "last")
+        }
+        last = simulated.pop("last", None)
+        return Trial(graph=program.joint.graph, parts=simulated, last=last)
 
     plan, trial = decomposed(plan, run(plan), run, cluster, microbatches)
     found, shares = trial.parts, trial.shares()
@@ -137,6 +143,10 @@ def _scheduled_stage(
         phase: seconds * (1.0 - _left(found[phase if phase in found else "backward"]))
         for phase, seconds in before.items()
     }
+    if trial.last is not None:
+        beside_s = trial.last.step_s - found["weight" if splits else "backward"].step_s
+        alone_s = _serial_s(found["finish"])
+        saved["finish"] = before["finish"] * (1.0 - min(1.0, max(0.0, beside_s / alone_s)))
     most_s = _of_all_turns(saved, microbatches)
     hiding = _with_hidden(plan, shares, most_s)
     # what the two have in common: phases and collectives must add up to the same
@@ -147,8 +157,12 @@ def _scheduled_stage(
 
 def _left(simulation: Simulation) -> float:
     """The share of a part's serial seconds that it takes."""
-    serial_s = simulation.compute_s + sum(simulation.comm_s)
+    serial_s = _serial_s(simulation)
     return simulation.step_s / serial_s if serial_s else 1.0
+
+
+def _serial_s(simulation: Simulation) -> float:
+    return simulation.compute_s + sum(simulation.comm_s)
 
 
 def _of_all_turns(phases: Mapping[str, float], microbatches: int) -> float:

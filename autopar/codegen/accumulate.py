@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 __all__ = ["PREFIX", "accumulated", "add_up", "without_sums"]
@@ -19,8 +20,8 @@ PREFIX = "sum of "
 
 
 def add_up(total: Tensor | None, more: Tensor) -> Tensor:
-    """Add in place; the first contribution may share memory with another, so it is copied."""
-    return more.clone() if total is None else total.add_(more)
+    """Add in place, to a contiguous copy of the first contribution, which may share memory."""
+    return more.clone(memory_format=torch.contiguous_format) if total is None else total.add_(more)
 
 
 def accumulated(graph: fx.Graph, writes: Sequence[str], sums: Collection[str]) -> tuple[str, ...]:

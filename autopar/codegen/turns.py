@@ -15,7 +15,7 @@ and leave out what depends on it. Nothing is moved from a part to another.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,12 +24,10 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from autopar.codegen import program_pass
-from autopar.codegen.accumulate import accumulated
 from autopar.codegen.emit import Emitter, check_traffic, count_collectives
 from autopar.codegen.fusion import GENERATED, Fusion, fuse
-from autopar.codegen.partition import EmptiesItsList, copy_part
+from autopar.codegen.parts import Cutter, Part, behind, inputs_first
 from autopar.codegen.passes import check_passes, phase_of, run_last_passes, run_passes
-from autopar.codegen.passes.order import reorder
 from autopar.codegen.redistribute import emit_redistribution
 from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info, resolve
 from autopar.core.placement import Layout
@@ -37,27 +35,10 @@ from autopar.core.plan import CommBytes, Plan
 from autopar.core.recompute import recomputed
 from autopar.errors import AutoparError, PlanMismatchError
 
-__all__ = ["TURN", "Part", "TurnProgram", "emit_turns"]
+__all__ = ["TURN", "TurnProgram", "emit_turns"]
 
 TURN = "turn"
 """Name of the number of the microbatch, an int that parts may read."""
-
-_ORDER = ("prepare", "forward", "backward", "finish")
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A piece of the program.
-
-    Attributes:
-        module: takes one list of the values in `reads`, which it empties; returns `writes`, of
-            which contributions to gradients are added to the sums that it reads.
-        reads, writes: names of values.
-    """
-
-    module: fx.GraphModule
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +47,10 @@ class TurnProgram:
 
     Attributes:
         joint: all parts as one graph, for inspection.
-        parts: "prepare", "forward", "backward" and "finish"; and the backward in two, "input"
-            (what goes to the stage before, and what it needs) and "weight" (the rest).
+        parts: "prepare", "forward", "backward" and "finish"; the backward in two, "input" (what
+            goes to the stage before, and what it needs) and "weight" (the rest); and, where
+            gradients are reduced and the pass "early" is on, "last": the last "backward", of a
+            schedule that cuts it in two the last "weight", with what "finish" does beside it.
         inputs: descriptor and local layout of every placeholder of `joint`.
         outputs: descriptor and layout of every output, and the name of its value.
         sums: names of values of the backward that are added up over the turns.
@@ -164,7 +147,7 @@ class _TurnEmitter(Emitter):
         self._finish()
         self.graph.output(tuple(node for node, _, _ in self.leaving))
         if self.traced.flight.splits:
-            _inputs_first(self.graph, [node for node, spec, _ in self.leaving if _is_sent(spec)])
+            inputs_first(self.graph, [node for node, spec, _ in self.leaving if _is_sent(spec)])
         check_traffic(count_collectives(self.graph), self.plan)
         graph = run_passes(
             self.graph,
@@ -196,7 +179,7 @@ class _TurnEmitter(Emitter):
         assert isinstance(results, (list, tuple))
         pairs = zip(results, self.leaving, strict=True)
         sent = [node for node, (_, spec, _) in pairs if _is_sent(spec)]
-        later = _behind(graph, sent) if self.traced.flight.splits else ()
+        later = behind(graph, sent) if self.traced.flight.splits else ()
         run_last_passes(graph, passes, lambda node: (phase_of(node), node in later))
         outputs = tuple(
             (spec, layout, node.name)
@@ -205,13 +188,23 @@ class _TurnEmitter(Emitter):
         ends = (n for n in graph.nodes if n.meta.get("phase") == "finish")
         read = dict.fromkeys(a for n in ends for a in n.all_input_nodes)
         sums = tuple(n.name for n in read if n.meta.get("phase") == "backward")
+        cutter = Cutter(
+            outputs=[name for _, _, name in outputs],
+            sums=sums,
+            sent=[node.name for node in sent if phase_of(node) == "backward"],
+            splits=self.traced.flight.splits,
+        )
+        parts = cutter.parts(graph)
+        chosen = check_passes(passes)
+        if "early" in chosen and (last := cutter.last(graph, "in_place" in chosen)) is not None:
+            parts["last"] = last
         return TurnProgram(
             joint=fx.GraphModule(torch.nn.Module(), graph),
-            parts=_parts(graph, outputs, sums),
+            parts=parts,
             inputs=tuple(self.placed),
             outputs=outputs,
             sums=sums,
-            passes=check_passes(passes),
+            passes=chosen,
         )
 
     def _fuse(self, graph: fx.Graph, kernels: frozenset[str]) -> None:
@@ -324,77 +317,5 @@ def _rewrite(graph: fx.Graph, node: fx.Node, turn: fx.Node, flat: Sequence[list[
     node.args, node.kwargs = map_aggregate((node.args, node.kwargs), write)
 
 
-def _parts(
-    graph: fx.Graph, outputs: Sequence[tuple[OutputSpec, Layout, str]], sums: Iterable[str]
-) -> dict[str, Part]:
-    """The graph cut into its parts."""
-    nodes = {n.name: n for n in graph.nodes}
-    body = {part: [n for n in graph.nodes if n.meta.get("phase") == part
-                   and n.op == "call_function"] for part in _ORDER}  # fmt: skip
-    sent = {
-        name
-        for spec, _, name in outputs
-        if spec.kind == "sent" and nodes[name].meta["phase"] == "backward"
-    }
-    needed = _needed([nodes[name] for name in sorted(sent)], body["backward"])
-    body["input"] = [n for n in body["backward"] if n in needed]
-    body["weight"] = [n for n in body["backward"] if n not in needed]
-    summed = set(sums)
-    leaving = {name for _, _, name in outputs} | summed
-    return {
-        part: _part(inside, leaving, set() if part == "finish" else summed)
-        for part, inside in body.items()
-    }
-
-
 def _is_sent(spec: OutputSpec) -> bool:
     return spec.kind == "sent" and not spec.accumulated
-
-
-def _inputs_first(graph: fx.Graph, sent: Iterable[fx.Node]) -> None:
-    """Put what the backward sends, and what that needs, before the rest, as it will run.
-
-    Passes then see what lives when: gathers are issued no earlier than memory allows.
-    """
-    late = _behind(graph, sent)
-    last = max((i for i, n in enumerate(graph.nodes) if phase_of(n) == "backward"), default=0)
-    reorder(graph, {n: last + (i + 1) / (len(late) + 1) for i, n in enumerate(late)})
-
-
-def _behind(graph: fx.Graph, sent: Iterable[fx.Node]) -> dict[fx.Node, None]:
-    """What the backward does when it has sent what it sends, wherever it stands in the graph."""
-    backward = [n for n in graph.nodes if phase_of(n) == "backward" and n.op == "call_function"]
-    needed = _needed([n for n in sent if phase_of(n) == "backward"], backward)
-    return dict.fromkeys(n for n in backward if n not in needed)
-
-
-def _needed(ends: Iterable[fx.Node], among: Sequence[fx.Node]) -> set[fx.Node]:
-    """Ends and what they are made of; both results of an op are taken out where it runs."""
-    found = _ancestors(ends, set(among))
-    return found | {n for n in among if n.target is operator.getitem and n.args[0] in found}
-
-
-def _ancestors(ends: Iterable[fx.Node], among: set[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    stack = [n for n in ends if n in among]
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(a for a in node.all_input_nodes if a in among)
-    return found
-
-
-def _part(inside: list[fx.Node], leaving: set[str], sums: set[str]) -> Part:
-    members = set(inside)
-    reads = dict.fromkeys(a for n in inside for a in n.all_input_nodes if a not in members)
-    writes = [
-        n for n in inside if n.name in leaving or any(
-            u not in members and u.op != "output" for u in n.users)
-    ]  # fmt: skip
-    module = copy_part(list(reads), inside, tuple(writes))
-    totals = accumulated(module.graph, [n.name for n in writes], sums)
-    module.graph.set_codegen(EmptiesItsList())
-    module.recompile()
-    names = tuple(n.name for n in reads)
-    return Part(module, (*names, *totals), tuple(n.name for n in writes))

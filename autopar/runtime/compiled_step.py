@@ -70,7 +70,8 @@ def step_text(step: CompiledStep | PipelinedStep, rank: int | None = None) -> st
         return "\n".join(
             f"# stage {stage}: {part}\n{program.parts[part].module.code}"
             for stage, program in step.programs.items()
-            for part in ("prepare", "forward", "backward", "finish")
+            for part in ("prepare", "forward", "backward", "finish", "last")
+            if part in program.parts
         )
     program = step.program
     if rank is not None:

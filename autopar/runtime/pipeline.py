@@ -12,57 +12,27 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopar.codegen.fusion import Fusion
 from autopar.codegen.stages import Staged
-from autopar.codegen.turns import TURN, TurnProgram, emit_turns
+from autopar.codegen.turns import TurnProgram, emit_turns
 from autopar.core.flights import arrived
-from autopar.core.graph import OutputSpec, TracedModel
-from autopar.core.placement import Layout, local_shape
+from autopar.core.graph import TracedModel
 from autopar.core.plan import PipelinePlan, Plan
 from autopar.core.schedule import Action, actions
-from autopar.core.transfers import Transfer
 from autopar.runtime.inductor import compile_parts
 from autopar.runtime.pipeline_mesh import PipelineMesh, own_plan
-from autopar.runtime.shards import take_shard
+from autopar.runtime.pipeline_run import PARTS, PipelineResult, PipelineRun
 from autopar.runtime.stage_gradients import Line
-from autopar.runtime.turns import StageValues, Strided, microbatch_inputs, stages_at_turns
+from autopar.runtime.turns import stages_at_turns
 
-__all__ = ["PARTS", "PipelineResult", "PipelinedStep"]
-
-PARTS: dict[str, str] = {
-    "P": "prepare",
-    "F": "forward",
-    "B": "backward",
-    "I": "input",
-    "W": "weight",
-    "R": "finish",
-}
-"""Name of the part that each kind of action runs; P and R stand for what runs once."""
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineResult:
-    """What a step yields on one rank.
-
-    Attributes:
-        outputs: whole values, by index of the user output.
-        gradients: local, in the storage layout, by FQN; of this rank's parameters.
-        buffers: new values, by FQN; of the buffers that this rank's stages write.
-    """
-
-    outputs: dict[int, Tensor]
-    gradients: dict[str, Tensor]
-    buffers: dict[str, Tensor]
+__all__ = ["PipelinedStep"]
 
 
 class PipelinedStep:
@@ -121,9 +91,21 @@ class PipelinedStep:
             index: turns[0].stages.models[s].nodes()[name].meta["val"]
             for index, (s, name) in self.results_at.items()
         }
+        kind = "W" if any(a.kind == "I" for order in orders for a in order) else "B"
+        # Inductor has a schedule of its own
+        self.closing = self._closing(kind) if backend != "inductor" else frozenset()
         self.compiled: Mapping[tuple[int, str], Callable[[list[Any]], Any]] = {}
         if backend == "inductor":
             self.compiled = compile_parts(self.programs, self._executed())
+
+    def _closing(self, kind: str) -> frozenset[Action]:
+        """The last action of each stage, where its gradients are reduced beside it."""
+        ends = {action.stage: action for action in self.order}
+        return frozenset(
+            action
+            for stage, action in ends.items()
+            if action.kind == kind and "last" in self.programs[stage].parts
+        )
 
     def _executed(self) -> tuple[str, ...]:
         """Names of the parts that a step runs, in the order in which values flow."""
@@ -186,210 +168,7 @@ class PipelinedStep:
             whole: by placeholder of the step: local parameters of this rank's stages, and whole
                 values of all else.
         """
-        return _Run(self, whole).run()
-
-
-class _Run:
-    """One execution."""
-
-    def __init__(self, step: PipelinedStep, whole: Mapping[str, Any]) -> None:
-        self.step = step
-        self.mesh = step.mesh
-        self.whole = whole
-        self.plans = step.pipeline.stages
-        self.shape = self.plans[0].mesh_shape
-        self.values = {
-            s: StageValues(program, self._runner(s)) for s, program in step.programs.items()
-        }
-        self.here: dict[tuple[int, str, int], Tensor] = {}  # from a stage of this rank
-        self.sending: dict[Action | None, list[tuple[Any, Tensor]]] = defaultdict(list)
-        self.result = PipelineResult({}, {}, {})
-
-    def _runner(self, stage: int) -> Any:
-        def run(part: str, operands: list[Any]) -> Sequence[Any]:
-            return self.step.part(stage, part)(operands)
-
-        return run
-
-    def run(self) -> PipelineResult:
-        step = self.step
-        with torch.no_grad():
-            reads = [self.whole[name] for name in step.micro.prologue_inputs]
-            self.prologue = Strided(step.micro.prologue).run(*reads)
-            for stage, values in self.values.items():
-                given = self._lasting(stage) | self._arriving(stage, "hoist", 0)
-                self._leave(stage, values.prepare(given), 0)
-            for action, there in zip(step.order, step.arrived, strict=True):
-                self._act(action, there)
-            if step.traced.training:
-                self._finish()
-            self._share_outputs()
-            for sender in list(self.sending):
-                self._let_go(sender)
-        return self.result
-
-    def _act(self, action: Action, there: Sequence[Action]) -> None:
-        """Run an action. `there`: what other ranks are known to have by then."""
-        stage, turn = action.stage, action.microbatch
-        values = self.values[stage]
-        if action.kind == "F":
-            written = values.forward(turn, self._forward_inputs(stage, turn, there))
-            if not self.step.traced.training:
-                del values.turns[turn]
-        elif action.kind == "W":
-            written = values.backward(turn, self._received(stage, "", turn, there), "weight")
-        else:
-            part = PARTS[action.kind]
-            written = values.backward(turn, self._received(stage, "backward", turn, there), part)
-        self._leave(stage, written, turn, action)
-
-    def _forward_inputs(self, stage: int, turn: int, there: Sequence[Action]) -> dict[str, Any]:
-        return self._inputs(stage, turn) | self._received(stage, "forward", turn, there)
-
-    def _received(
-        self, stage: int, phase: str, turn: int, there: Sequence[Action]
-    ) -> dict[str, Any]:
-        """What arrives for an action; then what was sent and is known to have arrived goes."""
-        found = self._arriving(stage, phase, turn)
-        for action in there:
-            self._let_go(action)
-        return found
-
-    def _let_go(self, action: Action | None) -> None:
-        for work, _ in self.sending.pop(action, ()):
-            work.wait()
-
-    def _finish(self) -> None:
-        """Reduce gradients; contributions to those of other stages' parameters go there."""
-        for stage in sorted(self.values, reverse=True):
-            self._leave(stage, self.values[stage].finish(), 0)
-        for stage in self.values:
-            for name, value in self._arriving(stage, "finish", 0).items():
-                known = self.result.gradients.get(name)
-                self.result.gradients[name] = value if known is None else known.add_(value)
-
-    # --- values --------------------------------------------------------------------------------
-    def _lasting(self, stage: int) -> dict[str, Any]:
-        """This rank's share of what all microbatches read."""
-        found: dict[str, Any] = {}
-        for spec, layout in self.step.programs[stage].inputs:
-            if spec.kind == "parameter":
-                found[spec.node] = self.whole[spec.node]
-            elif spec.kind not in ("input", "received"):
-                found[spec.node] = self._local(self.whole[spec.node], layout)
-        return found
-
-    def _inputs(self, stage: int, turn: int) -> dict[str, Any]:
-        step = self.step
-        inputs = microbatch_inputs(
-            step.micro, self.whole, self.prologue, turn, step.pipeline.microbatches
-        )
-        found: dict[str, Any] = {TURN: turn}
-        for spec, layout in step.programs[stage].inputs:
-            if spec.node in step.micro.feeds:
-                found[spec.node] = self._local(inputs[spec.node], layout)
-        return found
-
-    def _local(self, value: Any, layout: Layout) -> Any:
-        if all(p.is_replicate for p in layout):
-            return value
-        return take_shard(value, layout, self.shape, self.step.coords)
-
-    def _leave(
-        self, stage: int, written: Mapping[str, Any], turn: int, action: Action | None = None
-    ) -> None:
-        """Send, keep or return what a part wrote."""
-        result = self.result
-        for spec, _, name in self.step.programs[stage].outputs:
-            if name not in written:
-                continue
-            value = written[name]
-            if spec.kind == "sent":
-                self._send(stage, spec, value, turn, action)
-            elif spec.kind == "gradient":
-                result.gradients[spec.target] = value
-            elif spec.kind == "buffer":
-                result.buffers[spec.target] = value
-            else:
-                index = int(spec.target)
-                known = result.outputs.get(index)
-                result.outputs[index] = value if known is None else known + value
-
-    # --- transfers -----------------------------------------------------------------------------
-    def _rank_of(self, stage: int) -> int:
-        return stage % self.step.pipeline.size
-
-    def _group(self, transfer: Transfer) -> dist.ProcessGroup:
-        forward = transfer.phase in ("hoist", "forward")
-        up = self._rank_of(transfer.target) > self._rank_of(transfer.source)
-        return self.mesh.groups["forward" if forward else "backward", up]
-
-    def _tag(self, transfer: Transfer, turn: int) -> int:
-        index = self.step.transfers.index(transfer)
-        return index * self.step.pipeline.microbatches + turn
-
-    def _send(
-        self, stage: int, spec: OutputSpec, value: Tensor, turn: int, action: Action | None
-    ) -> None:
-        """Send a value; it is held until its receiver is known to have it."""
-        for t in self.step.transfers:
-            if t.source != stage or t.value != spec.target:
-                continue
-            if (t.phase == "finish") != spec.accumulated:
-                continue
-            if self._rank_of(t.target) == self.mesh.rank:
-                self.here[t.target, t.value, turn] = value
-                continue
-            value = value.contiguous()
-            work = dist.isend(
-                value,
-                group=self._group(t),
-                group_dst=self._rank_of(t.target),
-                tag=self._tag(t, turn),
-            )
-            self.sending[action].append((work, value))
-
-    def _arriving(self, stage: int, phase: str, turn: int) -> dict[str, Tensor]:
-        """Values of a phase that other stages have sent to a stage."""
-        found: dict[str, Tensor] = {}
-        waiting = []
-        for t in self.step.transfers:
-            if t.target != stage or t.phase != phase:
-                continue
-            if self._rank_of(t.source) == self.mesh.rank:
-                found[t.value] = self.here.pop((stage, t.value, turn))
-                continue
-            found[t.value] = self._empty(stage, t)
-            waiting.append(
-                dist.irecv(
-                    found[t.value],
-                    group=self._group(t),
-                    group_src=self._rank_of(t.source),
-                    tag=self._tag(t, turn),
-                )
-            )
-        for work in waiting:
-            assert work is not None
-            work.wait()
-        return found
-
-    def _empty(self, stage: int, transfer: Transfer) -> Tensor:
-        plan = self.plans[stage]
-        layouts = plan.parameters if transfer.phase == "finish" else plan.inputs
-        shape = local_shape(transfer.shape, layouts[transfer.value], self.shape)
-        return torch.empty(shape, dtype=transfer.dtype, device=self.step.device)
-
-    def _share_outputs(self) -> None:
-        """Every rank gets the outputs from the rank that has them."""
-        for index, (stage, _) in sorted(self.step.results_at.items()):
-            like = self.step.shapes[index]
-            value = self.result.outputs.get(index)
-            if value is None:
-                value = torch.empty(like.shape, dtype=like.dtype, device=self.step.device)
-            if self.step.pipeline.size > 1:
-                value = value.contiguous()
-                dist.broadcast(value, group=self.mesh.line, group_src=self._rank_of(stage))
-            self.result.outputs[index] = value
+        return PipelineRun(self, whole).run()
 
 
 def _of_stage(fusion: Fusion | None, stage: int) -> Fusion | None:

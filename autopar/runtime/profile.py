@@ -30,7 +30,8 @@ from autopar.core.trace_events import (
     stage_lane,
     write_trace,
 )
-from autopar.runtime.pipeline import PARTS, PipelinedStep
+from autopar.runtime.pipeline import PipelinedStep
+from autopar.runtime.pipeline_run import PARTS
 
 if TYPE_CHECKING:
     from autopar.runtime.compiled_step import CompiledStep
@@ -161,11 +162,13 @@ class TimedPart:
         module: of the part.
         watch: shared by all parts of the step.
         kind: of the action that runs it, F, B, I or W; P and R for what runs once.
+        first: microbatch of its first call.
     """
 
-    def __init__(self, module: fx.GraphModule, watch: Stopwatch, kind: str) -> None:
+    def __init__(self, module: fx.GraphModule, watch: Stopwatch, kind: str, first: int = 0) -> None:
         self.graph = TimedGraph(module, True, watch)
         self.kind = kind
+        self.first = first
         self.calls: list[tuple[int, int]] = []
 
     def __call__(self, values: list[Any]) -> Any:
@@ -180,7 +183,7 @@ class TimedPart:
             Interval(
                 lane, slot_name(self.kind, turn), seconds[start], seconds[end] - seconds[start], {}
             )
-            for turn, (start, end) in enumerate(self.calls)
+            for turn, (start, end) in enumerate(self.calls, self.first)
         ]
         ops = self.graph.intervals(seconds)
         return found + [i._replace(lane=lane + 1 + i.lane) for i in ops]
@@ -221,6 +224,10 @@ def _measured(
             for stage, program in step.programs.items()
             for kind, name in PARTS.items()
         }
+        for action in step.closing:  # of the last microbatch, in place of its backward
+            module = step.programs[action.stage].parts["last"].module
+            last = TimedPart(module, watch, action.kind, action.microbatch)
+            timed[action.stage, "last"] = last
         plan = step.plan
         return step.running(timed), lambda seconds: [
             interval

@@ -69,6 +69,19 @@ class StageValues:
             del self.turns[turn]
         return written
 
+    def last(self, turn: int, given: dict[str, Any]) -> dict[str, Any]:
+        """Run the last backward of all, or the second part of it, and what `finish` does."""
+        values = {**self.lasting, **self.sums, **self.turns.pop(turn), **given}
+        values.update((PREFIX + name, total) for name, total in self.sums.items())
+        self.lasting, self.sums = {}, {}
+        given.clear()
+        operands = [
+            values.get(n) if n.startswith(PREFIX) else values[n]
+            for n in self.program.parts["last"].reads
+        ]
+        values.clear()
+        return self._run("last", operands, {}, ())
+
     def finish(self) -> dict[str, Any]:
         """Reduce the sums, each of which goes with its last use; returns what that writes."""
         values = {**self.lasting, **self.sums}
@@ -223,16 +236,22 @@ class _AllStages:
             for stage in reversed(range(len(self.values))):
                 self._backward(stage, turn)
         for stage in reversed(range(len(self.values))):
-            self._leave(stage, self.values[stage].finish())
+            if "last" not in self.values[stage].program.parts:
+                self._leave(stage, self.values[stage].finish())
         self._contributions()
         return self.results
 
     def _backward(self, stage: int, turn: int) -> None:
         given = self._arriving(stage, "backward")
-        parts = ("input", "weight") if self.splits else ("backward",)
-        for part in parts:
-            arriving = given if part == parts[0] else {}
-            self._leave(stage, self.values[stage].backward(turn, arriving, part))
+        values = self.values[stage]
+        part = "weight" if self.splits else "backward"
+        if self.splits:
+            self._leave(stage, values.backward(turn, given, "input"))
+            given = {}
+        if turn == self.pipeline.microbatches - 1 and "last" in values.program.parts:
+            self._leave(stage, values.last(turn, given))
+        else:
+            self._leave(stage, values.backward(turn, given, part))
 
     def _inputs(self, stage: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
         found = {TURN: [inputs[TURN]] * len(self.coords)}

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Hashable
 import torch
 from torch import Tensor, fx
 
+from autopar.codegen.accumulate import add_up
 from autopar.codegen.passes.lifetimes import is_start, is_wait
 from autopar.codegen.reuse import is_fresh
 from autopar.core.work import is_contiguous_call, is_view
@@ -90,6 +91,8 @@ def _is_own(maker: fx.Node) -> bool:
     """True for what an op has made, contiguous as NCCL wants it."""
     if maker.target is operator.getitem:
         return is_fresh(maker)
+    if maker.target is add_up:
+        return True
     # fake values say of all products that they are contiguous
     return is_wait(maker) or is_contiguous_call(maker.target, maker.args)
 

@@ -2,7 +2,8 @@
 
 A storage is live from the node that creates it to the last reader of any of its views. A collective
 holds what it sends until the wait for it, save an all-reduce, which works on a copy or in place.
-Placeholders are the caller's and count nothing.
+Placeholders are the caller's and count nothing, but for those that the caller lets go of (`dies` in
+their `meta`).
 """
 
 from __future__ import annotations
@@ -89,7 +90,13 @@ class Lifetimes:
             for storage in self._storages(source):
                 self._last[storage] = index
         if node.op == "placeholder":
-            self._given.update(self._own(node))
+            if "dies" not in node.meta:
+                self._given.update(self._own(node))
+                return
+            for value in _tensors(node):
+                mine = value.untyped_storage()._cdata
+                self._root[mine], self._first[mine] = mine, index
+                self._bytes[mine] = value.untyped_storage().nbytes()
         elif "in_place" in node.meta:
             (mine,), (given,) = self._own(node), self._storages(node.all_input_nodes[0])
             self._root[mine] = given

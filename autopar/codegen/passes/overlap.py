@@ -8,8 +8,11 @@ peak of the program before the passes, so a pass never raises the peak that was 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from torch import fx
 
@@ -18,7 +21,7 @@ from autopar.codegen.passes.lifetimes import Lifetimes, is_start, is_wait
 from autopar.codegen.passes.order import feeding, phase_starts, reorder
 from autopar.core.work import is_view
 
-__all__ = ["issue_early", "prefetch", "wait_late"]
+__all__ = ["begin_early", "issue_early", "prefetch", "wait_late"]
 
 Resident = Mapping[str, int] | None
 _BEFORE = 1e-4
@@ -94,10 +97,22 @@ def _move_up(
     lifetimes: Lifetimes, start: fx.Node, horizon: int, budget: int, keys: dict[fx.Node, float]
 ) -> int:
     """Move a collective with its packing towards `horizon`; returns the position it gets."""
+    return _move_chain(lifetimes, start, feeding(start), horizon, budget, keys)
+
+
+def _move_chain(
+    lifetimes: Lifetimes,
+    start: fx.Node,
+    chain: Collection[fx.Node],
+    horizon: int,
+    budget: int,
+    keys: dict[fx.Node, float],
+    placed: Mapping[fx.Node, int] = MappingProxyType({}),
+) -> int:
+    """As `_move_up`, with what is to move along, where some nodes have moved already."""
     position = lifetimes.position
-    chain = feeding(start)
     operands = {n for node in chain for n in node.all_input_nodes}.difference(chain)
-    first = max([horizon, *(position[n] + 1 for n in operands)])
+    first = max([horizon, *(placed.get(n, position[n]) + 1 for n in operands)])
     behind = [node for node in chain if position[node] >= first]
     num_bytes = sum(lifetimes.created(node) for node in behind)
     first = lifetimes.earliest(start, first, num_bytes, budget)
@@ -106,6 +121,60 @@ def _move_up(
         if position[node] >= first:
             keys[node] = min(keys.get(node, math.inf), first - 0.5)
     return first
+
+
+def begin_early(graph: fx.Graph, base: Sequence[fx.Node], finish: Sequence[fx.Node]) -> None:
+    """Issue the collectives of `finish` among the nodes of `base`, as soon as their operands are.
+
+    Waits stay where they are. A collective that works on what another one made is issued, with the
+    wait for that, behind the next one of another gradient, so that it does not wait for long. The
+    peak is not raised.
+
+    Args:
+        graph: of both, `base` in front.
+        base: in order.
+        finish: in order.
+    """
+    lifetimes = Lifetimes(graph)
+    budget, horizon = lifetimes.peak_bytes, min(lifetimes.position[n] for n in base)
+    inside = set(finish)
+    waves: dict[int, list[tuple[fx.Node, list[fx.Node]]]] = defaultdict(list)
+    for node in filter(is_start, finish):
+        chain = _made_of(node, inside)
+        waves[sum(map(is_start, chain))].append((node, chain))
+    placed: dict[fx.Node, int] = {}
+    keys: dict[fx.Node, float] = {}
+    nexts: dict[fx.Node, fx.Node] = {}
+    for wave in (waves[depth] for depth in sorted(waves)):
+        found: list[fx.Node] = []
+        for node, chain in sorted(wave, key=lambda each: _ready(each[1], lifetimes, placed)):
+            before = [n for n in chain if is_start(n) and n is not node]
+            if all(n in nexts for n in before):
+                own = [n for n in chain if n not in keys and n not in before]
+                first = max((placed[nexts[n]] + 1 for n in before), default=horizon)
+                placed[node] = _move_chain(lifetimes, node, own, first, budget, keys, placed)
+                found.append(node)
+        nexts = dict(itertools.pairwise(found))
+    reorder(graph, keys)
+
+
+def _made_of(node: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
+    """A node and those that it is made of, out of some, in no order."""
+    found = {node: None}
+    stack = [node]
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source in inside and source not in found:
+                found[source] = None
+                stack.append(source)
+    return list(found)
+
+
+def _ready(chain: Sequence[fx.Node], lifetimes: Lifetimes, placed: Mapping[fx.Node, int]) -> int:
+    """From where what a chain reads is there."""
+    own = set(chain).difference(placed)
+    read = {n for node in own for n in node.all_input_nodes}.difference(own)
+    return max((placed.get(n, lifetimes.position[n]) for n in read), default=0)
 
 
 def wait_late(graph: fx.Graph, budget: int, resident: Resident = None) -> None:
