@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autopar.codegen.emit import emit
+from autopar.codegen.emit import written
 from autopar.codegen.fusion import Fusion
 from autopar.codegen.stages import staged_as_planned
-from autopar.codegen.turns import emit_turns
+from autopar.codegen.turns import TurnWriter
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
 from autopar.core.schedule import actions
@@ -46,8 +46,10 @@ def scheduled(plan: Plan, traced: TracedModel) -> Plan:
         return _scheduled_stages(plan, traced)
     cluster, fusion = Cluster.from_dict(plan.cluster), Fusion.of(plan)
 
+    emitter = written(traced, plan, [0] * len(plan.mesh_shape), fusion=fusion)
+
     def run(trial: Plan) -> Trial:
-        program = emit(traced, trial, [0] * len(plan.mesh_shape), fusion=fusion)
+        program = emitter.program(None, trial.piece_counts())
         graph = program.joint.graph
         return Trial(graph=graph, parts={"step": simulate(graph, cluster)})
 
@@ -126,8 +128,10 @@ def _scheduled_stage(
     """A stage's plan with what each of its parts hides, taken from the part's seconds."""
     names = ("prepare", "forward", *(("input", "weight") if splits else ("backward",)), "finish")
 
+    writer = TurnWriter([model], plan, [0] * len(plan.mesh_shape), fusion=fusion)
+
     def run(trial: Plan) -> Trial:
-        program = emit_turns([model], trial, [0] * len(plan.mesh_shape), fusion=fusion)
+        program = writer.program(None, trial.piece_counts())
         simulated = {
             name: simulate(part.module.graph, cluster)
             for name, part in program.parts.items()

@@ -18,7 +18,7 @@ IN_PLACE = torch.ops._c10d_functional.all_reduce_.default
 
 
 def program(case: str) -> fx.Graph:
-    """A sum over two ranks of 3·x, and what else reads 3·x."""
+    """A sum over two ranks of a copy of x, and what else reads that copy."""
     graph = fx.Graph()
     with FakeTensorMode() as mode:
         builder = Builder(
@@ -32,7 +32,7 @@ def program(case: str) -> fx.Graph:
         x = graph.placeholder("x")
         x.meta["val"] = torch.empty(4, 6, dtype=torch.float64)
     builder.phase = "forward"
-    made = builder.call(aten.mul.Tensor, x, 3.0)
+    made = builder.call(aten.cat.default, [x])
     read = {
         "alone": lambda: made,
         "of a view": lambda: builder.call(aten.reshape.default, made, [24]),
@@ -44,6 +44,7 @@ def program(case: str) -> fx.Graph:
         "a reshape read behind": lambda: made,
         "not fresh": lambda: builder.call(aten.relu.default, x),
         "chained": lambda: builder.all_reduce(made, 0),
+        "maybe permuted": lambda: builder.call(aten.mul.Tensor, x, 3.0),
     }[case]()
     results = []
     if case == "read before":
@@ -74,6 +75,7 @@ def program(case: str) -> fx.Graph:
         ("a reshape read behind", 0),
         ("not fresh", 0),
         ("chained", 2),
+        ("maybe permuted", 0),  # as strided as what the caller gives
     ],
 )
 def test_only_what_nobody_reads_any_more_is_overwritten(case: str, count: int) -> None:

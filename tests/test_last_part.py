@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import autopar.scheduling
 from autopar.codegen.accumulate import PREFIX, add_up
 from autopar.codegen.builder import Builder
+from autopar.codegen.parts import Cutter
 from autopar.codegen.passes import PASSES
 from autopar.codegen.passes.lifetimes import is_start, is_wait
 from autopar.codegen.passes.overlap import begin_early
@@ -225,13 +225,7 @@ def test_a_step_is_predicted_faster_for_it(monkeypatch: pytest.MonkeyPatch) -> N
     constraints = Constraints.parse({**TURNS, "data": 8, "zero": 0})
     plan = plan_step(traced, cluster_of((8,)), constraints=constraints)
     beside = scheduled(plan, traced).predicted
-
-    def behind(*args: Any, **kwargs: Any) -> TurnProgram:
-        program = emit_turns(*args, **kwargs)
-        del program.parts["last"]
-        return program
-
-    monkeypatch.setattr(autopar.scheduling, "emit_turns", behind)
+    monkeypatch.setattr(Cutter, "last", lambda *_: None)
     alone = scheduled(plan, traced).predicted
     assert beside.phases["finish"] < 0.9 * alone.phases["finish"]
     saved_s = alone.phases["finish"] - beside.phases["finish"]

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
+from autopar.codegen.fakes import fake_call
 from autopar.core.placement import Placement
 
 __all__ = ["Builder"]
@@ -64,11 +64,7 @@ class Builder:
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Append a call; its fake value comes from running it on the fake arguments."""
         node = self.graph.call_function(target, args, kwargs)
-        fake_args, fake_kwargs = pytree.tree_map_only(
-            fx.Node, lambda n: n.meta["val"], (args, kwargs)
-        )
-        with self.fake_mode:
-            node.meta["val"] = target(*fake_args, **fake_kwargs)
+        node.meta["val"] = fake_call(self.fake_mode, target, args, kwargs)
         node.meta["origin"] = self.origin
         node.meta["phase"] = self.phase
         node.meta["times"] = self.times

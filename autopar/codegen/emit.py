@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,16 +25,19 @@ from autopar.codegen.fusion import Fusion, fuse
 from autopar.codegen.lowering import LocalCall, lower
 from autopar.codegen.partition import split_phases
 from autopar.codegen.passes import check_passes, run_last_passes, run_passes
+from autopar.codegen.passes.order import copied
+from autopar.codegen.passes.sites import Key
 from autopar.codegen.redistribute import emit_redistribution
 from autopar.core.blocks import Block, Blocks
 from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info, resolve
+from autopar.core.late_module import late_module
 from autopar.core.placement import Layout, Replicate, local_shape
 from autopar.core.plan import CommBytes, Plan
 from autopar.core.recompute import recomputed
 from autopar.core.strategy import op_call
 from autopar.errors import AutoparError, PlanMismatchError
 
-__all__ = ["Emitter", "Program", "check_traffic", "count_collectives", "emit"]
+__all__ = ["Emitter", "Program", "check_traffic", "count_collectives", "emit", "written"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +111,24 @@ def emit(
         PlanMismatchError: the plan is of another graph.
         AutoparError: the emitted collectives differ from the plan's, or there is no such pass.
     """
+    return written(
+        traced, plan, coords, group_names=group_names, device=device, fusion=fusion
+    ).program(passes)
+
+
+def written(
+    traced: TracedModel,
+    plan: Plan,
+    coords: Sequence[int],
+    *,
+    group_names: Sequence[str] | None = None,
+    device: torch.device | str = "cpu",
+    fusion: Any = None,
+) -> Emitter:
+    """An emitter that has written the joint graph, of which it makes programs with any passes.
+
+    Arguments and errors are those of `emit`.
+    """
     if plan.fingerprint != traced.fingerprint():
         raise PlanMismatchError(
             f"the plan is for graph {plan.fingerprint}, this model and input traces to "
@@ -117,7 +138,8 @@ def emit(
     device = torch.device(device)
     chosen = Fusion.parse(fusion, device)
     emitter = Emitter(traced, plan, coords, group_names, device, chosen)
-    return emitter.run(passes)
+    emitter.write()
+    return emitter
 
 
 def check_traffic(found: tuple[CommBytes, ...], plan: Plan) -> None:
@@ -194,16 +216,27 @@ class Emitter:
         self.graph.output(tuple(node for node, _, _ in outputs))
         return outputs
 
-    def run(self, passes: Collection[str] | None) -> Program:
-        outputs = self.joint()
-        inputs = self.inputs
+    def write(self) -> None:
+        """Write the joint graph and check it against the plan."""
+        self.outputs = self.joint()
         check_traffic(count_collectives(self.graph), self.plan)
+
+    def program(
+        self, passes: Collection[str] | None, pieces: Mapping[Key, int] | None = None
+    ) -> Program:
+        """The program that passes make of what is written, which is left as it is.
+
+        Args:
+            passes: names out of `autopar.codegen.passes.PASSES`; None for all.
+            pieces: of collectives that are cut; default: the plan's.
+        """
+        inputs, outputs = self.inputs, self.outputs
         graph = run_passes(
-            self.graph,
+            copied(self.graph),
             passes,
             sizes=self.plan.bucket_sizes(),
             block_of=self._block,
-            pieces=self.plan.piece_counts(),
+            pieces=self.plan.piece_counts() if pieces is None else pieces,
         )
         if self.fusion.kernels:
             fuse(graph, self.fusion, self.builder.fake_mode)
@@ -213,7 +246,7 @@ class Emitter:
         )
         program_pass.run_passes(graph, context, tangents)
         run_last_passes(graph, passes)
-        joint = fx.GraphModule(torch.nn.Module(), graph)
+        joint = late_module(graph)
         forward, backward = split_phases(graph, len(self.results), tangents)
         return Program(
             joint=joint,

@@ -35,6 +35,7 @@ from autopar.core.graph import (
     resolve,
     tensor_meta,
 )
+from autopar.core.late_module import late_module
 from autopar.core.placement import Placement, Replicate, local_shape
 from autopar.core.plan import NodePlan
 from autopar.core.strategy import op_call
@@ -141,7 +142,7 @@ class _Localiser:
         self._drop_dead()
         body = replace(
             self.traced,
-            graph_module=fx.GraphModule(torch.nn.Module(), self.graph),
+            graph_module=late_module(self.graph),
             inputs=tuple(self.inputs),
             outputs=tuple(outputs),
             info=self.info,
@@ -356,4 +357,4 @@ class _Localiser:
                 node = graph.call_function(operator.getitem, (node, index))
             results.append(node)
         graph.output(tuple(results))
-        return fx.GraphModule(torch.nn.Module(), graph), tuple(n.name for n in read)
+        return late_module(graph), tuple(n.name for n in read)

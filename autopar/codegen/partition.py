@@ -12,6 +12,7 @@ from torch.fx.graph import CodeGen
 from autopar.codegen.passes.lifetimes import is_start
 from autopar.codegen.reuse import write_over_operands
 from autopar.core.einsum import contract, takes_bias
+from autopar.core.late_module import late_module
 
 __all__ = ["EmptiesItsList", "copy_part", "split_phases"]
 
@@ -87,7 +88,7 @@ def copy_part(
     graph.eliminate_dead_code()
     write_over_operands(graph)
     graph.lint()
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return late_module(graph)
 
 
 def _drop_aliases(graph: fx.Graph) -> None:

@@ -15,7 +15,7 @@ and leave out what depends on it. Nothing is moved from a part to another.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,14 +28,17 @@ from autopar.codegen.emit import Emitter, check_traffic, count_collectives
 from autopar.codegen.fusion import GENERATED, Fusion, fuse
 from autopar.codegen.parts import Cutter, Part, behind, inputs_first
 from autopar.codegen.passes import check_passes, phase_of, run_last_passes, run_passes
+from autopar.codegen.passes.order import copied
+from autopar.codegen.passes.sites import Key
 from autopar.codegen.redistribute import emit_redistribution
 from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info, resolve
+from autopar.core.late_module import late_module
 from autopar.core.placement import Layout
 from autopar.core.plan import CommBytes, Plan
 from autopar.core.recompute import recomputed
 from autopar.errors import AutoparError, PlanMismatchError
 
-__all__ = ["TURN", "TurnProgram", "emit_turns"]
+__all__ = ["TURN", "TurnProgram", "TurnWriter", "emit_turns"]
 
 TURN = "turn"
 """Name of the number of the microbatch, an int that parts may read."""
@@ -94,29 +97,62 @@ def emit_turns(
         PlanMismatchError: the plan is of another graph.
         AutoparError: the program moves other bytes than the plan says.
     """
-    first = stages[0]
-    if plan.fingerprint != first.fingerprint():
-        raise PlanMismatchError(
-            f"the plan of the stage is for graph {plan.fingerprint}, this model and input make "
-            f"{first.fingerprint()}: another model, input shape, dtype or version of the code"
-        )
-    chosen = Fusion.parse(fusion, torch.device(device))
-    turns = stages if _may_depend(stages) else stages[:1]
-    emitters = [
-        _TurnEmitter(
-            recomputed(traced, plan.checkpoint),
-            plan,
-            coords,
-            group_names,
-            torch.device(device),
-            chosen,
-        )
-        for traced in turns
-    ]
-    graphs = [emitter.write(passes) for emitter in emitters]
-    if len(graphs) > 1:
-        _depend_on_turn(graphs)
-    return emitters[0].program(graphs[0], passes)
+    return TurnWriter(
+        stages, plan, coords, group_names=group_names, device=device, fusion=fusion
+    ).program(passes)
+
+
+class TurnWriter:
+    """Has written the graphs of a stage, of which it makes programs with any passes.
+
+    Arguments and errors are those of `emit_turns`.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[TracedModel],
+        plan: Plan,
+        coords: Sequence[int],
+        *,
+        group_names: Sequence[str] | None = None,
+        device: torch.device | str = "cpu",
+        fusion: Any = None,
+    ) -> None:
+        first = stages[0]
+        if plan.fingerprint != first.fingerprint():
+            raise PlanMismatchError(
+                f"the plan of the stage is for graph {plan.fingerprint}, this model and input make "
+                f"{first.fingerprint()}: another model, input shape, dtype or version of the code"
+            )
+        chosen = Fusion.parse(fusion, torch.device(device))
+        turns = stages if _may_depend(stages) else stages[:1]
+        self._emitters = [
+            _TurnEmitter(
+                recomputed(traced, plan.checkpoint),
+                plan,
+                coords,
+                group_names,
+                torch.device(device),
+                chosen,
+            )
+            for traced in turns
+        ]
+        for emitter in self._emitters:
+            emitter.write()
+
+    def program(
+        self, passes: Collection[str] | None, pieces: Mapping[Key, int] | None = None
+    ) -> TurnProgram:
+        """The program that passes make of what is written, which is left as it is.
+
+        Args:
+            passes: names out of `autopar.codegen.passes.PASSES`; None for all.
+            pieces: of collectives that are cut; default: the plan's.
+        """
+        graphs = [emitter.passed(passes, pieces) for emitter in self._emitters]
+        if len(graphs) > 1:
+            _depend_on_turn(graphs)
+        return self._emitters[0].of_all_turns(graphs[0], passes)
 
 
 def _may_depend(stages: Sequence[TracedModel]) -> bool:
@@ -130,8 +166,8 @@ def _may_depend(stages: Sequence[TracedModel]) -> bool:
 class _TurnEmitter(Emitter):
     """Emits into one graph whose nodes know their part."""
 
-    def write(self, passes: Collection[str] | None) -> fx.Graph:
-        """The graph of one turn, with its passes and with the written kernels of its fusion."""
+    def write(self) -> None:
+        """Write the graph of one turn and check it against the plan."""
         self.completed = {}
         self.leaving: list[tuple[fx.Node, OutputSpec, Layout]] = []
         self.placed = self._inputs()
@@ -149,13 +185,16 @@ class _TurnEmitter(Emitter):
         if self.traced.flight.splits:
             inputs_first(self.graph, [node for node, spec, _ in self.leaving if _is_sent(spec)])
         check_traffic(count_collectives(self.graph), self.plan)
+
+    def passed(self, passes: Collection[str] | None, pieces: Mapping[Key, int] | None) -> fx.Graph:
+        """The graph of one turn, with its passes and with the written kernels of its fusion."""
         graph = run_passes(
-            self.graph,
+            copied(self.graph),
             passes,
             sizes=self.plan.bucket_sizes(),
             block_of=self._block,
             resident=self._resident(),
-            pieces=self.plan.piece_counts(),
+            pieces=self.plan.piece_counts() if pieces is None else pieces,
         )
         self._fuse(graph, self.fusion.kernels - {GENERATED})
         return graph
@@ -168,7 +207,7 @@ class _TurnEmitter(Emitter):
         num_bytes = sum(v.numel() * v.element_size() for v in values)
         return {"forward": num_bytes, "backward": num_bytes}
 
-    def program(self, graph: fx.Graph, passes: Collection[str] | None) -> TurnProgram:
+    def of_all_turns(self, graph: fx.Graph, passes: Collection[str] | None) -> TurnProgram:
         """The program of all turns, from a graph whose arguments depend on the turn."""
         self._fuse(graph, self.fusion.kernels & {GENERATED})
         context = program_pass.PassContext(
@@ -199,7 +238,7 @@ class _TurnEmitter(Emitter):
         if "early" in chosen and (last := cutter.last(graph, "in_place" in chosen)) is not None:
             parts["last"] = last
         return TurnProgram(
-            joint=fx.GraphModule(torch.nn.Module(), graph),
+            joint=late_module(graph),
             parts=parts,
             inputs=tuple(self.placed),
             outputs=outputs,

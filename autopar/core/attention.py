@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from autopar.core.library import KERNEL, LIBRARY, wide
+from autopar.core.library import KERNEL, LIBRARY, fake_of, wide
 
 __all__ = [
     "additive",
@@ -191,7 +191,7 @@ LIBRARY.impl("attention", attention, KERNEL)
 LIBRARY.impl("attention_backward", attention_backward, KERNEL)
 
 
-@torch.library.register_fake("autopar::attention", lib=LIBRARY)
+@fake_of("attention")
 def _attention_fake(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -200,7 +200,7 @@ def _attention_fake(
     return out, q.new_empty(q.shape[:-1], dtype=wide)
 
 
-@torch.library.register_fake("autopar::attention_backward", lib=LIBRARY)
+@fake_of("attention_backward")
 def _attention_backward_fake(grad, q, k, v, mask, out, lse, is_causal, scale):  # type: ignore[no-untyped-def]
     return tuple(tokens_first(x.new_empty(x.shape)) for x in (q, k, v))
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from autopar.core import attention_cuda as _attention  # noqa: F401  (defines the ops)
 from autopar.core.einsum import contract, gradient_equations, output_shape
-from autopar.core.library import KERNEL, LIBRARY, LIBRARY_NAME, wide
+from autopar.core.library import KERNEL, LIBRARY, LIBRARY_NAME, fake_of, wide
 from autopar.core.random import keep_mask, uniform_numbers
 
 __all__ = ["LIBRARY_NAME", "NARROW", "REARRANGING", "ops"]
@@ -67,7 +67,7 @@ NARROW = torch.ops.prims.convert_element_type.default
 LIBRARY.impl("einsum", contract, KERNEL)
 
 
-@torch.library.register_fake("autopar::einsum", lib=LIBRARY)
+@fake_of("einsum")
 def _einsum_fake(equation: str, a: Tensor, b: Tensor) -> Tensor:
     if a.dtype != b.dtype:
         raise RuntimeError(f"a product of dtypes {a.dtype} and {b.dtype}; cast one of them")
@@ -111,7 +111,7 @@ def _dropout(
 LIBRARY.impl("dropout", _dropout, KERNEL)
 
 
-@torch.library.register_fake("autopar::dropout", lib=LIBRARY)
+@fake_of("dropout")
 def _dropout_fake(x, p, seed, salt, global_shape, offset):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape)
 
@@ -146,7 +146,7 @@ def _uniform(
 LIBRARY.impl("uniform", _uniform, KERNEL)
 
 
-@torch.library.register_fake("autopar::uniform", lib=LIBRARY)
+@fake_of("uniform")
 def _uniform_fake(seed, salt, shape, global_shape, offset, dtype):  # type: ignore[no-untyped-def]
     return seed.new_empty(shape, dtype=dtype)
 
@@ -157,7 +157,7 @@ def _inverse_permutation(permutation: Tensor) -> Tensor:
 
 
 LIBRARY.impl("inverse_permutation", _inverse_permutation, KERNEL)
-torch.library.register_fake("autopar::inverse_permutation", torch.empty_like, lib=LIBRARY)
+fake_of("inverse_permutation")(torch.empty_like)
 
 
 # --- cross-entropy ----------------------------------------------------------------------------
@@ -188,13 +188,13 @@ LIBRARY.impl("token_nll", _token_nll, KERNEL)
 LIBRARY.impl("token_nll_backward", _token_nll_backward, KERNEL)
 
 
-@torch.library.register_fake("autopar::token_nll", lib=LIBRARY)
+@fake_of("token_nll")
 def _token_nll_fake(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(logits.dtype, torch.float32)
     return logits.new_empty(target.shape), logits.new_empty(target.shape, dtype=wide)
 
 
-@torch.library.register_fake("autopar::token_nll_backward", lib=LIBRARY)
+@fake_of("token_nll_backward")
 def _token_nll_backward_fake(grad, logits, target, lse, ignore_index):  # type: ignore[no-untyped-def]
     return logits.new_empty(logits.shape)
 

@@ -21,6 +21,7 @@ from autopar.core.apart import told_apart
 from autopar.core.block_kinds import Checkpoint, kinds_of
 from autopar.core.blocks import Blocks
 from autopar.core.graph import NodeInfo, TracedModel
+from autopar.core.late_module import late_module
 
 __all__ = ["recomputed"]
 
@@ -65,7 +66,7 @@ def recomputed(traced: TracedModel, checkpoint: Checkpoint) -> TracedModel:
         if kinds[block] != "none":
             inside = [twins[node] for node in nodes]
             _Repeater(graph, info, inside, kinds[block], traced.hoisted).run()
-    module = fx.GraphModule(torch.nn.Module(), graph)
+    module = late_module(graph)
     return replace(traced, graph_module=module, info=info)
 
 

@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import fx
 from torch.fx.node import map_arg
 
 from autopar.core.blocks import Block, Blocks, block_of
 from autopar.core.graph import InputSpec, NodeInfo, OutputSpec, Repeat, TracedModel
+from autopar.core.late_module import late_module
 from autopar.core.stages import block_order
 from autopar.errors import ConstraintError
 
@@ -286,7 +286,7 @@ class _Extender:
         self.graph.lint()
         return replace(
             self.traced,
-            graph_module=fx.GraphModule(torch.nn.Module(), self.graph),
+            graph_module=late_module(self.graph),
             inputs=tuple(inputs),
             outputs=tuple(spec for _, spec in outputs),
             info=self.info,

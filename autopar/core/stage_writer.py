@@ -12,6 +12,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from autopar.core.graph import InputSpec, NodeInfo, OutputSpec, TracedModel, node_info, producer
+from autopar.core.late_module import late_module
 from autopar.core.transfers import Transfer, paired
 
 __all__ = ["Contribution", "StageWriter"]
@@ -73,7 +74,7 @@ class StageWriter:
         alive = {n.name for n in self.graph.nodes}
         return replace(
             self.traced,
-            graph_module=fx.GraphModule(torch.nn.Module(), self.graph),
+            graph_module=late_module(self.graph),
             inputs=tuple(self.inputs),
             outputs=tuple(spec for _, spec in self.outputs),
             info={name: info for name, info in self.info.items() if name in alive},

@@ -19,9 +19,9 @@ from autopar.core.strategy import OpCall
 __all__ = [
     "LOOKUPS",
     "global_flops",
-    "is_contiguous_call",
     "is_fresh_call",
     "is_view",
+    "lays_out_contiguously",
     "op_class",
     "op_work",
 ]
@@ -72,6 +72,20 @@ _FRESH = {
     aten.slice_backward.default,
     aten.sub.Tensor,
     aten.sum.dim_IntList,
+}
+# whatever the strides of their operands
+_CONTIGUOUS = {
+    aten.cat.default,
+    aten.contiguous.default,
+    aten.embedding_dense_backward.default,
+    aten.slice_backward.default,
+}
+_PASSING = {
+    aten.alias.default,
+    aten.detach.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.view.default,
 }
 _EINSUMS = (autopar_ops.einsum.default, einsum.contract)  # as planned, and as a part runs it
 _MATMULS = (
@@ -192,11 +206,17 @@ def is_fresh_call(target: Any) -> bool:
     return target in _FRESH or target in _EINSUMS
 
 
-def is_contiguous_call(target: Any, args: Sequence[Any]) -> bool:
-    """True for calls that are known to make tensors of their own, and contiguous ones."""
+def lays_out_contiguously(target: Any, args: Sequence[Any]) -> bool | None:
+    """True where a call's results are contiguous, whatever its operands; None where theirs are.
+
+    False where it is not known. Fake values do not tell: they say of all products that they are
+    contiguous, and ops of others need not keep what theirs promise.
+    """
     if target in _EINSUMS:
         return einsum.is_dense(str(args[0]))
-    return target in _FRESH
+    if target in _CONTIGUOUS:
+        return True
+    return None if target in _FRESH or target in _PASSING else False
 
 
 def op_class(call: OpCall) -> str:

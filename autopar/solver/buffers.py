@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from autopar.core.placement import Layout, shard_factor
 from autopar.core.redistribute import packing_fraction
-from autopar.core.work import is_contiguous_call
+from autopar.core.work import lays_out_contiguously
 from autopar.cost_model import ScheduledOp
 from autopar.solver.order import (
     FoldedSpan,
@@ -202,7 +202,23 @@ class Buffers:
         if not moves or op is None or value in self.last_use:
             return not moves
         alone = sum(self.base(v) == value for v in self.step.gradients.values()) == 1
-        return alone and is_contiguous_call(op.call.target, op.call.args)
+        return alone and self._is_contiguous(value)
+
+    def _is_contiguous(self, value: Value) -> bool:
+        """True if a value is known to be contiguous, by the ops that it is made by."""
+        stack, seen = [value], {value}
+        while stack:
+            here = stack.pop()
+            if sum(size > 1 for size in self.step.specs[here].shape) <= 1:
+                continue
+            op = self.step.ops.get(here[0])
+            known = False if op is None else lays_out_contiguously(op.call.target, op.call.args)
+            if known is False:
+                return False
+            fresh = [v for v in op.operands if v not in seen] if op and known is None else []
+            stack += fresh
+            seen.update(fresh)
+        return True
 
     def _reduced_gradients(self, op: Op) -> Sizes:
         """Gradients that an op completes and that a redistribution turns into new buffers."""

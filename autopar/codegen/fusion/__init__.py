@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autopar.codegen.fakes import fake_call
 from autopar.codegen.fusion.generated import generate
 from autopar.codegen.fusion.options import GENERATED, Fusion
 from autopar.codegen.fusion.registry import PATTERNS, Pattern, pattern
@@ -54,10 +55,17 @@ def fuse(graph: fx.Graph, fusion: Fusion, fake_mode: FakeTensorMode) -> Rewriter
     return rewriter
 
 
+def _shows_operand(node: fx.Node) -> bool:
+    """True if the fake value of a view has the storage of its operand's."""
+    value, (source,) = node.meta["val"], node.all_input_nodes
+    given = source.meta["val"]
+    if not isinstance(value, Tensor) or not isinstance(given, Tensor):
+        return False
+    return value.untyped_storage()._cdata == given.untyped_storage()._cdata
+
+
 def _refresh_views(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
     """Let fake values of views share the storage of what they now read."""
     for node in graph.nodes:
-        if node.op == "call_function" and is_view(node.target):
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-            with fake_mode:
-                node.meta["val"] = node.target(*args, **kwargs)
+        if node.op == "call_function" and is_view(node.target) and not _shows_operand(node):
+            node.meta["val"] = fake_call(fake_mode, node.target, node.args, node.kwargs)

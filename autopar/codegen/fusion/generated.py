@@ -24,6 +24,7 @@ from autopar.codegen.fusion.groups import Group, find_groups, source_of
 from autopar.codegen.fusion.matching import value_of
 from autopar.codegen.fusion.rewriter import ANNOTATIONS, Rewriter
 from autopar.codegen.fusion.source import Kernel, write_kernel
+from autopar.core.late_module import late_module
 from autopar.kernels.registry import has_triton
 
 __all__ = ["Generated", "generate"]
@@ -62,7 +63,7 @@ class Generated:
         self.operands = [inside[n] for n in self.reads]
         self.members = [inside[n] for n in members]
         self.outputs = [inside[n] for n in outputs]
-        self.module = fx.GraphModule(torch.nn.Module(), self.graph)
+        self.module = late_module(self.graph)
         self.kind = (space, tuple(str(n.target) for n in members))
         self.loaded: dict[Any, tuple[Kernel, Any]] = {}
 

@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from autopar.codegen.fakes import fake_call
 from autopar.codegen.fusion.matching import is_cast, look_through, value_of
 
 __all__ = ["ANNOTATIONS", "Rewriter", "sort_graph"]
@@ -62,9 +63,7 @@ class Rewriter:
     ) -> fx.Node:
         with self.graph.inserting_before(place):
             node = self.graph.call_function(target, args, kwargs)
-        fakes = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], (args, kwargs))
-        with self.fake_mode:
-            node.meta["val"] = target(*fakes[0], **fakes[1])
+        node.meta["val"] = fake_call(self.fake_mode, target, args, kwargs)
         for key in ANNOTATIONS:
             if key in root.meta:
                 node.meta[key] = root.meta[key]

@@ -26,6 +26,7 @@ from torch import fx
 
 from autopar.codegen.passes.lifetimes import Lifetimes, is_start, is_wait
 from autopar.codegen.passes.order import call_like, copied, is_packing, reorder, show_anew
+from autopar.codegen.passes.strides import is_contiguous
 
 __all__ = ["bucket", "is_gather_of_storage"]
 
@@ -157,7 +158,7 @@ def _reductions(
         limit = _limit(node, sizes)
         if node.meta.get("phase") not in ("backward", "finish") or _size(node) >= limit:
             continue
-        if node.name in alone or "piece" in node.meta:
+        if node.name in alone or "piece" in node.meta or not _leaves_contiguous(node):
             continue
         if node.target not in (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default):
             continue
@@ -169,6 +170,20 @@ def _reductions(
         if joined >= limit:
             closed.append(open_.pop(key))
     return [members for members in (*closed, *open_.values()) if len(members) > 1]
+
+
+def _leaves_contiguous(start: fx.Node) -> bool:
+    """False if the caller must copy what it gets, as gradients are contiguous.
+
+    Of a tensor alone, the copy takes its place; of a bucket, the whole stays beside it.
+    """
+    stack = [start]
+    while stack:
+        node = stack.pop()
+        if any(user.op == "output" for user in node.users) and not node.meta["val"].is_contiguous():
+            return False
+        stack += node.users
+    return True
 
 
 def _gathers(
@@ -251,6 +266,9 @@ def _join(
 
     with graph.inserting_before(members[-1]):
         flat = [call(m, at, aten.reshape.default, m.args[0], [rows, -1]) for m in members]
+        for member, node in zip(members, flat, strict=True):
+            if not is_contiguous(member.all_input_nodes[0]):  # it will be a copy
+                node.meta["val"] = torch.empty_like(node.meta["val"])
         joined = call(members[0], at, aten.cat.default, flat, 1)
         start = call(members[0], at, members[0].target, joined, *members[0].args[1:])
         wait = call(members[0], at, c10d.wait_tensor.default, start)

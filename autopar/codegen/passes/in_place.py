@@ -14,8 +14,9 @@ from torch import Tensor, fx
 
 from autopar.codegen.accumulate import add_up
 from autopar.codegen.passes.lifetimes import is_start, is_wait
+from autopar.codegen.passes.strides import is_contiguous
 from autopar.codegen.reuse import is_fresh
-from autopar.core.work import is_contiguous_call, is_view
+from autopar.core.work import is_view
 
 __all__ = ["mark_in_place", "reduce_in_place"]
 
@@ -54,7 +55,8 @@ def _found(graph: fx.Graph, part_of: Callable[[fx.Node], Hashable]) -> list[fx.N
     found: list[fx.Node] = []
     for node in graph.nodes:
         if node.target is c10d.all_reduce.default:
-            owners = _owners(node.all_input_nodes[0])
+            (operand,) = node.all_input_nodes
+            owners = _owners(operand) if is_contiguous(operand) else ()  # as NCCL takes no other
             if owners and _is_free(node, owners, position, part_of):
                 found.append(node)
     return found
@@ -88,13 +90,8 @@ def _owners(operand: fx.Node) -> Collection[fx.Node]:
 
 
 def _is_own(maker: fx.Node) -> bool:
-    """True for what an op has made, contiguous as NCCL wants it."""
-    if maker.target is operator.getitem:
-        return is_fresh(maker)
-    if maker.target is add_up:
-        return True
-    # fake values say of all products that they are contiguous
-    return is_wait(maker) or is_contiguous_call(maker.target, maker.args)
+    """True for what an op has made."""
+    return is_wait(maker) or maker.target is add_up or is_fresh(maker)
 
 
 def _is_free(

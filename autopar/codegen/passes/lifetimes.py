@@ -157,4 +157,7 @@ class Lifetimes:
 
 
 def _tensors(node: fx.Node) -> list[Tensor]:
-    return [v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
+    value = node.meta.get("val")
+    if isinstance(value, Tensor):
+        return [value]
+    return [v for v in pytree.tree_leaves(value) if isinstance(v, Tensor)]

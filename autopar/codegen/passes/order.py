@@ -12,6 +12,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from autopar.codegen.fakes import fake_call
 from autopar.core.work import is_view
 
 __all__ = ["call_like", "copied", "feeding", "is_packing", "phase_starts", "reorder", "show_anew"]
@@ -110,8 +111,7 @@ def show_anew(graph: fx.Graph, changed: Iterable[fx.Node]) -> None:
 
 def _fake(node: fx.Node) -> Any:
     """The fake value of a call, from those of its operands."""
-    args, kwargs = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], (node.args, node.kwargs))
-    fake = next(v for v in pytree.tree_leaves(args) if isinstance(v, FakeTensor))
+    values = (v for n in node.all_input_nodes for v in pytree.tree_leaves(n.meta["val"]))
+    fake = next(v for v in values if isinstance(v, FakeTensor))
     assert callable(node.target)
-    with fake.fake_mode:
-        return node.target(*args, **kwargs)
+    return fake_call(fake.fake_mode, node.target, node.args, node.kwargs)
