@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.core.host import FROM_HOST, TO_HOST
+from autopar.core.host_link import HOST
 from autopar.core.ops import NARROW
 from autopar.solver.rules.registry import find_rule, registered_ops
 from tests.bruteforce import Sample
@@ -46,6 +48,8 @@ SPECIAL = [
     # to its own dtype: to a smaller one, the parts of a sum are rounded apart
     case("narrow_dtype", lambda x: NARROW(x, torch.float64), rand(4, 6)),
     case("cast_bool", lambda x: aten._to_copy.default(x, dtype=torch.bool), ints(2, 4, 6)),
+    case("to_host", lambda x: TO_HOST(x), rand(4, 8)),
+    case("from_host", lambda x: FROM_HOST(x, device=HOST), rand(4, 8)),
     case(
         "dropout",
         lambda x, s: torch.ops.autopar.dropout.default(x, 0.3, s, 1, [4, 8], [0, 0]),

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 import autopar
+from autopar.core.host_link import HOST, HostLink
 from autopar.runtime import local_step, offload
-from autopar.runtime.host_link import HOST, HostLink
 from tests import handwritten as hw
 from tests.dist import run_ranks
 from tests.test_gloo import whole

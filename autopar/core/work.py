@@ -14,11 +14,13 @@ import torch
 
 from autopar.core import einsum, extensions
 from autopar.core import ops as _ops  # noqa: F401  (registers the autopar ops)
+from autopar.core.host import TO_HOST
 from autopar.core.strategy import OpCall
 
 __all__ = [
     "LOOKUPS",
     "global_flops",
+    "is_away",
     "is_fresh_call",
     "is_view",
     "lays_out_contiguously",
@@ -111,6 +113,8 @@ _CLASSES: dict[str, str] = {
     "aten::clone": "memory",
     "aten::_to_copy": "memory",
     "aten::copy": "memory",
+    "autopar::to_host": "host",
+    "autopar::from_host": "host",
     **dict.fromkeys(
         [
             "aten::_softmax",
@@ -199,6 +203,11 @@ _CLASSES.update(dict.fromkeys(_LINEAR_LOSS, "matmul"))
 def is_view(target: Any) -> bool:
     """True for ops whose result shares the input's storage."""
     return target in _VIEWS
+
+
+def is_away(target: Any) -> bool:
+    """True for ops whose result takes host memory, and none of the device's."""
+    return target is TO_HOST
 
 
 def is_fresh_call(target: Any) -> bool:

@@ -9,6 +9,8 @@ where a term without flops (or bytes) is 0 and a view costs 0. It is monotone in
 Class "memory" is every op that is bound by its bytes: pointwise, reductions, embedding, copies.
 Its flops run on the vector units, at float32's rate at most.
 
+A copy between the device and host memory ("host") moves B / 2 bytes over the link, if there is one.
+
 Where the device has measured curves (`profile.Curve`), an op takes the larger of its class's curve
 over flops and of a curve over bytes; a class without one goes by a plainer class (`PLAINER`).
 (Roofline: Williams, Waterman and Patterson 2009, doi:10.1145/1498765.1498785.)
@@ -50,6 +52,7 @@ PLAINER = {
     "lookup": "memory",
     "transpose": "memory",
     "random": "memory",
+    "host": "memory",
 }
 OP_CLASSES = ("matmul", "attention", "conv", "memory", "view", *PLAINER)
 
@@ -153,6 +156,8 @@ def compute_seconds_array(
         raise ClusterError(f"{op_class}: flops and bytes must not be negative")
     if op_class == "view":
         return np.zeros(num_flops.shape)
+    if op_class == "host" and device.host_bandwidth:
+        return np.asarray(device.kernel_overhead_s + num_bytes / 2.0 / device.host_bandwidth)
     arithmetic_s = _arithmetic(device, op_class, dtype, num_flops)
     curve = _curve(device, op_class, dtype, "bytes") or _curve(device, "memory", dtype, "bytes")
     if curve is not None:

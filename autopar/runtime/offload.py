@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from autopar.runtime.host_link import HostLink, link_of
+from autopar.core.host_link import HostLink, link_of
 from autopar.runtime.stand_ins import StandIns
 
 __all__ = ["come_back", "go_to_host", "held_by", "is_offloaded", "link_for", "offload", "on_host"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar._compat import dtensor_like
-from autopar.runtime.host_link import HOST, HostLink
+from autopar.core.host_link import HOST, HostLink
 
 __all__ = ["StandIns"]
 

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from autopar.core.host import WITH_HOST
 from autopar.core.ops import ops
 from autopar.core.placement import Partial, Placement, Replicate, Shard
 from autopar.core.strategy import AxisStrategy, OpCall, op_call
@@ -66,7 +67,13 @@ _HANDLERS: dict[Any, _Handler] = {}
 _KEY = "order"
 _WHOLE, _SUM = Replicate(), Partial()
 _BY_PLACE = (ops.dropout.default, ops.uniform.default)
-_SAME = (aten.alias.default, aten.clone.default, aten.detach.default, aten.contiguous.default)
+_SAME = (
+    aten.alias.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten.contiguous.default,
+    *WITH_HOST,
+)
 _ZEROS = (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from autopar.core.host import WITH_HOST
 from autopar.core.ops import NARROW
 from autopar.core.placement import Partial, Replicate
 from autopar.core.strategy import AxisStrategy, OpCall
@@ -52,6 +53,7 @@ _LINEAR = [
     aten.mul.Scalar,
     aten.div.Scalar,
     aten.copy.default,
+    *WITH_HOST,
 ]
 # ops linear in the first operand alone, the others replicated
 _LINEAR_IN_FIRST = [

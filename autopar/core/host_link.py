@@ -3,6 +3,9 @@
 Each way has a stream of its own. Host and device of a CPU mesh are one memory: copies are made
 there all the same, when they are asked for. Host memory for an accelerator is pinned: torch keeps
 its blocks from step to step, and gives one out again once the copies that read it are done.
+
+Optimizer states go down and up in turns that `begin` and `end` bound; activations one by one, with
+`keep`, `fetch` and `wait_for`.
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ class HostLink:
         self._streams: tuple[torch.Stream, torch.Stream] | None = None
         if device != HOST:
             self._streams = torch.Stream(device=device), torch.Stream(device=device)
+        # by address, of which an allocator has so many: the copies that were begun there last
+        self._kept: dict[int, torch.Event] = {}
+        self._fetched: dict[int, torch.Event] = {}
 
     def begin(self) -> None:
         """What is copied from here on waits for what the device was given to do before."""
@@ -55,6 +61,44 @@ class HostLink:
         """What the device is given to do from here on waits for all that goes up."""
         if self._streams is not None:
             torch.accelerator.current_stream(self._device).wait_stream(self._streams[1])
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """A copy in host memory, made beside what the device is given to do from here on.
+
+        The device's memory goes to no other tensor before the copy is done. What the host reads of
+        the copy without `fetch`, it must wait for itself.
+        """
+        if self._streams is None:
+            return tensor.clone()
+        down = self._streams[0]
+        down.wait_stream(torch.accelerator.current_stream(self._device))
+        with _on(down):
+            host = torch.empty_like(tensor, device=HOST, pin_memory=True)
+            host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(down)
+        self._kept[host.data_ptr()] = down.record_event()
+        return host
+
+    def fetch(self, to: Tensor, host: Tensor) -> None:
+        """Begin to copy what `keep` has put into host memory to a tensor on the device.
+
+        Its memory may have been another tensor's, which what was given to the device still reads.
+        """
+        if self._streams is None:
+            to.copy_(host)
+            return
+        up = self._streams[1]
+        up.wait_stream(torch.accelerator.current_stream(self._device))
+        up.wait_event(self._kept[host.data_ptr()])
+        with _on(up):
+            to.copy_(host, non_blocking=True)
+        self._fetched[to.data_ptr()] = up.record_event()
+
+    def wait_for(self, tensor: Tensor) -> None:
+        """What the device is given to do from here on waits for a tensor that `fetch` fills."""
+        if self._streams is not None:
+            event = self._fetched[tensor.data_ptr()]
+            torch.accelerator.current_stream(self._device).wait_event(event)
 
 
 def _on(stream: torch.Stream) -> AbstractContextManager[object]:

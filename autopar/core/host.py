@@ -1,0 +1,67 @@
+"""Activations that wait in host memory from the forward to the backward, as ops of the graph.
+
+- ``autopar::to_host``: a copy in host memory; the forward goes on beside it.
+- ``autopar::from_host``: begins the way back to the device.
+- ``autopar::arrived``: what `from_host` yields, once it is there.
+
+Planned and traced graphs have the first two; the lowering of `from_host` (`codegen/lowerings/
+host.py`) adds the third, so that passes may begin a copy before its value is needed. On an
+accelerator each way is a stream of its own (`host_link.py`); that has never run on a GPU, only with
+stand-ins for its streams. On a CPU, whose memory is the host's, copies are made where they stand.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from autopar.core.host_link import HOST, link_of
+from autopar.core.library import KERNEL, LIBRARY
+
+__all__ = ["ARRIVED", "FROM_HOST", "TO_HOST", "WITH_HOST"]
+
+LIBRARY.define("to_host(Tensor x) -> Tensor")
+LIBRARY.define("from_host(Tensor x, *, Device device) -> Tensor")
+LIBRARY.define("arrived(Tensor(a) x) -> Tensor(a)")
+
+
+def _to_host(x: Tensor) -> Tensor:
+    return link_of(x.device).keep(x)
+
+
+def _from_host(x: Tensor, *, device: torch.device) -> Tensor:
+    to = torch.empty_like(x, device=device, pin_memory=False)
+    link_of(to.device).fetch(to, x)  # whose device has a number, as that of what was sent
+    return to
+
+
+def _arrived(x: Tensor) -> Tensor:
+    link_of(x.device).wait_for(x)
+    return x
+
+
+LIBRARY.impl("to_host", _to_host, KERNEL)
+LIBRARY.impl("from_host", _from_host, KERNEL)
+LIBRARY.impl("arrived", _arrived, KERNEL)
+
+
+@torch.library.register_fake("autopar::to_host", lib=LIBRARY)
+def _to_host_fake(x: Tensor) -> Tensor:
+    return torch.empty_like(x, device=HOST)
+
+
+@torch.library.register_fake("autopar::from_host", lib=LIBRARY)
+def _from_host_fake(x: Tensor, *, device: torch.device) -> Tensor:
+    return torch.empty_like(x, device=device)
+
+
+@torch.library.register_fake("autopar::arrived", lib=LIBRARY)
+def _arrived_fake(x: Tensor) -> Tensor:
+    return x
+
+
+TO_HOST = torch.ops.autopar.to_host.default
+FROM_HOST = torch.ops.autopar.from_host.default
+ARRIVED = torch.ops.autopar.arrived.default
+WITH_HOST = (TO_HOST, FROM_HOST)
+"""Copies between the device and host memory."""
