@@ -117,10 +117,10 @@ def test_a_saved_plan_says_it_again_and_reports_it() -> None:
     [
         ({"vit.layers.9": "full"}, r"'vit.layers.9'.*blocks are vit.layers.0-3.*'vit.layers.\*'"),
         ({"*": "none", "decoder.*": "full"}, r"'decoder.\*'.*blocks are vit.layers.0-3"),
-        ({"*": "some"}, "'some': known are none, selective, full"),
+        ({"*": "some"}, "'some': known are none, selective, full, host"),
         ({3: "full"}, "checkpoint of 3: a block is named by its FQN or a glob"),
         ({}, "names no block"),
-        (["full"], r"checkpoint=\['full'\]: known are none, selective, full, or a mapping"),
+        (["full"], r"checkpoint=\['full'\]: known are none, selective, full, host, or a mapping"),
     ],
 )
 def test_bad_pins_are_refused(checkpoint: Any, message: str, pipeline: dict[str, Any]) -> None:

@@ -2,7 +2,8 @@
 
 A plan holds `"full"`, or `{"model.layers.0-10": "full", "model.layers.11-31": "none"}`, which names
 every block. A pin may name some of them, by FQN, by such a run or by a glob; the first key that
-matches a block counts, and blocks that no key matches are free.
+matches a block counts, and blocks that no key matches are free. What each kind computes again is
+said in `recompute.py`; "host" is "full" with what a block keeps for it in host memory.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ __all__ = [
     "strongest",
 ]
 
-Recomputation = Literal["none", "selective", "full"]
-RECOMPUTATIONS: tuple[Recomputation, ...] = ("none", "selective", "full")
+Recomputation = Literal["none", "selective", "full", "host"]
+RECOMPUTATIONS: tuple[Recomputation, ...] = ("none", "selective", "full", "host")
+"""Each saves more memory on the device than the one before, and takes more time."""
 Checkpoint: TypeAlias = str | Mapping[str, str]
 
 _RUN = re.compile(r"^(.+)\.(\d+)(?:-(\d+))?$")

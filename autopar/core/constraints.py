@@ -71,7 +71,8 @@ class Constraints:
         data: devices that split the batch; None is free.
         zero: stage on the data axes. 0 keeps every parameter whole; the others shard optimizer
             state and gradient, and gather the parameter once a step (1, 2) or at each use (3).
-        checkpoint: recomputation of activations, "none", "selective" or "full", of all blocks or
+        checkpoint: recomputation of activations, "none", "selective", "full" or "host" (the last
+            with what blocks keep for it in host memory), of all blocks or
             by FQN, run or glob of blocks; None is free, and so are blocks that no key matches.
         offload: what lives in host memory between updates, "none" or "optimizer"; None is free.
         pipeline: stages and microbatches.

@@ -48,8 +48,8 @@ class Prediction:
     """What the cost model expects of one training step on one device.
 
     Attributes:
-        step_time_s: compute plus exposed communication plus bubble, without the optimizer's update
-            but for `offload_s`.
+        step_time_s: compute plus exposed communication and copies plus bubble, without the
+            optimizer's update but for `offload_s`.
         compute_time_s: of all ops.
         comm_time_s: of all collectives, hidden or not.
         hidden_comm_s: of these, what runs beside compute, per mesh axis; empty where the emitted
@@ -61,7 +61,11 @@ class Prediction:
         phases: of a step in microbatches, seconds of "prepare" and "finish" once, and of "forward",
             "input" and "weight" (the two parts of the backward) for each microbatch.
         offload_s: what updating on the host takes longer than on the device, transfers included.
-        host_bytes: optimizer states in host memory.
+        host_bytes: in host memory, optimizer states and activations.
+        host_activation_bytes: of these, activations, of all microbatches that wait at once.
+        copy_time_s: of all copies of activations to host memory and back.
+        exposed_copy_s: of these, what compute stands still for: as the emitted program is
+            simulated, and the search's estimate (`solver/beside.py`) until then.
         bubble_s: what a rank of a pipeline waits for other ranks.
         held: of a stage while its pipeline is planned, what it holds when; not saved.
     """
@@ -77,6 +81,9 @@ class Prediction:
     phases: Mapping[str, float] = field(default_factory=dict)
     offload_s: float = 0.0
     host_bytes: int = 0
+    host_activation_bytes: int = 0
+    copy_time_s: float = 0.0
+    exposed_copy_s: float = 0.0
     bubble_s: float = 0.0
     held: Held | None = None
 
@@ -92,8 +99,8 @@ class Prediction:
 
     @property
     def serial_time_s(self) -> float:
-        """The step if nothing overlapped: what the solver minimises."""
-        return self.compute_time_s + self.comm_time_s + self.offload_s
+        """The step if no communication overlapped: what the solver minimises."""
+        return self.compute_time_s + self.comm_time_s + self.offload_s + self.exposed_copy_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,8 +163,8 @@ class Plan:
         constraints: what the user pinned.
         memory_limit_bytes: what it had to fit.
         optimizer: name of the optimizer that memory was priced for.
-        checkpoint: recomputation of activations, "none", "selective" or "full", of all blocks, or
-            of each run of them: `{"model.layers.0-10": "full", "model.layers.11-31": "none"}`.
+        checkpoint: recomputation of activations, "none", "selective", "full" or "host" of all
+            blocks, or of each run: `{"model.layers.0-10": "full", "model.layers.11-31": "none"}`.
         offload: what lives in host memory between updates: "none" or "optimizer".
         repeats: blocks of `nodes` that stand for others (`parameters` names all of them).
         precision: of compute, "fp32", "bf16" or "fp16"; `dtypes` are those of the masters.

@@ -4,9 +4,10 @@ Before the first backward op of a block, what its backward reads of its forward 
 from the block's inputs (Chen et al. 2016, arXiv 1604.06174). "full" keeps a block's inputs only;
 "selective" keeps the results of contractions, convolutions and attention too, and repeats what is
 cheap (after Korthikanti et al. 2022, arXiv 2205.05198, who repeat the ops that hold much memory and
-cost little). The copies are backward ops like any other, so the solver, the price, the live memory
-and the emitted program need to know no more. Random ops are functions of a counter: a copy draws
-the same numbers.
+cost little). "host" is "full", and what a block alone keeps for it waits in host memory
+(`core/away.py`). The copies are backward ops like any other, so the solver, the price, the live
+memory and the emitted program need to know no more. Random ops are functions of a counter: a copy
+draws the same numbers.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import fx
 
 from autopar.core.apart import told_apart
+from autopar.core.away import sent_away
 from autopar.core.block_kinds import Checkpoint, kinds_of
 from autopar.core.blocks import Blocks
 from autopar.core.graph import NodeInfo, TracedModel
@@ -67,7 +69,10 @@ def recomputed(traced: TracedModel, checkpoint: Checkpoint) -> TracedModel:
             inside = [twins[node] for node in nodes]
             _Repeater(graph, info, inside, kinds[block], traced.hoisted).run()
     module = late_module(graph)
-    return replace(traced, graph_module=module, info=info)
+    found = replace(traced, graph_module=module, info=info)
+    if "host" in kinds.values():
+        sent_away(found, info, {block for block, kind in kinds.items() if kind == "host"})
+    return found
 
 
 class _Repeater:
@@ -122,7 +127,7 @@ class _Repeater:
             source = source.all_input_nodes[0]
         if source.op == "placeholder":
             return False  # whether a parameter's copy is kept is the solver's choice
-        return self.kind == "full" or source.target not in _KEPT_BY_SELECTIVE
+        return self.kind != "selective" or source.target not in _KEPT_BY_SELECTIVE
 
     def _copy(self, node: fx.Node) -> fx.Node:
         """The copy of a forward node, after those of what it reads."""

@@ -7,7 +7,7 @@ once before the microbatches and once behind them::
 
 The prediction is that of the rank that works longest. Whatever it does not work, it stands idle::
 
-    step = compute + exposed communication + offload + bubble
+    step = compute + exposed communication and copies + offload + bubble
 """
 
 from __future__ import annotations
@@ -158,6 +158,8 @@ def _predicted(
     compute_s = sum(p.compute_time_s for p in slowest)
     comm_s = sum(p.comm_time_s for p in slowest)
     offload_s = sum(p.offload_s for p in slowest)
+    copies_s = sum(p.exposed_copy_s for p in slowest)
+    idle_s = step_s - compute_s - (comm_s - sum(hidden)) - copies_s - offload_s
     phases: Counter[str] = Counter()
     for p in slowest:
         phases.update(p.phases)
@@ -166,7 +168,7 @@ def _predicted(
         compute_time_s=compute_s,
         comm_time_s=comm_s,
         hidden_comm_s=tuple(hidden),
-        bubble_s=max(0.0, step_s - compute_s - (comm_s - sum(hidden)) - offload_s),
+        bubble_s=max(0.0, idle_s),
         peak_memory_bytes=sum(memory.values()),
         memory=dict(memory),
         comm_bytes=_comm_bytes(slowest),
@@ -174,6 +176,11 @@ def _predicted(
         phases=dict(phases),
         offload_s=offload_s,
         host_bytes=max(sum(p.predicted.host_bytes for p in stages) for stages in own),
+        host_activation_bytes=max(
+            sum(p.predicted.host_activation_bytes for p in stages) for stages in own
+        ),
+        copy_time_s=sum(p.copy_time_s for p in slowest),
+        exposed_copy_s=copies_s,
     )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from autopar.core.placement import Layout, shard_factor
 from autopar.core.redistribute import packing_fraction
-from autopar.core.work import lays_out_contiguously
+from autopar.core.work import is_away, lays_out_contiguously
 from autopar.cost_model import ScheduledOp
 from autopar.solver.order import (
     FoldedSpan,
@@ -185,6 +185,7 @@ class Buffers:
         for index in range(len(op.call.outputs)):
             value = (op.name, index)
             size = self.pricing.local_bytes(value, candidate.outputs[index])
+            size = 0 if is_away(op.call.target) else size
             alloc.append((self.id(value), size))
             self.kinds[self.id(value)] = "activations" if not op.backward else "backward"
             if value in self.lasting:

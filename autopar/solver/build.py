@@ -177,6 +177,7 @@ class _Builder:
             cost = cost[[place[id(c)] for c in allowed]]
         self.candidates[op.name] = allowed
         held = self._saved_bytes(op, allowed) * self.copies[op.name]
+        cost = np.maximum(0.0, cost - self.step.beside.get(op.name, 0.0))
         self.problem.add_node(op.name, cost * self.count[op.name], held)
 
     def _inputs_ok(self, op: Op, candidate: Candidate) -> bool:

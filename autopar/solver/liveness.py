@@ -17,6 +17,7 @@ import numpy as np
 from autopar.core.placement import Layout, shard_factor
 from autopar.core.redistribute import packing_fraction, path
 from autopar.core.strategy import TensorSpec
+from autopar.core.work import is_away
 from autopar.cost_model import optimizer_state_bytes
 from autopar.solver.build import StepProblem
 from autopar.solver.order import (
@@ -151,6 +152,8 @@ class Liveness:
 
     def _held_by_others(self, row: Row, op: Op, times: int, cut: int) -> None:
         """What an op's other runs keep for the ops from a position on."""
+        if is_away(op.call.target):
+            return
         for index, spec in enumerate(op.call.outputs):
             if self.ends.get((op.name, index), -1) < cut:
                 continue
@@ -235,6 +238,8 @@ class Liveness:
                     row.add(owner, (span.times - 1) * sizes)
 
     def _outputs(self, row: Row, op: Op, born: int, position: int) -> None:
+        if is_away(op.call.target):
+            return
         owner = self.built.classes[op.name]
         candidates = self.built.candidates[owner]
         for index, spec in enumerate(op.call.outputs):

@@ -54,19 +54,27 @@ class _Point(NamedTuple):
     met: Met
 
 
-def uniform_checkpoints(traced: TracedModel, pinned: Checkpoint | None) -> list[Checkpoint]:
+def uniform_checkpoints(
+    traced: TracedModel, pinned: Checkpoint | None, away: bool = False
+) -> list[Checkpoint]:
     """Each kind of recomputation, of all blocks that no pin speaks of.
+
+    Args:
+        traced: the step.
+        pinned: what is pinned.
+        away: "host" is one of the kinds.
 
     Raises:
         ConstraintError: a pin speaks of a block that there is not.
     """
+    free = [kind for kind in RECOMPUTATIONS if away or kind != "host"]
     if pinned is None:
-        return list(RECOMPUTATIONS)
+        return list(free)
     if isinstance(pinned, str):
         return [pinned]
     blocks = Blocks(traced).every()
     fixed = pinned_kinds(pinned, blocks)
-    found = [as_checkpoint({b: fixed.get(b, kind) for b in blocks}) for kind in RECOMPUTATIONS]
+    found = [as_checkpoint({b: fixed.get(b, kind) for b in blocks}) for kind in free]
     return [checkpoint for i, checkpoint in enumerate(found) if checkpoint not in found[:i]]
 
 

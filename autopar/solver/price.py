@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from autopar.core.host import WITH_HOST
 from autopar.core.placement import Layout, Replicate, shard_factor
 from autopar.core.plan import CommBytes
 from autopar.core.redistribute import Move, path
 from autopar.core.timeline import PlannedMove, rounded
+from autopar.core.work import is_away
 from autopar.cost_model import Cluster, PeakMemory, host_state_bytes, offload_seconds
 from autopar.solver.candidates import Candidate
 from autopar.solver.footprint import Footprint
@@ -30,6 +33,19 @@ class Decision:
 
     candidates: Mapping[str, Candidate]
     storages: Mapping[str, Layout]
+
+
+class HostCopies(NamedTuple):
+    """Copies of activations to host memory and back, of a step.
+
+    Attributes:
+        total_s, exposed_s: seconds on the link, and of these what compute waits for.
+        num_bytes: that are in host memory at most.
+    """
+
+    total_s: float = 0.0
+    exposed_s: float = 0.0
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +65,11 @@ class Price:
     phases: Mapping[str, float] = field(default_factory=dict)
     offload_s: float = 0.0
     host_bytes: int = 0
+    copies: HostCopies = field(default_factory=HostCopies)
 
     @property
     def total_s(self) -> float:
-        return self.compute_s + self.comm_s + self.offload_s
+        return self.compute_s + self.comm_s + self.offload_s + self.copies.exposed_s
 
     @property
     def peak(self) -> PeakMemory:
@@ -149,7 +166,10 @@ class Pricing:
             yield value, self.decision.storages[name], times, f"gradient of {target}"
 
     def seconds(self, op: Op) -> float:
-        """Compute of one execution of an op, with what moves break of its fused kernel."""
+        """Compute of one execution of an op, with what moves break of its fused kernel.
+
+        Of a copy with host memory, what compute waits for.
+        """
         if op.name not in self._seconds:
             candidate = self.decision.candidates[op.name]
             share = self.step.shares.get(op.name)
@@ -159,11 +179,26 @@ class Pricing:
                     source = [self.layout(value)]
                     lost = self.pricer.broken(op.call, share, source, index, [candidate])
                     seconds += float(lost[0, 0])
-            self._seconds[op.name] = seconds
+            self._seconds[op.name] = max(0.0, seconds - self.step.beside.get(op.name, 0.0))
         return self._seconds[op.name]
 
     def compute(self) -> float:
-        return sum(self.seconds(op) * self.blocks.weight(op.name) for op in self.step.ops.values())
+        ops = (op for op in self.step.ops.values() if op.call.target not in WITH_HOST)
+        return sum(self.seconds(op) * self.blocks.weight(op.name) for op in ops)
+
+    def copies(self) -> HostCopies:
+        """Copies of activations to host memory and back."""
+        exposed_s = total_s = 0.0
+        held = 0
+        for op in self.step.ops.values():
+            if op.call.target in WITH_HOST:
+                candidate, times = self.decision.candidates[op.name], self.blocks.weight(op.name)
+                exposed_s += self.seconds(op) * times
+                total_s += self.offers.seconds(op.call, candidate) * times
+                if is_away(op.call.target):
+                    size = self.local_bytes((op.name, 0), candidate.outputs[0])
+                    held += size * self.blocks.copies(op.name)
+        return HostCopies(total_s, exposed_s, held * self.flight.microbatches)
 
 
 def price(
@@ -189,6 +224,7 @@ def price(
     )
     phases = _phases(pricing) if step.in_turns else {}
     seconds, host_bytes = _offload(pricing, optimizer)
+    copies = pricing.copies()
     return Price(
         compute_s=pricing.compute(),
         comm_s=pricing.comm_s,
@@ -197,7 +233,8 @@ def price(
         footprint=Footprint(pricing, optimizer),
         phases=phases,
         offload_s=seconds,
-        host_bytes=host_bytes,
+        host_bytes=host_bytes + copies.num_bytes,
+        copies=copies,
     )
 
 

@@ -135,7 +135,8 @@ def solve_step(
 
     tried = _searched(_variants(traced, planned, wanted, optimizer), make, without)
     if without is None and len(tried) > 1:
-        kinds = uniform_checkpoints(traced, wanted.checkpoint)
+        away = _may_leave(planned, wanted)
+        kinds = uniform_checkpoints(traced, wanted.checkpoint, away)
         tried += mixtures(tried, kinds, free_blocks(traced, wanted.checkpoint), make)
     best = min(tried, key=lambda f: f.seconds)
     fit = best.search.memory.best
@@ -189,12 +190,17 @@ def _variants(
     """Kinds of recomputation, each with the optimizer where it is; offloaded ones come last."""
     if not traced.training:
         return [("none", optimizer)]
-    kinds = uniform_checkpoints(traced, wanted.checkpoint)
+    kinds = uniform_checkpoints(traced, wanted.checkpoint, _may_leave(cluster, wanted))
     held: list[object] = [] if wanted.offload == "optimizer" else [optimizer]
     chosen = wanted.offload is None and can_offload(cluster.device)
     if wanted.offload == "optimizer" or (chosen and optimizer_state_bytes(optimizer, 1024)):
         held.append(Offloaded(optimizer))
     return [(kind, which) for which in held for kind in kinds]
+
+
+def _may_leave(cluster: Cluster, wanted: Constraints) -> bool:
+    """True if activations may be sent to host memory where no pin says so."""
+    return can_offload(cluster.device) and wanted.offload != "none"
 
 
 def _fastest(tried: list[Variant]) -> float:
@@ -298,5 +304,8 @@ def _predicted(found: Variant, fit: Fit) -> Prediction:
         phases=price.phases,
         offload_s=price.offload_s,
         host_bytes=price.host_bytes,
+        host_activation_bytes=price.copies.num_bytes,
+        copy_time_s=price.copies.total_s,
+        exposed_copy_s=price.copies.exposed_s,
         held=price.footprint.held(),
     )

@@ -18,7 +18,7 @@ from autopar.core.fused import FusedShares, Share, origin_of
 from autopar.core.graph import InputSpec, TracedModel, Value, node_info, resolve, tensor_meta
 from autopar.core.ops import NARROW, REARRANGING
 from autopar.core.strategy import OpCall, TensorSpec, op_call
-from autopar.core.work import is_view
+from autopar.core.work import is_away, is_view
 from autopar.solver.shares import shares_of
 
 __all__ = [
@@ -113,6 +113,7 @@ class Step:
         closing: ops that only cast or rearrange a gradient that is computed.
         outside: producers of values that come in any layout for nothing, of a part of a step.
         shares: of ops that will be in a fused kernel, what is left of their work.
+        beside: of copies with host memory, seconds of compute that they hide behind.
     """
 
     ops: dict[str, Op]
@@ -131,6 +132,7 @@ class Step:
     closing: frozenset[str] = frozenset()
     outside: frozenset[str] = frozenset()
     shares: Mapping[str, Share] = field(default_factory=dict)
+    beside: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def in_turns(self) -> bool:
@@ -309,7 +311,8 @@ def _saved(ops: dict[str, Op], specs: dict[Value, TensorSpec]) -> dict[Value, in
             continue
         for value in op.operands:
             base = storage_of(ops, value)
-            if base[0] in ops and not ops[base[0]].backward:
+            kept = base[0] in ops and not ops[base[0]].backward
+            if kept and not is_away(ops[base[0]].call.target):
                 saved[base] = specs[base].num_bytes
     return saved
 

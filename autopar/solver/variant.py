@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.core.block_kinds import Checkpoint
 from autopar.core.constraints import AxisRole, Constraints
@@ -13,6 +13,7 @@ from autopar.core.placement import Layout
 from autopar.core.recompute import recomputed
 from autopar.core.units import format_bytes
 from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError
+from autopar.solver.beside import run_beside
 from autopar.solver.build import StepProblem, build_problem
 from autopar.solver.fit import Fit, MemorySearch
 from autopar.solver.ilp import Infeasible, Solution
@@ -55,6 +56,7 @@ class Variant:
         """States, costs and edges of the step with a kind of recomputation."""
         graph = recomputed(traced, checkpoint)
         step = build_step(graph, offers.fused)
+        step = replace(step, beside=run_beside(step, offers))
         pins = Pins(wanted, roles, graph, step)
         built = build_problem(graph, step, offers.cluster, pins, optimizer, ports, offers)
         search = Search(step, offers, built, optimizer, pins, limit)
