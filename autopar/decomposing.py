@@ -52,7 +52,7 @@ class Trial:
     def step_s(self, least_s: float = 0.0) -> float:
         """Seconds of the step, of which at least so many are of ops."""
         compute_s = sum(part.compute_s for part in self.parts.values())
-        exposed_s = sum(sum(part.exposed_s) for part in self.parts.values())
+        exposed_s = sum(sum(p.exposed_s) + p.exposed_copy_s for p in self.parts.values())
         return max(compute_s, least_s) + exposed_s
 
     def shares(self) -> dict[Key, float]:

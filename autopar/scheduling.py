@@ -5,6 +5,8 @@ simulated, and each planned collective gets the share of its seconds that was hi
 
     step = compute + Σ (seconds - hidden)        Σ hidden ≤ compute
 
+What compute waits for of copies with host memory is put in place of the search's estimate.
+
 The parts of a pipeline stage are simulated one by one, as nothing overlaps across their ends, and
 the stages run on the clock of the schedule again with what is left of their seconds. Gradients are
 reduced beside the last backward: what that takes longer with them is what is left of `finish`.
@@ -26,6 +28,7 @@ from autopar.core.timeline import PlannedMove, PlannedOp, rounded
 from autopar.cost_model import Cluster
 from autopar.cost_model.simulator import Simulation, simulate
 from autopar.cost_model.stages import pipelined_time, transfer_seconds
+from autopar.cost_model.waits import with_waits
 from autopar.decomposing import Trial, decomposed
 
 __all__ = ["scheduled"]
@@ -54,6 +57,7 @@ def scheduled(plan: Plan, traced: TracedModel) -> Plan:
         return Trial(graph=graph, parts={"step": simulate(graph, cluster)})
 
     cut, found = decomposed(plan, run(plan), run, cluster)
+    cut = with_waits(cut, found.parts)
     return _with_hidden(cut, found.shares(), cut.predicted.compute_time_s)
 
 
@@ -142,6 +146,7 @@ def _scheduled_stage(
 
     plan, trial = decomposed(plan, run(plan), run, cluster, microbatches)
     found, shares = trial.parts, trial.shares()
+    plan = with_waits(plan, found, microbatches)
     before = plan.predicted.phases
     saved = {
         phase: seconds * (1.0 - _left(found[phase if phase in found else "backward"]))
@@ -166,7 +171,7 @@ def _left(simulation: Simulation) -> float:
 
 
 def _serial_s(simulation: Simulation) -> float:
-    return simulation.compute_s + sum(simulation.comm_s)
+    return simulation.compute_s + sum(simulation.comm_s) + simulation.exposed_copy_s
 
 
 def _of_all_turns(phases: Mapping[str, float], microbatches: int) -> float:

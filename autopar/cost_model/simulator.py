@@ -10,6 +10,10 @@ ended. With C the seconds of ops, and I those in which the compute stream stands
 The communication stream is busy for the whole of such a stop, so every second of it belongs to one
 collective, and no collective hides behind another: hidden communication is at most C.
 
+Copies of activations to host memory and back have a stream each way. One starts when everything
+issued before it is done and its stream is free, and one that comes back no sooner than it has gone
+to the host; where compute stands at the wait for one, these seconds are added to I, as the copy's.
+
 In a folded program a node of the block that stands for k counts k times: the blocks between run as
 this one does. Where that would hide more than C, hidden is C.
 """
@@ -27,13 +31,14 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from autopar.core.host import ARRIVED, FROM_HOST, TO_HOST, WITH_HOST
 from autopar.core.strategy import op_call
 from autopar.core.work import LOOKUPS, global_flops, is_view, op_class
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import CollectiveKind
 from autopar.cost_model.compute import compute_seconds_array
 from autopar.cost_model.memory import Offloaded, dtype_bytes, optimizer_state_bytes
-from autopar.cost_model.offload import offload_seconds
+from autopar.cost_model.offload import can_offload, offload_seconds
 from autopar.cost_model.profile import DeviceProfile
 
 __all__ = ["OpTimes", "Simulation", "Span", "optimizer_seconds", "simulate"]
@@ -50,7 +55,8 @@ class OpTimes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One node on a stream: "compute" or the index of the mesh axis that a collective is on.
+    """One node on a stream: "compute", "up" or "down" between the device and the host, or the index
+    of the mesh axis that a collective is on.
 
     Attributes:
         name: of the node.
@@ -59,7 +65,7 @@ class Span:
         start_s, duration_s: when, in a program whose nodes all run once.
         times: how often it runs in the step.
         kind: of a collective.
-        hidden_s: of a collective's `duration_s`, what runs beside compute.
+        hidden_s: of the `duration_s` of a collective or a copy, what runs beside compute.
         members: what a collective sends: (origin, bytes) of each tensor.
         origin: the traced node that it is for.
     """
@@ -86,6 +92,7 @@ class Simulation:
         comm_s, exposed_s, hidden_s: of collectives, per mesh axis; exposed plus hidden is all.
         optimizer_s: the update of this rank's share of the parameters.
         spans: everything that ran, in order of issue.
+        copy_s, exposed_copy_s: of copies with host memory, and what compute waits for of them.
     """
 
     step_s: float
@@ -94,6 +101,8 @@ class Simulation:
     exposed_s: tuple[float, ...]
     optimizer_s: float
     spans: tuple[Span, ...]
+    copy_s: float = 0.0
+    exposed_copy_s: float = 0.0
 
     @property
     def hidden_s(self) -> tuple[float, ...]:
@@ -128,14 +137,18 @@ class Simulation:
         return {
             **found,
             "exposed communication": sum(self.exposed_s),
+            **({"exposed copies": self.exposed_copy_s} if self.copy_s else {}),
             "optimizer": self.optimizer_s,
         }
 
 
 class _Streams:
-    """Clocks of the two streams, and the collectives in flight."""
+    """Clocks of the streams, and the collectives and copies in flight."""
 
     def __init__(self) -> None:
+        self.link_free_s: dict[Any, float] = {TO_HOST: 0.0, FROM_HOST: 0.0}
+        self.copied: dict[fx.Node, float] = {}
+        self.stood: dict[fx.Node, float] = {}
         self.compute_s = self.comm_free_s = 0.0
         self.exposed: dict[fx.Node, float] = {}
         self.busy: list[tuple[float, float, fx.Node]] = []  # (start, end) on the communication
@@ -151,6 +164,17 @@ class _Streams:
         self.busy.append((start, start + seconds, node))
         self.exposed[node] = 0.0
         return start
+
+    def copy(self, node: fx.Node, seconds: float) -> Span:
+        source = node.all_input_nodes[0]
+        start = max(self.compute_s, self.link_free_s[node.target], self.copied.get(source, 0.0))
+        self.link_free_s[node.target] = self.copied[node] = start + seconds
+        return Span(node.name, "up" if node.target is FROM_HOST else "down", "", start, seconds)
+
+    def stand_for(self, copy: fx.Node) -> None:
+        """Stop the compute stream until a copy has been made."""
+        self.stood[copy] = max(0.0, self.copied.get(copy, 0.0) - self.compute_s)
+        self.compute_s += self.stood[copy]
 
     def wait(self, end_s: float) -> None:
         """Stop the compute stream until `end_s`; who was sending meanwhile is exposed."""
@@ -185,6 +209,7 @@ def simulate(
     streams = _Streams()
     spans: list[Span] = []
     sent: list[tuple[fx.Node, Span]] = []
+    copies: list[tuple[fx.Node, Span]] = []
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -202,6 +227,12 @@ def simulate(
             spans.append(span)
         elif node.args and isinstance(node.args[0], fx.Node) and node.args[0] in streams.ends:
             streams.wait(streams.ends[node.args[0]])
+        elif node.target is ARRIVED:
+            streams.stand_for(node.all_input_nodes[0])
+        elif node.target in WITH_HOST and can_offload(cluster.device):
+            span = streams.copy(node, node_seconds(node, cluster.device))
+            spans.append(replace(span, phase=phase, times=count, origin=origin))
+            copies.append((node, spans[-1]))
         else:
             found = times.seconds(node) if times is not None else None
             seconds = node_seconds(node, cluster.device) if found is None else found
@@ -209,14 +240,17 @@ def simulate(
             spans.append(Span(node.name, "compute", phase, start, seconds, count, origin=origin))
     streams.wait(streams.comm_free_s)  # what nobody waited for ends before the step does
     compute_s = sum(s.duration_s * s.times for s in spans if s.stream == "compute")
-    comm, exposed = _by_axis(sent, streams.exposed, compute_s, len(cluster.mesh_shape))
+    stood_s = sum(streams.stood.get(node, 0.0) * span.times for node, span in copies)
+    comm, exposed = _by_axis(sent, streams.exposed, compute_s + stood_s, len(cluster.mesh_shape))
     return Simulation(
-        step_s=compute_s + sum(exposed),
+        step_s=compute_s + sum(exposed) + stood_s,
         compute_s=compute_s,
         comm_s=comm,
         exposed_s=exposed,
         optimizer_s=optimizer_seconds(cluster.device, parameter_bytes, optimizer),
-        spans=tuple(_with_hidden(spans, sent, streams.exposed)),
+        spans=tuple(_with_hidden(spans, [*sent, *copies], {**streams.exposed, **streams.stood})),
+        copy_s=sum(span.duration_s * span.times for _, span in copies),
+        exposed_copy_s=stood_s,
     )
 
 
@@ -240,7 +274,7 @@ def _by_axis(
 def _with_hidden(
     spans: Iterable[Span], sent: Iterable[tuple[fx.Node, Span]], exposed: Mapping[fx.Node, float]
 ) -> Iterable[Span]:
-    left = {id(span): max(0.0, span.duration_s - exposed[node]) for node, span in sent}
+    left = {id(span): max(0.0, span.duration_s - exposed.get(node, 0.0)) for node, span in sent}
     return (replace(s, hidden_s=left[id(s)]) if id(s) in left else s for s in spans)
 
 

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar._compat import storage_users
+from autopar.core.work import is_away
 
 __all__ = ["LiveBytes"]
 
@@ -29,7 +30,8 @@ _POLL_S = 1e-3
 class LiveBytes(TorchDispatchMode):
     """Peak of the bytes that are live after any op, on any device.
 
-    What exists before is counted where it is handed to `hold`; scratch inside an op is not seen.
+    What exists before is counted where it is handed to `hold`; scratch inside an op is not seen,
+    and what an op puts into host memory is not counted, on a CPU either.
 
     Attributes:
         peak_bytes: the largest sum seen.
@@ -89,7 +91,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and not is_away(func):
                 self._add(tensor)
         if func.namespace == "_c10d_functional":
             self._collective(func, args, result)

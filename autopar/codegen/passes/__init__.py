@@ -5,7 +5,8 @@ pass        what it does                                                        
 ==========  ==================================================================  ==============
 decompose   a product and the collective beside it are cut into pieces          `decompose.py`
 bucket      small collectives of one group, kind and dtype become one           `bucket.py`
-prefetch    parameters of a block are gathered while the one before it runs     `overlap.py`
+prefetch    parameters of a block are gathered, and activations that wait in    `overlap.py`
+            host memory are fetched, while the block before it runs
 early       other collectives are issued as soon as their operand is there      `overlap.py`
 late        waits stand in front of the first reader                            `overlap.py`
 in_place    an all-reduce works in the memory of its operand                    `in_place.py`
@@ -26,7 +27,7 @@ from autopar.codegen.passes.decompose import decompose
 from autopar.codegen.passes.in_place import mark_in_place, reduce_in_place
 from autopar.codegen.passes.lifetimes import Lifetimes
 from autopar.codegen.passes.order import reorder
-from autopar.codegen.passes.overlap import issue_early, prefetch, wait_late
+from autopar.codegen.passes.overlap import fetch_ahead, issue_early, prefetch, wait_late
 from autopar.codegen.passes.sites import Key
 from autopar.errors import AutoparError
 
@@ -99,7 +100,7 @@ def run_passes(
         if in_place:
             mark_in_place(graph, phase_of)
     orders: dict[str, Callable[[], None]] = {
-        "prefetch": lambda: prefetch(graph, block, int((1 - _SCRATCH) * budget), resident),
+        "prefetch": lambda: _prefetch(graph, block, int((1 - _SCRATCH) * budget), resident),
         "early": lambda: issue_early(graph, budget, resident),
         "late": lambda: wait_late(graph, budget, resident),
     }
@@ -111,6 +112,16 @@ def run_passes(
             if resident and Lifetimes(graph, resident).peak_bytes > budget:
                 reorder(graph, before)
     return graph
+
+
+def _prefetch(
+    graph: fx.Graph,
+    block_of: Callable[[fx.Node], Hashable],
+    budget: int,
+    resident: Mapping[str, int] | None,
+) -> None:
+    prefetch(graph, block_of, budget, resident)
+    fetch_ahead(graph, block_of, budget, resident)
 
 
 def run_last_passes(

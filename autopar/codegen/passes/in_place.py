@@ -16,7 +16,7 @@ from autopar.codegen.accumulate import add_up
 from autopar.codegen.passes.lifetimes import is_start, is_wait
 from autopar.codegen.passes.strides import is_contiguous
 from autopar.codegen.reuse import is_fresh
-from autopar.core.work import is_view
+from autopar.core.work import is_away, is_view
 
 __all__ = ["mark_in_place", "reduce_in_place"]
 
@@ -108,6 +108,7 @@ def _is_free(
         for user in node.users:
             if user is start or user in owners:
                 continue
-            if is_start(user) or part_of(user) != part or position[user] > position[start]:
+            beside = is_start(user) or is_away(user.target)  # they read on behind their place
+            if beside or part_of(user) != part or position[user] > position[start]:
                 return False
     return True

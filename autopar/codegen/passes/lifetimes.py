@@ -3,7 +3,7 @@
 A storage is live from the node that creates it to the last reader of any of its views. A collective
 holds what it sends until the wait for it, save an all-reduce, which works on a copy or in place.
 Placeholders are the caller's and count nothing, but for those that the caller lets go of (`dies` in
-their `meta`).
+their `meta`); and neither does what is in host memory.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
+
+from autopar.core.work import is_away
 
 __all__ = ["Lifetimes", "is_start", "is_wait"]
 
@@ -89,7 +91,9 @@ class Lifetimes:
         for source in node.all_input_nodes:
             for storage in self._storages(source):
                 self._last[storage] = index
-        if node.op == "placeholder":
+        if is_away(node.target):
+            self._given.update(self._own(node))
+        elif node.op == "placeholder":
             if "dies" not in node.meta:
                 self._given.update(self._own(node))
                 return

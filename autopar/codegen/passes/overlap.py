@@ -1,5 +1,7 @@
 """Overlap: collectives begin as early as their inputs allow and end as late as their users allow.
 
+Copies from host memory begin early, too; they are waited for where their value is read.
+
 Each pass moves nodes and changes nothing else. What lives longer for it must fit in `budget`, the
 peak of the program before the passes, so a pass never raises the peak that was predicted:
 
@@ -19,9 +21,10 @@ from torch import fx
 from autopar.codegen.passes.bucket import is_gather_of_storage
 from autopar.codegen.passes.lifetimes import Lifetimes, is_start, is_wait
 from autopar.codegen.passes.order import feeding, phase_starts, reorder
+from autopar.core.host import ARRIVED, FROM_HOST
 from autopar.core.work import is_view
 
-__all__ = ["begin_early", "issue_early", "prefetch", "wait_late"]
+__all__ = ["begin_early", "fetch_ahead", "issue_early", "prefetch", "wait_late"]
 
 Resident = Mapping[str, int] | None
 _BEFORE = 1e-4
@@ -70,6 +73,33 @@ def _gather_groups(
         last = now
     if group and last is not None:
         yield last[0], group
+
+
+def fetch_ahead(
+    graph: fx.Graph,
+    block_of: Callable[[fx.Node], Hashable],
+    budget: int,
+    resident: Resident = None,
+) -> None:
+    """Begin to copy from host memory what a block reads while the block before it runs.
+
+    Copies are grouped by the block that reads them. Those of a group begin when the first of the
+    group before has arrived, so that each has the time of a block, and few are held at a time.
+    """
+    lifetimes = Lifetimes(graph, resident)
+    begins = phase_starts(lifetimes.nodes)
+    keys: dict[fx.Node, float] = {}
+    last: Hashable = None
+    behind = arrived = 0
+    for index, node in enumerate(lifetimes.nodes):
+        if node.target is FROM_HOST:
+            phase = str(node.meta.get("phase"))
+            if (now := (phase, block_of(node))) != last:
+                last, behind, arrived = now, arrived, 0
+            _move_up(lifetimes, node, max(behind, begins[phase]), budget, keys)
+        elif node.target is ARRIVED and not arrived:
+            arrived = index + 1
+    reorder(graph, keys)
 
 
 def issue_early(graph: fx.Graph, budget: int, resident: Resident = None) -> None:
