@@ -72,10 +72,10 @@ class HostLink:
             return tensor.clone()
         down = self._streams[0]
         down.wait_stream(torch.accelerator.current_stream(self._device))
+        host = self._room_for(tensor)
         with _on(down):
-            host = torch.empty_like(tensor, device=HOST, pin_memory=True)
-            host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(down)
+            self._copy(host, tensor)
+        self._held_by(tensor, down)
         self._kept[host.data_ptr()] = down.record_event()
         return host
 
@@ -91,7 +91,7 @@ class HostLink:
         up.wait_stream(torch.accelerator.current_stream(self._device))
         up.wait_event(self._kept[host.data_ptr()])
         with _on(up):
-            to.copy_(host, non_blocking=True)
+            self._copy(to, host)
         self._fetched[to.data_ptr()] = up.record_event()
 
     def wait_for(self, tensor: Tensor) -> None:
@@ -99,6 +99,16 @@ class HostLink:
         if self._streams is not None:
             event = self._fetched[tensor.data_ptr()]
             torch.accelerator.current_stream(self._device).wait_event(event)
+
+    # what tests without an accelerator have stand-ins for, beside the streams
+    def _room_for(self, tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=HOST, pin_memory=True)
+
+    def _copy(self, to: Tensor, source: Tensor) -> None:
+        to.copy_(source, non_blocking=True)
+
+    def _held_by(self, tensor: Tensor, stream: torch.Stream) -> None:
+        tensor.record_stream(stream)
 
 
 def _on(stream: torch.Stream) -> AbstractContextManager[object]:

@@ -142,16 +142,18 @@ class Simulation:
         }
 
 
+_Busy = tuple[float, float, fx.Node]  # start and end of what a stream does
+
+
 class _Streams:
     """Clocks of the streams, and the collectives and copies in flight."""
 
     def __init__(self) -> None:
-        self.link_free_s: dict[Any, float] = {TO_HOST: 0.0, FROM_HOST: 0.0}
+        self.links: dict[Any, list[_Busy]] = {TO_HOST: [], FROM_HOST: []}
         self.copied: dict[fx.Node, float] = {}
-        self.stood: dict[fx.Node, float] = {}
         self.compute_s = self.comm_free_s = 0.0
         self.exposed: dict[fx.Node, float] = {}
-        self.busy: list[tuple[float, float, fx.Node]] = []  # (start, end) on the communication
+        self.busy: list[_Busy] = []  # on the communication
         self.ends: dict[fx.Node, float] = {}
 
     def run(self, seconds: float) -> float:
@@ -166,23 +168,37 @@ class _Streams:
         return start
 
     def copy(self, node: fx.Node, seconds: float) -> Span:
-        source = node.all_input_nodes[0]
-        start = max(self.compute_s, self.link_free_s[node.target], self.copied.get(source, 0.0))
-        self.link_free_s[node.target] = self.copied[node] = start + seconds
+        link, there_s = self.links[node.target], self.copied.get(node.all_input_nodes[0], 0.0)
+        start = max(self.compute_s, link[-1][1] if link else 0.0, there_s)
+        link.append((start, start + seconds, node))
+        self.copied[node] = start + seconds
+        self.exposed[node] = 0.0
         return Span(node.name, "up" if node.target is FROM_HOST else "down", "", start, seconds)
 
     def stand_for(self, copy: fx.Node) -> None:
-        """Stop the compute stream until a copy has been made."""
-        self.stood[copy] = max(0.0, self.copied.get(copy, 0.0) - self.compute_s)
-        self.compute_s += self.stood[copy]
+        """Stop the compute stream until a copy has been made.
+
+        What comes back meanwhile is exposed; where nothing does yet, what still goes to the host.
+        """
+        end_s = self.copied.get(copy, 0.0)
+        now = self.compute_s
+        for start, stop, node in self.links[FROM_HOST]:
+            if stop > now and now < end_s:
+                self._expose(self.links[TO_HOST], now, min(start, end_s))
+                self._expose([(start, stop, node)], now, end_s)
+                now = stop
+        self.compute_s = max(self.compute_s, end_s)
+
+    def _expose(self, busy: Iterable[_Busy], from_s: float, to_s: float) -> None:
+        for start, stop, node in busy:
+            self.exposed[node] += max(0.0, min(stop, to_s) - max(start, from_s))
 
     def wait(self, end_s: float) -> None:
         """Stop the compute stream until `end_s`; who was sending meanwhile is exposed."""
         # what ended before now can never be waited for again
         self.busy = [b for b in self.busy if b[1] > self.compute_s]
         if end_s > self.compute_s:
-            for start, stop, node in self.busy:
-                self.exposed[node] += max(0.0, min(stop, end_s) - max(start, self.compute_s))
+            self._expose(self.busy, self.compute_s, end_s)
             self.compute_s = end_s
 
 
@@ -240,7 +256,7 @@ def simulate(
             spans.append(Span(node.name, "compute", phase, start, seconds, count, origin=origin))
     streams.wait(streams.comm_free_s)  # what nobody waited for ends before the step does
     compute_s = sum(s.duration_s * s.times for s in spans if s.stream == "compute")
-    stood_s = sum(streams.stood.get(node, 0.0) * span.times for node, span in copies)
+    stood_s = sum(streams.exposed[node] * span.times for node, span in copies)
     comm, exposed = _by_axis(sent, streams.exposed, compute_s + stood_s, len(cluster.mesh_shape))
     return Simulation(
         step_s=compute_s + sum(exposed) + stood_s,
@@ -248,7 +264,7 @@ def simulate(
         comm_s=comm,
         exposed_s=exposed,
         optimizer_s=optimizer_seconds(cluster.device, parameter_bytes, optimizer),
-        spans=tuple(_with_hidden(spans, [*sent, *copies], {**streams.exposed, **streams.stood})),
+        spans=tuple(_with_hidden(spans, [*sent, *copies], streams.exposed)),
         copy_s=sum(span.duration_s * span.times for _, span in copies),
         exposed_copy_s=stood_s,
     )
@@ -274,7 +290,7 @@ def _by_axis(
 def _with_hidden(
     spans: Iterable[Span], sent: Iterable[tuple[fx.Node, Span]], exposed: Mapping[fx.Node, float]
 ) -> Iterable[Span]:
-    left = {id(span): max(0.0, span.duration_s - exposed.get(node, 0.0)) for node, span in sent}
+    left = {id(span): max(0.0, span.duration_s - exposed[node]) for node, span in sent}
     return (replace(s, hidden_s=left[id(s)]) if id(s) in left else s for s in spans)
 
 

@@ -1,7 +1,7 @@
 """What compute waits for of copies with host memory, as its program was simulated, in a plan.
 
-The search estimates it before anything is placed (`solver/beside.py`). A copy to the host is waited
-for only by the one that brings it back, which has all the seconds then.
+The search estimates it before anything is placed (`solver/beside.py`). Only what comes back is
+waited for; what it waits for itself, as it is on its way to the host still, counts with that way.
 """
 
 from __future__ import annotations

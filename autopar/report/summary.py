@@ -61,6 +61,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ("peak memory", _memory(plan)),
         ("recomputation", checkpoint_text(plan.checkpoint)),
         *_offload(plan),
+        *_away(plan),
         ("solver", _solver(plan)),
         ("pinned", pinned_text(plan)),
         ("optimizer", plan.optimizer),
@@ -93,8 +94,21 @@ def _offload(plan: Plan) -> list[tuple[str, str]]:
     if plan.offload == "none":
         return []
     p = plan.predicted
-    text = f"optimizer states, {format_bytes(p.host_bytes)}, and their update on the host: "
+    states = format_bytes(p.host_bytes - p.host_activation_bytes)
+    text = f"optimizer states, {states}, and their update on the host: "
     return [("offload", f"{text}{format_seconds(p.offload_s)} more than on the device")]
+
+
+def _away(plan: Plan) -> list[tuple[str, str]]:
+    p = plan.predicted
+    if not p.host_activation_bytes:
+        return []
+    text = (
+        f"activations, {format_bytes(p.host_activation_bytes)}, on the host between forward and "
+        f"backward: {format_seconds(p.copy_time_s)} of copies, of which compute stands still for "
+        f"{format_seconds(p.exposed_copy_s)}"
+    )
+    return [("sent away", text)]
 
 
 def _header(plan: Plan) -> Table:
@@ -152,8 +166,9 @@ def _of_whom(plan: Plan) -> str:
 
 
 def _moved(plan: Plan) -> str:
-    seconds = plan.predicted.offload_s
-    return f" + offload {format_seconds(seconds)}" if seconds else ""
+    p = plan.predicted
+    parts = {"exposed copies": p.exposed_copy_s, "offload": p.offload_s}
+    return "".join(f" + {name} {format_seconds(s)}" for name, s in parts.items() if s)
 
 
 def _memory(plan: Plan) -> str:
