@@ -181,6 +181,22 @@ def test_what_several_blocks_read_stays() -> None:
             assert len(readers - {blocks.place.get(name, (None,))[0]}) == 1
 
 
+@pytest.mark.parametrize("pins", [{"tensor": "1d"}, {"tensor": "1d", "sequence": "megatron"}])
+def test_devices_send_nothing_from_host_memory(pins: dict[str, Any]) -> None:
+    """Where a block reads its input whole, it is gathered behind the copy."""
+    traced = trace(wide(3), BATCH)
+    slow_link = devices(4, 1e7)
+    plan = planned(traced, slow_link, checkpoint="host", pipeline="none", **pins)
+    graph = emit(traced, plan, [0] * len(plan.mesh_shape)).joint.graph
+    users = [user for node in graph.nodes if node.target is TO_HOST for user in node.users]
+    assert len(users) == 3
+    assert all(user.target is FROM_HOST for user in users)
+    for node in plan.nodes:
+        if node.startswith("from_host_of_"):
+            (away,) = plan.nodes[node.replace("from_host", "to_host", 1)].outputs
+            assert plan.nodes[node].inputs == (away,)
+
+
 def test_host_is_the_strongest_kind() -> None:
     assert strongest({"a.0": "full", "a.1": "host", "a.2": "none"}) == "host"
 

@@ -43,6 +43,7 @@ MODES: dict[str, tuple[int, Any]] = {
     "one": (1, None),
     "dp": (2, {"data": 2, "zero": 0}),
     "zero3": (2, {"data": 2, "zero": 3, "checkpoint": "full"}),
+    "host": (2, {"data": 2, "zero": 3, "checkpoint": "host"}),
     "1d": (2, {"tensor": {"mode": "1d", "size": 2}}),
     "megatron-sp": (2, {"tensor": {"mode": "1d", "size": 2}, "sequence": "megatron"}),
     "ulysses": (2, {"sequence": "ulysses"}),

@@ -3,9 +3,11 @@
 - ``autopar::to_host``: a copy in host memory; the forward goes on beside it.
 - ``autopar::from_host``: begins the way back to the device.
 - ``autopar::arrived``: what `from_host` yields, once it is there.
+- ``autopar::fetched``: both in one, for compilers that know of no views of other ops' results.
 
 Planned and traced graphs have the first two; the lowering of `from_host` (`codegen/lowerings/
-host.py`) adds the third, so that passes may begin a copy before its value is needed. On an
+host.py`) adds the third, so that passes may begin a copy before its value is needed. What
+is in host memory keeps its layout, as devices send nothing to each other from there. On an
 accelerator each way is a stream of its own (`host_link.py`); that has never run on a GPU, only with
 stand-ins for its streams. On a CPU, whose memory is the host's, copies are made where they stand.
 """
@@ -13,16 +15,17 @@ stand-ins for its streams. On a CPU, whose memory is the host's, copies are made
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from autopar.core.host_link import HOST, link_of
 from autopar.core.library import KERNEL, LIBRARY
 
-__all__ = ["ARRIVED", "FROM_HOST", "TO_HOST", "WITH_HOST"]
+__all__ = ["ARRIVED", "FETCHED", "FROM_HOST", "TO_HOST", "WITH_HOST", "fetch_at_once"]
 
 LIBRARY.define("to_host(Tensor x) -> Tensor")
 LIBRARY.define("from_host(Tensor x, *, Device device) -> Tensor")
 LIBRARY.define("arrived(Tensor(a) x) -> Tensor(a)")
+LIBRARY.define("fetched(Tensor x, *, Device device) -> Tensor")
 
 
 def _to_host(x: Tensor) -> Tensor:
@@ -40,9 +43,14 @@ def _arrived(x: Tensor) -> Tensor:
     return x
 
 
+def _fetched(x: Tensor, *, device: torch.device) -> Tensor:
+    return _arrived(_from_host(x, device=device))
+
+
 LIBRARY.impl("to_host", _to_host, KERNEL)
 LIBRARY.impl("from_host", _from_host, KERNEL)
 LIBRARY.impl("arrived", _arrived, KERNEL)
+LIBRARY.impl("fetched", _fetched, KERNEL)
 
 
 @torch.library.register_fake("autopar::to_host", lib=LIBRARY)
@@ -50,6 +58,7 @@ def _to_host_fake(x: Tensor) -> Tensor:
     return torch.empty_like(x, device=HOST)
 
 
+@torch.library.register_fake("autopar::fetched", lib=LIBRARY)
 @torch.library.register_fake("autopar::from_host", lib=LIBRARY)
 def _from_host_fake(x: Tensor, *, device: torch.device) -> Tensor:
     return torch.empty_like(x, device=device)
@@ -63,5 +72,19 @@ def _arrived_fake(x: Tensor) -> Tensor:
 TO_HOST = torch.ops.autopar.to_host.default
 FROM_HOST = torch.ops.autopar.from_host.default
 ARRIVED = torch.ops.autopar.arrived.default
+FETCHED = torch.ops.autopar.fetched.default
 WITH_HOST = (TO_HOST, FROM_HOST)
 """Copies between the device and host memory."""
+
+
+def fetch_at_once(graph: fx.Graph) -> None:
+    """Put the beginning of each copy and the wait for it together, in place, where it is waited."""
+    for node in list(graph.nodes):
+        if node.target is ARRIVED:
+            (begun,) = node.all_input_nodes
+            with graph.inserting_before(node):
+                fetched = graph.call_function(FETCHED, begun.args, begun.kwargs)
+            fetched.meta = dict(node.meta)
+            node.replace_all_uses_with(fetched)
+            graph.erase_node(node)
+            graph.erase_node(begun)

@@ -227,33 +227,11 @@ def simulate(
     sent: list[tuple[fx.Node, Span]] = []
     copies: list[tuple[fx.Node, Span]] = []
     for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        phase, count = str(node.meta.get("phase", "forward")), int(node.meta.get("times", 1))
-        origin = str(node.meta.get("origin", ""))
-        if "collective" in node.meta:
-            kind, axis, num_bytes, count = node.meta["collective"]
-            seconds = cluster.collective_seconds(CollectiveKind(kind), num_bytes, axis)
-            start = streams.send(node, seconds)
-            members = node.meta.get("members", ((origin, num_bytes),))
-            span = Span(
-                node.name, axis, phase, start, seconds, count, kind, members=members, origin=origin
-            )
-            sent.append((node, span))
+        span = _issue(node, streams, cluster, times) if node.op == "call_function" else None
+        if span is not None:
             spans.append(span)
-        elif node.args and isinstance(node.args[0], fx.Node) and node.args[0] in streams.ends:
-            streams.wait(streams.ends[node.args[0]])
-        elif node.target is ARRIVED:
-            streams.stand_for(node.all_input_nodes[0])
-        elif node.target in WITH_HOST and can_offload(cluster.device):
-            span = streams.copy(node, node_seconds(node, cluster.device))
-            spans.append(replace(span, phase=phase, times=count, origin=origin))
-            copies.append((node, spans[-1]))
-        else:
-            found = times.seconds(node) if times is not None else None
-            seconds = node_seconds(node, cluster.device) if found is None else found
-            start = streams.run(seconds)
-            spans.append(Span(node.name, "compute", phase, start, seconds, count, origin=origin))
+            if span.stream != "compute":
+                (sent if isinstance(span.stream, int) else copies).append((node, span))
     streams.wait(streams.comm_free_s)  # what nobody waited for ends before the step does
     compute_s = sum(s.duration_s * s.times for s in spans if s.stream == "compute")
     stood_s = sum(streams.exposed[node] * span.times for node, span in copies)
@@ -268,6 +246,34 @@ def simulate(
         copy_s=sum(span.duration_s * span.times for _, span in copies),
         exposed_copy_s=stood_s,
     )
+
+
+def _issue(
+    node: fx.Node, streams: _Streams, cluster: Cluster, times: OpTimes | None
+) -> Span | None:
+    """Let a node run, or wait; what it does on its stream."""
+    phase, count = str(node.meta.get("phase", "forward")), int(node.meta.get("times", 1))
+    origin = str(node.meta.get("origin", ""))
+    if "collective" in node.meta:
+        kind, axis, num_bytes, count = node.meta["collective"]
+        seconds = cluster.collective_seconds(CollectiveKind(kind), num_bytes, axis)
+        start = streams.send(node, seconds)
+        members = node.meta.get("members", ((origin, num_bytes),))
+        return Span(
+            node.name, axis, phase, start, seconds, count, kind, members=members, origin=origin
+        )
+    if node.args and isinstance(node.args[0], fx.Node) and node.args[0] in streams.ends:
+        streams.wait(streams.ends[node.args[0]])
+        return None
+    if node.target is ARRIVED:
+        streams.stand_for(node.all_input_nodes[0])
+        return None
+    if node.target in WITH_HOST and can_offload(cluster.device):
+        span = streams.copy(node, node_seconds(node, cluster.device))
+        return replace(span, phase=phase, times=count, origin=origin)
+    found = times.seconds(node) if times is not None else None
+    seconds = node_seconds(node, cluster.device) if found is None else found
+    return Span(node.name, "compute", phase, streams.run(seconds), seconds, count, origin=origin)
 
 
 def _by_axis(

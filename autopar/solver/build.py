@@ -15,6 +15,7 @@ import numpy as np
 from torch import fx
 
 from autopar.core.graph import TracedModel
+from autopar.core.host import FROM_HOST
 from autopar.core.placement import Layout, Placement, Replicate, Shard, is_valid, shard_factor
 from autopar.core.strategy import TensorSpec
 from autopar.cost_model import Cluster, offload_seconds, optimizer_state_bytes
@@ -339,8 +340,7 @@ class _Builder:
             if produced is not None:
                 num_bytes = self.step.specs[send.value].num_bytes
                 matrix = self.moves.matrix(produced, self.storages[send.port], num_bytes)
-                owner = self.classes[send.value[0]]
-                self.problem.add_edge(owner, send.port, matrix * send.times)
+                self.problem.add_edge(self.classes[send.value[0]], send.port, matrix * send.times)
 
     def _edge(self, value: Value, op: Op, index: int) -> Array:
         produced = self.built.produced(value)
@@ -351,6 +351,10 @@ class _Builder:
             produced, wanted, self.step.specs[value].num_bytes, self.step.bucket(value, op.name)
         )
         matrix = self.gradient_sums.restrict(matrix, value, op.name, produced, wanted)
+        if op.call.target is FROM_HOST:  # nothing is sent between devices from host memory
+            matrix = np.where(
+                np.array([[p == w for w in wanted] for p in produced]), matrix, np.inf
+            )
         arrives, leaves = self.pins.arrives(op, index), self.pins.leaves(value)
         if arrives is not None and storage_of(self.step.ops, value)[0] not in self.step.inputs:
             known = [[arrives(p, c) for c in targets] for p in produced]
