@@ -390,6 +390,8 @@ def stale(graph: fx.Graph) -> list[fx.Node]:
     for node in graph.nodes:
         if not is_view(node.target) or not isinstance(node.meta["val"], Tensor):
             continue
+        if "copies" in node.meta:  # of what may have other strides than its fake value
+            continue
         (source,) = node.all_input_nodes
         given = source.meta["val"]
         args, kwargs = tree_map_only(fx.Node, lambda n: n.meta["val"], (node.args, node.kwargs))

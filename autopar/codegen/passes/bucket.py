@@ -268,7 +268,7 @@ def _join(
         flat = [call(m, at, aten.reshape.default, m.args[0], [rows, -1]) for m in members]
         for member, node in zip(members, flat, strict=True):
             if not is_contiguous(member.all_input_nodes[0]):  # it will be a copy
-                node.meta["val"] = torch.empty_like(node.meta["val"])
+                node.meta |= {"val": torch.empty_like(node.meta["val"]), "copies": True}
         joined = call(members[0], at, aten.cat.default, flat, 1)
         start = call(members[0], at, members[0].target, joined, *members[0].args[1:])
         wait = call(members[0], at, c10d.wait_tensor.default, start)
