@@ -137,9 +137,9 @@ def _scheduled_stage(
     def run(trial: Plan) -> Trial:
         program = writer.program(None, trial.piece_counts())
         simulated = {
-            name: simulate(part.module.graph, cluster)
-            for name, part in program.parts.items()
-            if name in (*names, "last")
+            name: simulate(program.parts[name].module.graph, cluster)
+            for name in (*names, "last")
+            if name in program.parts
         }
         last = simulated.pop("last", None)
         return Trial(graph=program.joint.graph, parts=simulated, last=last)

@@ -9,7 +9,7 @@ backward, and waited for at the end.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from autopar.codegen.passes.lifetimes import is_start
 from autopar.codegen.passes.order import copied, reorder
 from autopar.codegen.passes.overlap import begin_early
 
-__all__ = ["ORDER", "Cutter", "Part", "behind", "inputs_first"]
+__all__ = ["ORDER", "Cutter", "Part", "Parts", "behind", "inputs_first"]
 
 ORDER = ("prepare", "forward", "backward", "finish")
 """Phases of the graph as they run."""
@@ -44,6 +44,40 @@ class Part:
     writes: tuple[str, ...]
 
 
+class Parts(Mapping[str, Part]):
+    """The parts of a graph by name, each cut out when it is asked for.
+
+    Args:
+        cutter: of the graph.
+        graph: behind its last passes.
+        passes: names of those; with "early" there is a last part, where gradients are reduced.
+    """
+
+    def __init__(self, cutter: Cutter, graph: fx.Graph, passes: Collection[str]) -> None:
+        self._cutter, self._graph, self._passes = cutter, graph, passes
+        self._found: dict[str, Part] = {}
+        reduces = any(is_start(n) and phase_of(n) == "finish" for n in graph.nodes)
+        has_last = reduces and "early" in passes
+        self._names = (*ORDER, "input", "weight", *(("last",) if has_last else ()))
+
+    def __getitem__(self, name: str) -> Part:
+        if name not in self._names:
+            raise KeyError(name)
+        if name not in self._found:
+            self._found[name] = (
+                self._cutter.last(self._graph, "in_place" in self._passes)
+                if name == "last"
+                else self._cutter.part(self._graph, name)
+            )
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cutter:
     """Cuts a graph whose nodes know their phase.
@@ -60,17 +94,14 @@ class Cutter:
     sent: Collection[str]
     splits: bool
 
-    def parts(self, graph: fx.Graph) -> dict[str, Part]:
-        """All parts but the last."""
+    def part(self, graph: fx.Graph, name: str) -> Part:
+        """A part of the graph, any but the last."""
         summed = set(self.sums)
-        leaving = {*self.outputs, *summed}
-        return {
-            name: _part(inside, leaving, set() if name == "finish" else summed)
-            for name, inside in self._bodies(graph).items()
-        }
+        inside = self._bodies(graph)[name]
+        return _part(inside, {*self.outputs, *summed}, set() if name == "finish" else summed)
 
-    def last(self, graph: fx.Graph, in_place: bool) -> Part | None:
-        """The last part; None where no gradient is reduced.
+    def last(self, graph: fx.Graph, in_place: bool) -> Part:
+        """The last part.
 
         What begins earlier must fit: the peak stays that of the two parts one after the other.
 
@@ -81,8 +112,6 @@ class Cutter:
         graph = copied(graph)
         bodies = self._bodies(graph)
         base, finish = bodies["weight" if self.splits else "backward"], bodies["finish"]
-        if not any(map(is_start, finish)):
-            return None
         read: dict[str, str] = {}
         for node in [n for n in base if n.name in set(self.sums)]:
             total, made = _sum_of(graph, node, finish)

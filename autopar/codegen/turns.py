@@ -26,7 +26,7 @@ from torch.fx.node import map_aggregate
 from autopar.codegen import program_pass
 from autopar.codegen.emit import Emitter, check_traffic, count_collectives
 from autopar.codegen.fusion import GENERATED, Fusion, fuse
-from autopar.codegen.parts import Cutter, Part, behind, inputs_first
+from autopar.codegen.parts import Cutter, Part, Parts, behind, inputs_first
 from autopar.codegen.passes import check_passes, phase_of, run_last_passes, run_passes
 from autopar.codegen.passes.order import copied
 from autopar.codegen.passes.sites import Key
@@ -61,7 +61,7 @@ class TurnProgram:
     """
 
     joint: fx.GraphModule
-    parts: dict[str, Part]
+    parts: Mapping[str, Part]
     inputs: tuple[tuple[InputSpec, Layout], ...]
     outputs: tuple[tuple[OutputSpec, Layout, str], ...]
     sums: tuple[str, ...]
@@ -233,13 +233,10 @@ class _TurnEmitter(Emitter):
             sent=[node.name for node in sent if phase_of(node) == "backward"],
             splits=self.traced.flight.splits,
         )
-        parts = cutter.parts(graph)
         chosen = check_passes(passes)
-        if "early" in chosen and (last := cutter.last(graph, "in_place" in chosen)) is not None:
-            parts["last"] = last
         return TurnProgram(
             joint=late_module(graph),
-            parts=parts,
+            parts=Parts(cutter, graph, chosen),
             inputs=tuple(self.placed),
             outputs=outputs,
             sums=sums,
