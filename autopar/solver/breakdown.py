@@ -21,12 +21,12 @@ import numpy as np
 from autopar.core.graph import NodeInfo, TracedModel
 from autopar.core.timeline import Alternative, OpPhase, PlannedOp, PlannedSpan, Timeline, rounded
 from autopar.core.work import op_class
-from autopar.solver.buffers import Twins
 from autopar.solver.build import StepProblem
 from autopar.solver.footprint import Schedule
 from autopar.solver.price import Price, Pricing
 from autopar.solver.problem import Assignment, ChoiceProblem
 from autopar.solver.step import Op
+from autopar.solver.twins import Twins
 
 __all__ = ["other_states", "timeline"]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,21 +16,18 @@ from autopar.core.redistribute import packing_fraction
 from autopar.core.work import is_away, lays_out_contiguously
 from autopar.cost_model import ScheduledOp
 from autopar.solver.order import (
-    FoldedSpan,
-    folded_spans,
     leaving,
     ordered,
     part_starts,
     turning_sends,
 )
 from autopar.solver.step import Op, Send, Value
+from autopar.solver.twins import Twins, twins_of
 
 if TYPE_CHECKING:
     from autopar.solver.price import Pricing
 
-__all__ = ["Buffers", "Twins"]
-
-_TWINS = " of others"
+__all__ = ["Buffers"]
 
 Sizes = list[tuple[str, int]]
 
@@ -48,23 +44,6 @@ class _Operand(NamedTuple):
     moved: bool
     num_bytes: int
     packing: int
-
-
-class Twins(NamedTuple):
-    """What the other instances of folded blocks keep while the one in the graph runs.
-
-    Attributes:
-        span: of the blocks.
-        alloc, late, kept: buffers that are there from the first op of the blocks on, from the last
-            before weight gradients that come later, and behind the last.
-        freed: buffers, each with the position of the op behind which it goes.
-    """
-
-    span: FoldedSpan
-    alloc: Sizes
-    late: Sizes
-    kept: Sizes
-    freed: list[tuple[str, int]]
 
 
 class Buffers:
@@ -287,53 +266,10 @@ class Buffers:
             )
         return tuple(schedule)
 
-    # --- other instances of folded blocks ------------------------------------------------------
     @cached_property
     def twins(self) -> tuple[Twins, ...]:
-        """What the other instances of each folded span keep while the one in the graph runs.
-
-        It is the last to run forward and the first backward: the others' saved activations are
-        there from its first op to its last, their gradients after its last.
-        """
-        size = {buffer: num_bytes for op in self.ops for buffer, num_bytes in op.alloc}
-        found: list[Twins] = []
-        for span in folded_spans(self.step, self.order):
-            alloc = self._of_others(span, span.saved, span.backward, size)
-            late = self._of_others(span, span.inputs, span.weight, size)
-            kept = [
-                (f"grad.{name}{_TWINS}", self._times(self.share(name), span))
-                for name in span.parameters
-                if name in self.step.gradients and not self.step.in_turns
-            ]
-            self.kinds.update(dict.fromkeys((buffer for buffer, _ in kept), "gradients"))
-            freed = [
-                (buffer, span.middle if read < span.weight else span.last)
-                for buffer, read in self._reads((*alloc, *late))
-            ]
-            found.append(Twins(span, alloc, late, kept, freed))
-        return tuple(found)
-
-    def _of_others(
-        self, span: FoldedSpan, ops: Iterable[str], cut: int, size: dict[str, int]
-    ) -> Sizes:
-        """Buffers of the instances that are not in the graph which ops from a position on read."""
-        found: Sizes = []
-        for name in ops:
-            for index in range(len(self.step.ops[name].call.outputs)):
-                buffer = self.id((name, index))
-                if buffer in size and self.is_read_from(cut, buffer):
-                    found.append((f"{buffer}{_TWINS}", self._times(size[buffer], span)))
-                    self.kinds[found[-1][0]] = self.kinds[buffer]
-        return found
-
-    def _reads(self, buffers: Iterable[tuple[str, int]]) -> Iterable[tuple[str, int]]:
-        """Buffers of other instances, and the position up to which they are read."""
-        for buffer, _ in buffers:
-            name, _, index = buffer.removesuffix(_TWINS).rpartition(".")
-            yield buffer, self.last_use[name, int(index)]
-
-    def _times(self, num_bytes: int, span: FoldedSpan) -> int:
-        return (span.times - 1) * self.rounded(num_bytes)
+        """What the other instances of each folded span keep while the one in the graph runs."""
+        return twins_of(self)
 
     # --- what goes between stages, and between microbatches ------------------------------------
     def received(self, position: int) -> Sizes:

@@ -77,14 +77,15 @@ def _joined(
     alone: set[str] = set()
     tries = 0
     while any(sizes.values()):
-        trial = copied(graph)
-        buckets = choose(trial, sizes, budget, live, alone)
+        buckets = choose(graph, sizes, budget, live, alone)
         if not buckets:
             break
         reached = max(sum(map(_size, members)) for members in buckets)
+        trial = copied(graph)
+        twins = {node.name: node for node in trial.nodes}
         position = {node: index for index, node in enumerate(trial.nodes)}
-        names = [[(position[m], m.name) for m in members] for members in buckets]
-        _join_all(trial, buckets)
+        names = [[(position[twins[m.name]], m.name) for m in members] for members in buckets]
+        _join_all(trial, [[twins[m.name] for m in members] for members in buckets])
         lifetimes = live(trial)
         if lifetimes.peak_bytes <= budget:
             return trial
