@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from autopar.codegen.passes.in_place import reduce_in_place
 from autopar.core import host_link
-from autopar.core.host import TO_HOST
+from autopar.core.host import ARRIVED, FETCHED, FROM_HOST, STORED, TO_HOST, copy_at_once
 from autopar.core.host_link import HostLink
 
 c10d = torch.ops._c10d_functional
@@ -119,6 +119,31 @@ def test_nothing_waits_that_need_not(monkeypatch: pytest.MonkeyPatch) -> None:
     link.ways[1].run()
     assert 0 < link.ways[0].done < len(link.ways[0].queue)
     assert float(first[0]) == 1.0 and float(second[0]) == -1.0
+
+
+def test_what_is_stored_may_be_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Inductor does with a tensor that no later op reads."""
+    for waits in (False, True):
+        link = Link()
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Link.compute)
+        monkeypatch.setattr("autopar.core.host.link_of", lambda device, link=link: link)
+        x = torch.ones(2)
+        host = (torch.ops.autopar.stored if waits else torch.ops.autopar.to_host)(x)
+        Link.compute.queue.append(lambda x=x: x.zero_())
+        Link.compute.run()
+        link.ways[0].run()
+        assert float(host[0]) == float(waits)
+
+
+def test_inductor_gets_no_copy_that_runs_beside_compute() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    away = graph.call_function(TO_HOST, (x,))
+    back = graph.call_function(FROM_HOST, (away,), {"device": torch.device("cpu")})
+    graph.output((graph.call_function(ARRIVED, (back,)),))
+    copy_at_once(graph)
+    assert [n.target for n in graph.nodes if n.op == "call_function"] == [STORED, FETCHED]
+    assert float(fx.GraphModule(torch.nn.Module(), graph)(torch.ones(2))[0][0]) == 1.0
 
 
 def test_an_all_reduce_does_not_write_over_what_leaves() -> None:

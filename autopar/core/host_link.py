@@ -65,7 +65,8 @@ class HostLink:
     def keep(self, tensor: Tensor) -> Tensor:
         """A copy in host memory, made beside what the device is given to do from here on.
 
-        The device's memory goes to no other tensor before the copy is done. What the host reads of
+        The device's memory goes to no other tensor before the copy is done, unless an op writes
+        over it: such an op must come behind `wait_for_kept`. What the host reads of
         the copy without `fetch`, it must wait for itself.
         """
         if self._streams is None:
@@ -78,6 +79,12 @@ class HostLink:
         self._held_by(tensor, down)
         self._kept[host.data_ptr()] = down.record_event()
         return host
+
+    def wait_for_kept(self, host: Tensor) -> None:
+        """What the device is given to do from here on waits for a copy that `keep` makes."""
+        if self._streams is not None:
+            event = self._kept[host.data_ptr()]
+            torch.accelerator.current_stream(self._device).wait_event(event)
 
     def fetch(self, to: Tensor, host: Tensor) -> None:
         """Begin to copy what `keep` has put into host memory to a tensor on the device.

@@ -14,7 +14,7 @@ import torch
 
 from autopar.core import einsum, extensions
 from autopar.core import ops as _ops  # noqa: F401  (registers the autopar ops)
-from autopar.core.host import TO_HOST
+from autopar.core.host import AWAY
 from autopar.core.strategy import OpCall
 
 __all__ = [
@@ -207,7 +207,7 @@ def is_view(target: Any) -> bool:
 
 def is_away(target: Any) -> bool:
     """True for ops whose result takes host memory, and none of the device's."""
-    return target is TO_HOST
+    return target in AWAY
 
 
 def is_fresh_call(target: Any) -> bool:

@@ -23,7 +23,7 @@ from autopar.codegen.accumulate import add_up, without_sums
 from autopar.codegen.emit import Program
 from autopar.codegen.partition import EmptiesItsList
 from autopar.codegen.turns import TURN, TurnProgram
-from autopar.core.host import fetch_at_once
+from autopar.core.host import copy_at_once
 from autopar.errors import AutoparError
 
 __all__ = [
@@ -231,7 +231,7 @@ def _inductor(
 ) -> Callable[[list[Any]], Sequence[Any]]:
     graph = fx.Graph()  # a copy that takes its arguments one by one
     graph.output(graph.graph_copy(module.graph, {}))
-    fetch_at_once(graph)  # Inductor takes no op of others whose result is a view
+    copy_at_once(graph)
     with torch.no_grad():
         return inductor_compile(fx.GraphModule(torch.nn.Module(), graph), inputs)
 
