@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -128,3 +129,68 @@ def test_saved_on_a_pipeline_and_taken_up_on_other_plans(tmp_path: Path) -> None
         for losses in run_ranks(_run, world, constraints, str(tmp_path), True, timeout=300):
             for ours, theirs in zip(losses, unbroken[2:], strict=True):
                 assert abs(ours - theirs) <= 1e-6 * abs(theirs)
+
+
+class _Shared(nn.Module):
+    """Blocks that share two weights, and two tables that all of them read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.a, self.b = (nn.Parameter(torch.randn(8, 8) / 3) for _ in range(2))
+        self.g, self.h = (nn.Parameter(torch.randn(8) / 3) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, down = self.g.exp(), self.h.exp()
+        for i, layer in enumerate(self.layers):
+            first, second = (self.a, self.b) if i < 2 else (self.b, self.a)
+            x = torch.tanh(layer(x * up + down) @ first @ second)
+        return x.square().mean()
+
+
+def _order(rank: int, constraints: dict[str, Any]) -> dict[str, Any]:
+    """Tags of what is sent and received in a step, by what runs in order: group and peer."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import autopar
+
+    torch.manual_seed(0)
+    model, inputs = _Shared().double(), {"x": torch.randn(8, 8, dtype=torch.float64)}
+    single = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallel = autopar.parallelize(model, mesh, inputs, constraints=constraints, cache=False)
+    found: dict[str, list[Any]] = {"isend": [], "irecv": []}
+    for name in found:
+        call = getattr(dist, name)
+
+        def watched(*args: Any, name: str = name, call: Any = call, **given: Any) -> Any:
+            found[name].append((given["group"].group_name, given["tag"]))
+            return call(*args, **given)
+
+        setattr(dist, name, watched)
+    parallel.train_step(**inputs)
+    single(**inputs).backward()
+    named = dict(single.named_parameters())
+    worst = {n: _error(p.grad.full_tensor(), named[n].grad) for n, p in parallel.named_parameters()}
+    return {**found, "worst": worst}
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [{"schedule": "gpipe"}, {"schedule": "interleaved", "chunks": 2}],
+    ids=["gpipe", "interleaved"],
+)
+def test_what_is_sent_first_is_received_first(pins: dict[str, Any]) -> None:
+    """NCCL looks at no tag: of a group, the first to be sent is the first to be received.
+
+    A weight of four stages gets the contributions of all.
+    """
+    found = run_ranks(_order, 2, {"pipeline": {"size": 2, "microbatches": 2, **pins}})
+    for source, target in ((0, 1), (1, 0)):
+        sent, received = found[source]["isend"], found[target]["irecv"]
+        for group in {name for name, _ in sent}:
+            tags = [tag for name, tag in sent if name == group]
+            assert len(tags) > 1
+            assert tags == [tag for name, tag in received if name == group]
+    assert max(error for each in found for error in each["worst"].values()) <= 1e-9

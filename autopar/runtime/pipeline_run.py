@@ -67,7 +67,7 @@ class PipelineRun:
         self.values = {
             s: StageValues(program, self._runner(s)) for s, program in step.programs.items()
         }
-        self.here: dict[tuple[int, str, int], Tensor] = {}  # from a stage of this rank
+        self.here: dict[tuple[Transfer, int], Tensor] = {}  # from a stage of this rank
         self.sending: dict[Action | None, list[tuple[Any, Tensor]]] = defaultdict(list)
         self.late: list[tuple[int, OutputSpec, Tensor]] = []  # sent when all stages are done
         self.result = PipelineResult({}, {}, {})
@@ -134,10 +134,9 @@ class PipelineRun:
         done = {action.stage for action in self.step.closing}
         for stage in sorted(self.values.keys() - done, reverse=True):
             self._leave(stage, self.values[stage].finish(), 0)
-        for stage, spec, value in self.late:
-            self._send(stage, spec, value, 0, None)
+        self._send_all(self.late, 0, None)
         for stage in self.values:
-            for name, value in self._arriving(stage, "finish", 0).items():
+            for name, value in self._arrived(stage, "finish", 0):
                 known = self.result.gradients.get(name)
                 self.result.gradients[name] = value if known is None else known.add_(value)
 
@@ -173,15 +172,14 @@ class PipelineRun:
     ) -> None:
         """Send, keep or return what a part wrote."""
         result = self.result
+        sent: list[tuple[int, OutputSpec, Tensor]] = []
         for spec, _, name in self.step.programs[stage].outputs:
             if name not in written:
                 continue
             value = written[name]
-            if spec.kind == "sent" and spec.accumulated and action is not None:
-                # received behind all else: transfers of a group may run in order
-                self.late.append((stage, spec, value))
-            elif spec.kind == "sent":
-                self._send(stage, spec, value, turn, action)
+            if spec.kind == "sent":
+                # sums are received behind all else: transfers of a group may run in order
+                (self.late if spec.accumulated else sent).append((stage, spec, value))
             elif spec.kind == "gradient":
                 result.gradients[spec.target] = value
             elif spec.kind == "buffer":
@@ -190,6 +188,7 @@ class PipelineRun:
                 index = int(spec.target)
                 known = result.outputs.get(index)
                 result.outputs[index] = value if known is None else known + value
+        self._send_all(sent, turn, action)
 
     # --- transfers -----------------------------------------------------------------------------
     def _rank_of(self, stage: int) -> int:
@@ -204,46 +203,56 @@ class PipelineRun:
         index = self.step.transfers.index(transfer)
         return index * self.step.pipeline.microbatches + turn
 
-    def _send(
-        self, stage: int, spec: OutputSpec, value: Tensor, turn: int, action: Action | None
+    def _send_all(
+        self, values: Sequence[tuple[int, OutputSpec, Tensor]], turn: int, action: Action | None
     ) -> None:
+        """Send values of stages in the order of their receivers, as NCCL looks at no tag."""
+        found = [
+            (t.target, index, t, value)
+            for stage, spec, value in values
+            for index, t in enumerate(self.step.transfers)
+            if (t.source, t.value, t.phase == "finish") == (stage, spec.target, spec.accumulated)
+        ]
+        for _, _, transfer, value in sorted(found, key=lambda each: each[:2]):
+            self._send(transfer, value, turn, action)
+
+    def _send(self, t: Transfer, value: Tensor, turn: int, action: Action | None) -> None:
         """Send a value; it is held until its receiver is known to have it."""
-        for t in self.step.transfers:
-            if t.source != stage or t.value != spec.target:
-                continue
-            if (t.phase == "finish") != spec.accumulated:
-                continue
-            if self._rank_of(t.target) == self.mesh.rank:
-                self.here[t.target, t.value, turn] = value
-                continue
-            value = value.contiguous()
-            work = dist.isend(
-                value,
-                group=self._group(t),
-                group_dst=self._rank_of(t.target),
-                tag=self._tag(t, turn),
-            )
-            self.sending[action].append((work, value))
+        if self._rank_of(t.target) == self.mesh.rank:
+            self.here[t, turn] = value
+            return
+        value = value.contiguous()
+        work = dist.isend(
+            value,
+            group=self._group(t),
+            group_dst=self._rank_of(t.target),
+            tag=self._tag(t, turn),
+        )
+        self.sending[action].append((work, value))
 
     def _arriving(self, stage: int, phase: str, turn: int) -> dict[str, Tensor]:
         """Values of a phase that other stages have sent to a stage."""
-        found: dict[str, Tensor] = {}
+        return dict(self._arrived(stage, phase, turn))
+
+    def _arrived(self, stage: int, phase: str, turn: int) -> list[tuple[str, Tensor]]:
+        """The same by name: several stages may add to the gradient of one parameter."""
+        found: list[tuple[str, Tensor]] = []
         waiting = []
         for t in self.step.transfers:
             if t.target != stage or t.phase != phase:
                 continue
             if self._rank_of(t.source) == self.mesh.rank:
-                found[t.value] = self.here.pop((stage, t.value, turn))
+                found.append((t.value, self.here.pop((t, turn))))
                 continue
-            found[t.value] = self._empty(stage, t)
-            waiting.append(
-                dist.irecv(
-                    found[t.value],
-                    group=self._group(t),
-                    group_src=self._rank_of(t.source),
-                    tag=self._tag(t, turn),
-                )
+            empty = self._empty(stage, t)
+            found.append((t.value, empty))
+            work = dist.irecv(
+                empty,
+                group=self._group(t),
+                group_src=self._rank_of(t.source),
+                tag=self._tag(t, turn),
             )
+            waiting.append(work)
         for work in waiting:
             assert work is not None
             work.wait()
