@@ -104,16 +104,22 @@ def _scheduled_stages(plan: Plan, traced: TracedModel) -> Plan:
     parts = staged_as_planned(traced, p)
     orders = actions(p.schedule, p.size, p.microbatches, p.chunks)
     splits = any(action.kind == "I" for order in orders for action in order)
+    # a rank that has other stages still to run reduces a stage's gradients when all are done
+    ends = [order[-1] for order in orders]
+    closing = {end.stage for end in ends if end.kind == ("W" if splits else "B")}
     cluster, fusion = Cluster.from_dict(plan.cluster), Fusion.of(plan)
     stages: list[Plan] = []
     for number, stage in enumerate(p.stages):
-        like = next((s for s, q in zip(stages, p.stages, strict=False)
-                     if q.nodes is stage.nodes), None)  # fmt: skip
+        like = next((s for i, (s, q) in enumerate(zip(stages, p.stages, strict=False))
+                     if q.nodes is stage.nodes and (i in closing) == (number in closing)),
+                    None)  # fmt: skip
         if like is not None:  # equal stages of a folded graph share a plan
             stages.append(replace(stage, predicted=like.predicted, pieces=like.pieces))
             continue
         own = parts.named(number, stage, back=True)
-        found = _scheduled_stage(own, parts.model(number), cluster, fusion, p.microbatches, splits)
+        found = _scheduled_stage(
+            own, parts.model(number), cluster, fusion, p.microbatches, splits, number in closing
+        )
         stages.append(parts.named(number, found))
     transfer_s = transfer_seconds(parts.crossings(), stages, cluster, p.size)
     clock = pipelined_time(stages, orders, transfer_s, p.microbatches, plan.predicted.memory)
@@ -128,6 +134,7 @@ def _scheduled_stage(
     fusion: Fusion,
     microbatches: int,
     splits: bool,
+    closes: bool,
 ) -> Plan:
     """A stage's plan with what each of its parts hides, taken from the part's seconds."""
     names = ("prepare", "forward", *(("input", "weight") if splits else ("backward",)), "finish")
@@ -138,7 +145,7 @@ def _scheduled_stage(
         program = writer.program(None, trial.piece_counts())
         simulated = {
             name: simulate(program.parts[name].module.graph, cluster)
-            for name in (*names, "last")
+            for name in (*names, *(["last"] if closes else []))
             if name in program.parts
         }
         last = simulated.pop("last", None)

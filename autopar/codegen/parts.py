@@ -23,10 +23,13 @@ from autopar.codegen.passes.lifetimes import is_start
 from autopar.codegen.passes.order import copied, reorder
 from autopar.codegen.passes.overlap import begin_early
 
-__all__ = ["ORDER", "Cutter", "Part", "Parts", "behind", "inputs_first"]
+__all__ = ["LAST", "ORDER", "Cutter", "Part", "Parts", "behind", "inputs_first"]
 
 ORDER = ("prepare", "forward", "backward", "finish")
 """Phases of the graph as they run."""
+
+LAST = ("last", "close", "wait")
+"""The last part, and its two halves: up to the last op of the backward, and what is behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +60,16 @@ class Parts(Mapping[str, Part]):
         self._cutter, self._graph, self._passes = cutter, graph, passes
         self._found: dict[str, Part] = {}
         reduces = any(is_start(n) and phase_of(n) == "finish" for n in graph.nodes)
-        has_last = reduces and "early" in passes
-        self._names = (*ORDER, "input", "weight", *(("last",) if has_last else ()))
+        self._last = LAST if reduces and "early" in passes else ()
+        self._names = (*ORDER, "input", "weight", *self._last)
 
     def __getitem__(self, name: str) -> Part:
         if name not in self._names:
             raise KeyError(name)
-        if name not in self._found:
-            self._found[name] = (
-                self._cutter.last(self._graph, "in_place" in self._passes)
-                if name == "last"
-                else self._cutter.part(self._graph, name)
-            )
+        if name not in self._found and name in LAST:
+            self._found |= self._cutter.last(self._graph, "in_place" in self._passes)
+        elif name not in self._found:
+            self._found[name] = self._cutter.part(self._graph, name)
         return self._found[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -100,8 +101,8 @@ class Cutter:
         inside = self._bodies(graph)[name]
         return _part(inside, {*self.outputs, *summed}, set() if name == "finish" else summed)
 
-    def last(self, graph: fx.Graph, in_place: bool) -> Part:
-        """The last part.
+    def last(self, graph: fx.Graph, in_place: bool) -> dict[str, Part]:
+        """The last part, whole and in two: the stage before does not wait for the reductions.
 
         What begins earlier must fit: the peak stays that of the two parts one after the other.
 
@@ -127,8 +128,14 @@ class Cutter:
         begin_early(graph, base, finish)
         if in_place:
             reduce_in_place(graph, part_of)
-        part = _part([n for n in graph.nodes if n in own], set(self.outputs), set())
-        return Part(part.module, tuple(read.get(n, n) for n in part.reads), part.writes)
+        nodes = [n for n in graph.nodes if n in own]
+        end = max(nodes.index(n) for n in base) + 1
+        found: dict[str, Part] = {}
+        for name, inside in zip(LAST, (nodes, nodes[:end], nodes[end:]), strict=True):
+            part = _part(inside, set(self.outputs), set())
+            reads = tuple(read.get(n, n) for n in part.reads)
+            found[name] = Part(part.module, reads, part.writes)
+        return found
 
     def _bodies(self, graph: fx.Graph) -> dict[str, list[fx.Node]]:
         """Nodes of each phase, and of the backward in two."""

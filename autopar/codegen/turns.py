@@ -53,7 +53,8 @@ class TurnProgram:
         parts: "prepare", "forward", "backward" and "finish"; the backward in two, "input" (what
             goes to the stage before, and what it needs) and "weight" (the rest); and, where
             gradients are reduced and the pass "early" is on, "last": the last "backward", of a
-            schedule that cuts it in two the last "weight", with what "finish" does beside it.
+            schedule that cuts it in two the last "weight", with what "finish" does beside it. It
+            is there in two, too: "close", up to the last op of the backward, and "wait".
         inputs: descriptor and local layout of every placeholder of `joint`.
         outputs: descriptor and layout of every output, and the name of its value.
         sums: names of values of the backward that are added up over the turns.

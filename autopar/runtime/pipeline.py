@@ -99,13 +99,10 @@ class PipelinedStep:
             self.compiled = compile_parts(self.programs, self._executed())
 
     def _closing(self, kind: str) -> frozenset[Action]:
-        """The last action of each stage, where its gradients are reduced beside it."""
-        ends = {action.stage: action for action in self.order}
-        return frozenset(
-            action
-            for stage, action in ends.items()
-            if action.kind == kind and "last" in self.programs[stage].parts
-        )
+        """The last action of this rank, where its stage's gradients are reduced beside it."""
+        last = self.order[-1]
+        closes = last.kind == kind and "last" in self.programs[last.stage].parts
+        return frozenset([last] if closes else [])
 
     def _executed(self) -> tuple[str, ...]:
         """Names of the parts that a step runs, in the order in which values flow."""

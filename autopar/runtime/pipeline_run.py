@@ -102,6 +102,9 @@ class PipelineRun:
         if action in self.step.closing:
             phase = "backward" if action.kind == "B" else ""
             written = values.last(turn, self._received(stage, phase, turn, there))
+            self._leave(stage, written, turn, action)  # the stage before waits for that alone
+            written.clear()
+            written = values.wait()
         elif action.kind == "F":
             written = values.forward(turn, self._forward_inputs(stage, turn, there))
             if not self.step.traced.training:

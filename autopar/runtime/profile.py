@@ -225,9 +225,11 @@ def _measured(
             for kind, name in PARTS.items()
         }
         for action in step.closing:  # of the last microbatch, in place of its backward
-            module = step.programs[action.stage].parts["last"].module
-            last = TimedPart(module, watch, action.kind, action.microbatch)
-            timed[action.stage, "last"] = last
+            parts = step.programs[action.stage].parts
+            timed[action.stage, "close"] = TimedPart(
+                parts["close"].module, watch, action.kind, action.microbatch
+            )
+            timed[action.stage, "wait"] = TimedPart(parts["wait"].module, watch, "R")
         plan = step.plan
         return step.running(timed), lambda seconds: [
             interval

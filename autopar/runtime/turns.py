@@ -43,6 +43,7 @@ class StageValues:
         self.lasting: dict[str, Any] = {}
         self.turns: dict[int, dict[str, Any]] = {}
         self.sums: dict[str, Any] = {}
+        self.waiting: dict[str, Any] = {}
 
     def prepare(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Take the step's values, run what is hoisted; returns what it writes."""
@@ -70,17 +71,25 @@ class StageValues:
         return written
 
     def last(self, turn: int, given: dict[str, Any]) -> dict[str, Any]:
-        """Run the last backward of all, or the second part of it, and what `finish` does."""
+        """Run the last backward of all, or the second part of it, and begin what `finish` does."""
         values = {**self.lasting, **self.sums, **self.turns.pop(turn), **given}
         values.update((PREFIX + name, total) for name, total in self.sums.items())
         self.lasting, self.sums = {}, {}
         given.clear()
         operands = [
             values.get(n) if n.startswith(PREFIX) else values[n]
-            for n in self.program.parts["last"].reads
+            for n in self.program.parts["close"].reads
         ]
+        needed = self.program.parts["wait"].reads
+        self.waiting = {name: values[name] for name in needed if name in values}
         values.clear()
-        return self._run("last", operands, {}, ())
+        return self._run("close", operands, self.waiting, ("wait",))
+
+    def wait(self) -> dict[str, Any]:
+        """Wait for what `last` has begun; returns what that writes."""
+        operands = [self.waiting[n] for n in self.program.parts["wait"].reads]
+        self.waiting = {}
+        return self._run("wait", operands, {}, ())
 
     def finish(self) -> dict[str, Any]:
         """Reduce the sums, each of which goes with its last use; returns what that writes."""
@@ -250,6 +259,7 @@ class _AllStages:
             given = {}
         if turn == self.pipeline.microbatches - 1 and "last" in values.program.parts:
             self._leave(stage, values.last(turn, given))
+            self._leave(stage, values.wait())
         else:
             self._leave(stage, values.backward(turn, given, part))
 

@@ -57,8 +57,8 @@ def fuse(graph: fx.Graph, fusion: Fusion, fake_mode: FakeTensorMode) -> Rewriter
 
 def _shows_operand(node: fx.Node) -> bool:
     """True if the fake value of a view has the storage of its operand's."""
-    value, (source,) = node.meta["val"], node.all_input_nodes
-    given = source.meta["val"]
+    value, source = node.meta["val"], node.args[0]
+    given = source.meta["val"] if isinstance(source, fx.Node) else None
     if not isinstance(value, Tensor) or not isinstance(given, Tensor):
         return False
     return value.untyped_storage()._cdata == given.untyped_storage()._cdata

@@ -45,19 +45,25 @@ def reduce_in_place(graph: fx.Graph, part_of: Callable[[fx.Node], Hashable]) -> 
 
 
 def mark_in_place(graph: fx.Graph, part_of: Callable[[fx.Node], Hashable]) -> None:
-    """Mark the all-reduces that `reduce_in_place` would find now, for `Lifetimes`."""
-    for node in _found(graph, part_of):
+    """Mark, for `Lifetimes`, all-reduces that will work in place wherever they are moved to.
+
+    Those are the ones whose operand nothing else reads.
+    """
+    for node in _found(graph, part_of, alone=True):
         node.meta["in_place"] = True
 
 
-def _found(graph: fx.Graph, part_of: Callable[[fx.Node], Hashable]) -> list[fx.Node]:
+def _found(
+    graph: fx.Graph, part_of: Callable[[fx.Node], Hashable], alone: bool = False
+) -> list[fx.Node]:
     position = {node: index for index, node in enumerate(graph.nodes)}
     found: list[fx.Node] = []
     for node in graph.nodes:
         if node.target is c10d.all_reduce.default:
             (operand,) = node.all_input_nodes
             owners = _owners(operand) if is_contiguous(operand) else ()  # as NCCL takes no other
-            if owners and _is_free(node, owners, position, part_of):
+            others = any(user not in (node, *owners) for owner in owners for user in owner.users)
+            if owners and not (alone and others) and _is_free(node, owners, position, part_of):
                 found.append(node)
     return found
 

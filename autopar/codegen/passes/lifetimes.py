@@ -101,9 +101,8 @@ class Lifetimes:
                 mine = value.untyped_storage()._cdata
                 self._root[mine], self._first[mine] = mine, index
                 self._bytes[mine] = value.untyped_storage().nbytes()
-        elif "in_place" in node.meta:
-            (mine,), (given,) = self._own(node), self._storages(node.all_input_nodes[0])
-            self._root[mine] = given
+        elif "in_place" in node.meta and (shown := self._storages(node.all_input_nodes[0])):
+            self._root[self._own(node)[0]] = shown[0]
         elif is_wait(node):
             start = node.args[0]
             assert isinstance(start, fx.Node)
