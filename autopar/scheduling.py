@@ -21,6 +21,7 @@ from autopar.codegen.emit import written
 from autopar.codegen.fusion import Fusion
 from autopar.codegen.stages import staged_as_planned
 from autopar.codegen.turns import TurnWriter
+from autopar.core.collector import paused_collector
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
 from autopar.core.schedule import actions
@@ -36,6 +37,7 @@ __all__ = ["scheduled"]
 Shares = dict[tuple[str, int, str], float]
 
 
+@paused_collector()
 def scheduled(plan: Plan, traced: TracedModel) -> Plan:
     """`plan` with hidden and exposed communication; as it is, if it has them.
 
@@ -108,35 +110,35 @@ def _scheduled_stages(plan: Plan, traced: TracedModel) -> Plan:
     ends = [order[-1] for order in orders]
     closing = {end.stage for end in ends if end.kind == ("W" if splits else "B")}
     cluster, fusion = Cluster.from_dict(plan.cluster), Fusion.of(plan)
+    tried: dict[int, tuple[int, Plan, Trial]] = {}  # equal stages of a folded graph share nodes
+    known: dict[tuple[int, bool], Plan] = {}
     stages: list[Plan] = []
     for number, stage in enumerate(p.stages):
-        like = next((s for i, (s, q) in enumerate(zip(stages, p.stages, strict=False))
-                     if q.nodes is stage.nodes and (i in closing) == (number in closing)),
-                    None)  # fmt: skip
-        if like is not None:  # equal stages of a folded graph share a plan
-            stages.append(replace(stage, predicted=like.predicted, pieces=like.pieces))
-            continue
-        own = parts.named(number, stage, back=True)
-        found = _scheduled_stage(
-            own, parts.model(number), cluster, fusion, p.microbatches, splits, number in closing
-        )
-        stages.append(parts.named(number, found))
+        alike, closes = id(stage.nodes), number in closing
+        if alike not in tried:
+            own, model = parts.named(number, stage, back=True), parts.model(number)
+            tried[alike] = number, *_tried(own, model, cluster, fusion, p.microbatches, splits)
+        if (alike, closes) not in known:
+            first, planned, trial = tried[alike]
+            found = _scheduled_stage(planned, trial, p.microbatches, splits, closes)
+            known[alike, closes] = parts.named(first, found)
+        like = known[alike, closes]
+        stages.append(replace(stage, predicted=like.predicted, pieces=like.pieces))
     transfer_s = transfer_seconds(parts.crossings(), stages, cluster, p.size)
     clock = pipelined_time(stages, orders, transfer_s, p.microbatches, plan.predicted.memory)
     pipeline = replace(p, stages=tuple(stages), bubble=clock.bubble, slots=clock.slots)
     return replace(plan, predicted=clock.predicted, pipeline=pipeline)
 
 
-def _scheduled_stage(
+def _tried(
     plan: Plan,
     model: TracedModel,
     cluster: Cluster,
     fusion: Fusion,
     microbatches: int,
     splits: bool,
-    closes: bool,
-) -> Plan:
-    """A stage's plan with what each of its parts hides, taken from the part's seconds."""
+) -> tuple[Plan, Trial]:
+    """A stage's plan with its pieces, and its program."""
     names = ("prepare", "forward", *(("input", "weight") if splits else ("backward",)), "finish")
 
     writer = TurnWriter([model], plan, [0] * len(plan.mesh_shape), fusion=fusion)
@@ -145,13 +147,29 @@ def _scheduled_stage(
         program = writer.program(None, trial.piece_counts())
         simulated = {
             name: simulate(program.parts[name].module.graph, cluster)
-            for name in (*names, *(["last"] if closes else []))
+            for name in (*names, "last")
             if name in program.parts
         }
         last = simulated.pop("last", None)
         return Trial(graph=program.joint.graph, parts=simulated, last=last)
 
-    plan, trial = decomposed(plan, run(plan), run, cluster, microbatches)
+    return decomposed(plan, run(plan), run, cluster, microbatches)
+
+
+def _scheduled_stage(
+    plan: Plan, trial: Trial, microbatches: int, splits: bool, closes: bool
+) -> Plan:
+    """A stage's plan with what each of its parts hides, taken from the part's seconds.
+
+    Args:
+        plan: of the stage.
+        trial: its program.
+        microbatches: of a step.
+        splits: the backward runs in two parts.
+        closes: gradients are reduced beside the last backward.
+    """
+    if not closes:
+        trial = replace(trial, last=None)
     found, shares = trial.parts, trial.shares()
     plan = with_waits(plan, found, microbatches)
     before = plan.predicted.phases
