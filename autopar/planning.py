@@ -19,6 +19,7 @@ from autopar.codegen.fusion import Fusion
 from autopar.codegen.passes import check_passes
 from autopar.codegen.stage_unfolding import unfolded_plan
 from autopar.codegen.turns import emit_turns
+from autopar.core.collector import paused_collector
 from autopar.core.constraints import NO_PIPELINE, Constraints, PipelinePin
 from autopar.core.folding import every_instance, same_for_all_instances
 from autopar.core.graph import TracedModel
@@ -60,6 +61,7 @@ def traced_for(
     )
 
 
+@paused_collector()
 def solved(
     traced: TracedModel,
     cluster: Cluster,

@@ -36,6 +36,7 @@ from torch import nn
 
 import autopar
 from autopar.codegen.fusion import Fusion
+from autopar.core.collector import paused_collector
 from autopar.core.constraints import Constraints
 from autopar.core.plan import PipelinePlan
 from autopar.pipelining import plan_step
@@ -219,9 +220,10 @@ def measure(row: Row, fused: bool = True) -> dict[str, Any]:
     found: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
     try:
         fusion = fusion_of(cluster) if fused else None
-        plan = plan_step(traced, cluster, constraints=Constraints(), fusion=fusion)
-        solved = time.perf_counter()
-        step_s = scheduled(plan, traced).predicted.step_time_s
+        with paused_collector():  # as in autopar.plan
+            plan = plan_step(traced, cluster, constraints=Constraints(), fusion=fusion)
+            solved = time.perf_counter()
+            step_s = scheduled(plan, traced).predicted.step_time_s
         found |= {
             "result": "plan",
             "schedule_s": time.perf_counter() - solved,

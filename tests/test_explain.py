@@ -50,9 +50,7 @@ def rivals(name: str, pins: dict[str, Any]) -> dict[str, float]:
     for index, state in enumerate(states):
         costs = built.problem.costs[owner].copy()
         costs[[i for i in range(len(costs)) if i != index]] = math.inf
-        problem = ChoiceProblem(
-            {**built.problem.costs, owner: costs}, {}, dict(built.problem.edges)
-        )
+        problem = ChoiceProblem({**built.problem.costs, owner: costs}, dict(built.problem.edges))
         try:
             seconds = solve_problem(problem).objective
         except Infeasible:

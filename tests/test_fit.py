@@ -63,7 +63,7 @@ def test_plans_obey_the_limit_and_bounds_hold(seed: int) -> None:
     rows = random_rows(rng, problem, 3)
     every = everything(problem)
     peaks = [max(row.value(chosen) for row in rows) for chosen in every]
-    seconds = [evaluate(problem, chosen)[0] for chosen in every]
+    seconds = [evaluate(problem, chosen) for chosen in every]
     # between the least peak and that of the fastest plan
     limit = round(0.5 * (min(peaks) + peaks[int(np.argmin(seconds))]))
     optimum = min(s for s, p in zip(seconds, peaks, strict=True) if p <= limit)
@@ -88,9 +88,9 @@ def test_what_another_problem_beats_is_proved_so(seed: int) -> None:
     every = everything(problem)
     least = min(max(row.value(chosen) for row in rows) for chosen in every)
     fits = [c for c in every if max(row.value(c) for row in rows) <= 1.1 * least]
-    optimum = min(evaluate(problem, c)[0] for c in fits)
+    optimum = min(evaluate(problem, c) for c in fits)
     found = search(problem, rows, int(1.1 * least))
-    beat = 0.9 * min(evaluate(problem, c)[0] for c in every) + 1e-3
+    beat = 0.9 * min(evaluate(problem, c) for c in every) + 1e-3
     assert found.start(beat, 0.1) is None
     assert found.bound <= optimum + 1e-6
 
@@ -114,7 +114,7 @@ def test_fixed_nodes_keep_the_optimum_whatever_they_cost_later(seed: int) -> Non
 
     whole = with_extra(problem, {n: np.arange(len(c)) for n, c in problem.costs.items()})
     small = with_extra(reduced.problem, reduced.kept)
-    best = min(evaluate(whole, chosen)[0] for chosen in everything(whole))
-    again = min(everything(small), key=lambda chosen: evaluate(small, chosen)[0])
-    assert evaluate(small, again)[0] + reduced.offset == pytest.approx(best)
-    assert evaluate(whole, reduced.expand(again))[0] == pytest.approx(best)
+    best = min(evaluate(whole, chosen) for chosen in everything(whole))
+    again = min(everything(small), key=lambda chosen: evaluate(small, chosen))
+    assert evaluate(small, again) + reduced.offset == pytest.approx(best)
+    assert evaluate(whole, reduced.expand(again)) == pytest.approx(best)

@@ -173,7 +173,7 @@ def test_other_states_cost_what_they_say() -> None:
     built = build_problem(traced, step, where, pins, "adamw")
     chosen = dict.fromkeys(built.problem.costs, 0)
     chosen = {n: int(c.argmin()) for n, c in built.problem.costs.items()}
-    base = evaluate(built.problem, chosen)[0]
+    base = evaluate(built.problem, chosen)
     others = other_states(built.problem, chosen)
     assert len(others) > 10
     checked = 0
@@ -181,10 +181,10 @@ def test_other_states_cost_what_they_say() -> None:
         changed = {**chosen, node: state}
         assert state != chosen[node]
         if math.isfinite(base):
-            assert evaluate(built.problem, changed)[0] - base == pytest.approx(more_s, abs=1e-12)
+            assert evaluate(built.problem, changed) - base == pytest.approx(more_s, abs=1e-12)
             for rival in range(len(built.problem.costs[node])):
                 if rival != chosen[node]:
-                    cost = evaluate(built.problem, {**chosen, node: rival})[0]
+                    cost = evaluate(built.problem, {**chosen, node: rival})
                     assert cost - base >= more_s - 1e-12
             checked += 1
     assert checked > 10

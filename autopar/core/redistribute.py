@@ -140,7 +140,6 @@ def path(src: Layout, dst: Layout, mesh_shape: tuple[int, ...]) -> tuple[Move, .
     return tuple(Move(m.axis, restore(m.src), restore(m.dst), m.fraction) for m in moves)
 
 
-@lru_cache(maxsize=1 << 18)
 def canonical_path(
     src: Layout, dst: Layout, mesh_shape: tuple[int, ...]
 ) -> tuple[Move, ...] | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ class StepProblem:
     """The problem with what its states mean.
 
     Attributes:
-        problem: costs, memory and edges over class representatives.
+        problem: costs and edges over class representatives.
         candidates: states of each op class.
         storages: states of each parameter class.
         classes: representative of every op and parameter.
@@ -75,7 +75,7 @@ def build_problem(
     ports: Mapping[str, Layout] | None = None,
     offers: Offers | None = None,
 ) -> StepProblem:
-    """States, costs, memory and edges of a traced step on a cluster.
+    """States, costs and edges of a traced step on a cluster.
 
     Args:
         traced, step: the step, read.
@@ -177,9 +177,8 @@ class _Builder:
             place = {id(c): k for k, c in enumerate(offer.candidates)}
             cost = cost[[place[id(c)] for c in allowed]]
         self.candidates[op.name] = allowed
-        held = self._saved_bytes(op, allowed) * self.copies[op.name]
         cost = np.maximum(0.0, cost - self.step.beside.get(op.name, 0.0))
-        self.problem.add_node(op.name, cost * self.count[op.name], held)
+        self.problem.add_node(op.name, cost * self.count[op.name])
 
     def _inputs_ok(self, op: Op, candidate: Candidate) -> bool:
         """Inputs of the step are whole on every rank: they can be sliced, never partial."""
@@ -187,14 +186,6 @@ class _Builder:
             value[0] in self.step.inputs and any(p.is_partial for p in layout)
             for value, layout in zip(op.operands, candidate.inputs, strict=True)
         )
-
-    def _saved_bytes(self, op: Op, candidates: Sequence[Candidate]) -> Array:
-        total = np.zeros(len(candidates))
-        for index, spec in enumerate(op.call.outputs):
-            if (op.name, index) in self.step.saved:
-                total += [spec.num_bytes / shard_factor(c.outputs[index], self.mesh)
-                          for c in candidates]  # fmt: skip
-        return total
 
     def _add_parameter(self, name: str) -> None:
         spec = self.step.parameters[name]
@@ -208,13 +199,13 @@ class _Builder:
                 f"{self.pins.describe()} leaves no placement for {spec.target} of shape "
                 f"{spec.shape}"
             )
-        memory = np.array([self._state_bytes(name, layout) for layout in layouts])
+        sizes = np.array([self._state_bytes(name, layout) for layout in layouts])
         self.storages[name] = layouts
         # a tie goes to the smaller share, then to one whose gather needs no copy into rank order
         packed = [any(p.is_shard and (p.dim or p.split > 1) for p in x) for x in layouts]
-        cost = memory * 1e-21 * (1.0 + np.array(packed))
+        cost = sizes * 1e-21 * (1.0 + np.array(packed))
         cost = cost + [self._offload_seconds(name, layout) for layout in layouts]
-        self.problem.add_node(name, cost * self.copies[name], memory * self.copies[name])
+        self.problem.add_node(name, cost * self.copies[name])
 
     def _offload_seconds(self, name: str, layout: Layout) -> float:
         if name not in self.step.gradients:
@@ -237,8 +228,7 @@ class _Builder:
             if not any(p.is_partial for p in layout)
         ]
         self.candidates[op.name] = allowed
-        held = self._saved_bytes(op, allowed) * self.copies[op.name]
-        self.problem.add_node(op.name, np.zeros(len(allowed)), held)
+        self.problem.add_node(op.name, np.zeros(len(allowed)))
 
     def _add_port(self, name: str) -> None:
         """Layout of what arrives from another stage, or of what is sent to one: never partial."""
@@ -268,8 +258,7 @@ class _Builder:
                     if s.value[0] == op.name and s.port in self.settled]  # fmt: skip
         found = [Candidate((x,), (x,), none, ()) for x in dict.fromkeys(layouts)]
         self.candidates[op.name] = found
-        held = self._saved_bytes(op, found) * self.copies[op.name]
-        self.problem.add_node(op.name, np.zeros(len(found)), held)
+        self.problem.add_node(op.name, np.zeros(len(found)))
 
     def _state_bytes(self, name: str, layout: Layout) -> float:
         """Parameter, gradient and optimizer state of one rank."""

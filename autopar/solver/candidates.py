@@ -197,13 +197,14 @@ class Pricer:
             self.cluster.device, share.op_class, _dtype(call), written[:, None] + read,
             np.array(int(inside.launch)),
         )  # fmt: skip
+        numbers: dict[Layout, int] = {}
         real = [axis for axis, size in enumerate(mesh) if size > 1]
-        ends = [[tuple(x[i] for i in real) for x in layouts] for layouts in (sources, targets)]
-        moved = [
-            [a != b and not c.comm for b, c in zip(ends[1], candidates, strict=True)]
-            for a in ends[0]
-        ]
-        return np.where(np.array(moved, dtype=bool), lost, 0.0)
+        before, after = (
+            np.array([numbers.setdefault(tuple(x[i] for i in real), len(numbers)) for x in layouts])
+            for layouts in (sources, targets)
+        )
+        joined = np.array([not c.comm for c in candidates])
+        return np.where((before[:, None] != after) & joined, lost, 0.0)
 
     def inner(self, candidates: Sequence[Candidate]) -> Array:
         """Seconds of the collectives inside each candidate."""

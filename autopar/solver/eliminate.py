@@ -1,4 +1,4 @@
-"""The exact optimum of a problem without memory, by eliminating one node after the other.
+"""The exact optimum of a problem, by eliminating one node after the other.
 
 Eliminating node i replaces all tables that have it by one over its neighbours,
 
@@ -49,7 +49,7 @@ def minimise(
 ) -> tuple[float, dict[Hashable, int]] | None:
     """The least cost and an assignment of that cost; None if the tables would be too large.
 
-    The cost is infinite where no assignment is possible. Memory is not looked at.
+    The cost is infinite where no assignment is possible.
     """
     order = _order(problem, max_entries)
     if order is None:

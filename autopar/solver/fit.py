@@ -81,7 +81,7 @@ class MemorySearch:
     """Plans of one problem under one memory limit.
 
     Args:
-        problem: without memory; its costs are seconds.
+        problem: its costs are seconds.
         liveness: makes the rows.
         decide: prices an assignment.
         limit: bytes.
@@ -99,7 +99,7 @@ class MemorySearch:
         decide: Callable[[Solution], Fit],
         limit: int,
     ) -> None:
-        self.problem = ChoiceProblem(problem.costs, {}, problem.edges)
+        self.problem = problem
         self.relaxed = Relaxation(self.problem, liveness)
         self.decide = decide
         self.limit = limit
@@ -159,7 +159,7 @@ class MemorySearch:
         return fit
 
     def _plan(self, chosen: Assignment, status: str) -> Solution:
-        seconds = evaluate(self.problem, chosen)[0]
+        seconds = evaluate(self.problem, chosen)
         run = self.approximate()
         return Solution(
             chosen=dict(chosen),

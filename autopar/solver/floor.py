@@ -132,7 +132,7 @@ class Floors:
         built = build_problem(
             self.body, part, cluster, self.pins, self.optimizer, None, self.offers
         )
-        whole = ChoiceProblem(built.problem.costs, {}, built.problem.edges)
+        whole = built.problem
         if not self.parts:
             return Floor(_least(whole), 0.0, 0.0, 0.0, 0.0)
         at_turns = {n: op for n, op in part.ops.items() if n in self._fed}
@@ -207,7 +207,6 @@ def _among(problem: ChoiceProblem, names: Collection[Hashable]) -> ChoiceProblem
     """What some nodes cost, and the pairs of them."""
     return ChoiceProblem(
         {n: cost for n, cost in problem.costs.items() if n in names},
-        {},
         {(i, j): m for (i, j), m in problem.edges.items() if i in names and j in names},
     )
 
@@ -220,6 +219,5 @@ def _weighted(problem: ChoiceProblem, share: Callable[..., float]) -> ChoiceProb
 
     return ChoiceProblem(
         {n: least(n) * cost for n, cost in problem.costs.items()},
-        {},
         {(i, j): least(i, j) * m for (i, j), m in problem.edges.items()},
     )

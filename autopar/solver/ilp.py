@@ -18,7 +18,7 @@ import pulp
 
 from autopar.errors import AutoparError
 from autopar.solver.eliminate import minimise
-from autopar.solver.messages import Bounds, MessagePassing, bound_with_memory
+from autopar.solver.messages import Bounds, MessagePassing
 from autopar.solver.problem import Assignment, ChoiceProblem, Indices, Row, evaluate
 from autopar.solver.program import SECONDS, Program
 from autopar.solver.reduce import Reduced, reduce_problem
@@ -69,7 +69,7 @@ class Prepared:
     """A reduced problem with what has been found out about it: solving it again goes on from there.
 
     Args:
-        reduced: the problem, without memory where there is no limit.
+        reduced: the problem.
     """
 
     def __init__(self, reduced: Reduced) -> None:
@@ -129,7 +129,6 @@ def _among(problem: ChoiceProblem, keep: Mapping[Hashable, Indices]) -> ChoicePr
     """The problem with some of the states of each node."""
     return ChoiceProblem(
         {n: c[keep[n]] for n, c in problem.costs.items()},
-        {n: m[keep[n]] for n, m in problem.memory.items()},
         {(i, j): m[np.ix_(keep[i], keep[j])] for (i, j), m in problem.edges.items()},
     )
 
@@ -180,7 +179,6 @@ def _run(program: Program, gap: float, below: float = math.inf) -> tuple[str, fl
 def solve_problem(
     problem: ChoiceProblem,
     *,
-    memory_limit: float | None = None,
     exact: bool = True,
     prepared: Prepared | None = None,
     known: Sequence[Assignment] = (),
@@ -193,33 +191,26 @@ def solve_problem(
 
     Args:
         problem: to solve.
-        memory_limit: of the sum of the nodes' memory, in bytes.
         exact: run the ILP, and message passing to its end.
         prepared: what is known of the problem, if it has been reduced or solved before.
         known: possible assignments; where message passing finds none, its labels are joined with
             theirs, which is a far smaller ILP than that of all states.
 
     Raises:
-        Infeasible: no assignment is possible, or none within the memory limit.
+        Infeasible: no assignment is possible.
     """
     started = time.perf_counter()
-    source = problem
-    if memory_limit is None:
-        source = ChoiceProblem(problem.costs, {}, problem.edges)
-    prepared = prepared or Prepared(reduce_problem(source))
+    prepared = prepared or Prepared(reduce_problem(problem))
     reduced, left = prepared.reduced, prepared.reduced.problem
     if any(not np.isfinite(cost).any() for cost in left.costs.values()):
         raise Infeasible("some node has no possible state")
-    if memory_limit is not None and left.memory:
-        bounds = bound_with_memory(left, memory_limit)
-    else:
-        bounds = prepared.bounds(exact)
+    bounds = prepared.bounds(exact)
     status, lower, local = "optimal", bounds.lower, bounds.chosen
     variables = constraints = 0
     if not _closed(bounds.lower, bounds.upper):
         model = None
         if exact or not (bounds.chosen or known):
-            model = _model_of_open(left, bounds, memory_limit)
+            model = _model_of_open(left, bounds)
         if model is None:
             status = "bounded"
         else:
@@ -230,12 +221,10 @@ def solve_problem(
     if local:
         chosen = reduced.expand(local)
     else:
-        chosen = _joined(source, [*known, reduced.expand(bounds.latest)])
-    objective, memory = evaluate(problem, chosen)
+        chosen = _joined(problem, [*known, reduced.expand(bounds.latest)])
+    objective = evaluate(problem, chosen)
     if not math.isfinite(objective):
         raise Infeasible("every assignment is impossible")
-    if memory_limit is not None and memory > memory_limit * (1 + 1e-6) + 1:
-        raise Infeasible(f"needs {memory:.0f} bytes, the limit is {memory_limit:.0f}")
     return Solution(
         chosen=chosen,
         objective=objective,
@@ -250,7 +239,7 @@ def solve_problem(
 def _joined(problem: ChoiceProblem, tried: Sequence[Assignment]) -> dict[Hashable, int]:
     """The best assignment of the states of some assignments, of which one at least is possible."""
     keep = {node: np.unique([states[node] for states in tried]) for node in problem.costs}
-    costs = [cost for cost in (evaluate(problem, t)[0] for t in tried) if math.isfinite(cost)]
+    costs = [cost for cost in (evaluate(problem, t) for t in tried) if math.isfinite(cost)]
     found = solve_among(problem, keep, (), math.inf, _AMONG_GAP * abs(min(costs, default=0.0)))
     if found is None:
         raise Infeasible("no known assignment is possible")
@@ -269,14 +258,14 @@ def solve_among(
 
     None if none was found that costs less than `below` seconds.
     """
-    among = _among(ChoiceProblem(problem.costs, {}, problem.edges), keep)
+    among = _among(problem, keep)
     program = Program(among, [row.among(keep) for row in rows], limit)
     try:
         _run(program, gap, below)
     except Infeasible:
         return None
     states = program.states()
-    if evaluate(program.problem, states)[0] >= below:
+    if evaluate(program.problem, states) >= below:
         return None
     return {n: int(keep[n][state]) for n, state in states.items()}
 
@@ -291,16 +280,13 @@ def _size(bounds: Bounds) -> float:
     return max(known, default=0.0)
 
 
-def _model_of_open(left: ChoiceProblem, bounds: Bounds, limit: float | None) -> Program | None:
+def _model_of_open(left: ChoiceProblem, bounds: Bounds) -> Program | None:
     """The ILP over the states that the bounds leave open; None if it is too large to be worth it.
 
     Without any assignment at hand it is built whatever its size.
     """
     among = _among(left, bounds.keep)
-    memory = among.memory
     size = sum(m.size for m in among.edges.values())
     if size > _ILP_VARIABLES and math.isfinite(bounds.upper):
         return None
-    rows = [] if limit is None or not memory else [Row(nodes=memory)]
-    among = ChoiceProblem(among.costs, {}, among.edges)
-    return Program(among, rows, math.inf if limit is None else limit)
+    return Program(among)

@@ -305,12 +305,12 @@ class Liveness:
 
 def priced(problem: ChoiceProblem, prices: Mapping[int, float], rows: Mapping[int, Row],
            scale: float = 1.0) -> ChoiceProblem:  # fmt: skip
-    """`scale` · problem plus the rows at their prices, without memory."""
+    """`scale` · problem plus the rows at their prices."""
     costs = {node: cost * scale for node, cost in problem.costs.items()}
     edges = problem.edges
     if scale != 1.0:
         edges = {pair: matrix * scale for pair, matrix in edges.items()}
-    total = ChoiceProblem(costs, {}, dict(edges))
+    total = ChoiceProblem(costs, dict(edges))
     for position, price in prices.items():
         if price:
             rows[position].price_into(total, price)

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from autopar.solver.problem import Array, ChoiceProblem, Indices, evaluate
 
-__all__ = ["Bounds", "MessagePassing", "bound_with_memory", "improve_bounds"]
+__all__ = ["Bounds", "MessagePassing", "improve_bounds"]
 
 _CHECK_EVERY = 5
+_FEWER = 0.7  # of the states: then the rest is left behind
 _STALLED = 3  # checks in a row that raise the bound by next to nothing
 
 
@@ -45,60 +46,120 @@ class Bounds:
     latest: dict[Hashable, int] = field(default_factory=dict)
 
 
+_Edge = tuple[Hashable, Array]
+_Visit = tuple[Array, Array, list[Array], list[Array], float]
+
+
 class _Messages:
+    """Costs that messages have moved, of the states that are still open.
+
+    Between a backward sweep and the next forward one the least entry of each row of a table is 0.
+
+    Attributes:
+        problem: the original costs of these; an edge goes from the earlier to the later node.
+        theta, tables: the moved costs of nodes and edges.
+        kept: the original states of each node.
+        base, offset: what nodes with one open state, which are settled, cost; and as moved.
+    """
+
     def __init__(self, problem: ChoiceProblem) -> None:
-        self.problem = problem
         finite = sum(float(np.max(c[np.isfinite(c)], initial=0.0)) for c in problem.costs.values())
         finite += sum(float(np.max(m[np.isfinite(m)], initial=0.0)) for m in problem.edges.values())
-        self.big = 10.0 * finite + 1.0
-        self.nodes = list(problem.costs)
-        self.order = {node: k for k, node in enumerate(self.nodes)}
-        self.theta = {n: np.where(np.isfinite(c), c, self.big) for n, c in problem.costs.items()}
-        # tables of the edges towards later nodes, and to earlier ones with these along columns
-        self.after: dict[Hashable, list[tuple[Hashable, Array]]] = {n: [] for n in self.nodes}
-        self.before: dict[Hashable, list[tuple[Hashable, Array]]] = {n: [] for n in self.nodes}
-        self.around: dict[Hashable, list[tuple[Hashable, Array]]] = {n: [] for n in self.nodes}
-        for (i, j), matrix in problem.edges.items():
-            a, b, m = (i, j, matrix) if self.order[i] < self.order[j] else (j, i, matrix.T)
-            table = np.where(np.isfinite(m), m, self.big)
+        big = 10.0 * finite + 1.0
+        order = {node: k for k, node in enumerate(problem.costs)}
+        edges = {
+            (i, j) if order[i] < order[j] else (j, i): m if order[i] < order[j] else m.T
+            for (i, j), m in problem.edges.items()
+        }
+        self.problem = ChoiceProblem(problem.costs, edges)
+        self.theta = {n: np.where(np.isfinite(c), c, big) for n, c in problem.costs.items()}
+        self.tables = {pair: np.where(np.isfinite(m), m, big) for pair, m in edges.items()}
+        self.kept: dict[Hashable, Indices] = {n: np.arange(len(c)) for n, c in self.theta.items()}
+        self.base = self.offset = 0.0
+        self._connect()
+
+    def _connect(self) -> None:
+        """Who is beside whom, and what a sweep does at each node, one way and the other."""
+        self.nodes = list(self.problem.costs)
+        self.after: dict[Hashable, list[_Edge]] = {n: [] for n in self.nodes}
+        self.before: dict[Hashable, list[_Edge]] = {n: [] for n in self.nodes}
+        self.around: dict[Hashable, list[_Edge]] = {n: [] for n in self.nodes}
+        for (a, b), table in self.tables.items():
             self.after[a].append((b, table))
             self.before[b].append((a, table))
-            self.around[i].append((j, matrix))
-            self.around[j].append((i, matrix.T))
-        for node in self.nodes:
-            self.collect(node, before=False)
+            matrix = self.problem.edges[a, b]
+            self.around[a].append((b, matrix))
+            self.around[b].append((a, matrix.T))
+        self.forward = [self._visit(node, 0) for node in self.nodes]
+        self.backward = [self._visit(node, 1) for node in reversed(self.nodes)]
+        for (a, _), table in self.tables.items():  # as a backward sweep leaves them
+            least = table.min(axis=1)
+            self.theta[a] += least
+            table -= least[:, None]
 
-    def collect(self, node: Hashable, before: bool) -> None:
-        """Move into the node all that its edges from earlier nodes, or to later ones, can give."""
+    def _visit(self, node: Hashable, axis: int) -> _Visit:
+        """Its costs along edges to nodes visited before, and after; these edges; the share of each.
+
+        What the edges hold is along `axis` for the former.
+        """
         theta = self.theta[node]
-        if before:
-            for _, edge in self.before[node]:
-                least = np.minimum.reduce(edge, axis=0)
-                theta += least
-                edge -= least[None, :]
-        else:
-            for _, edge in self.after[node]:
-                least = np.minimum.reduce(edge, axis=1)
-                theta += least
-                edge -= least[:, None]
+        row, column = theta[None, :], theta[:, None]
+        before, after = ([edge for _, edge in x[node]] for x in (self.before, self.after))
+        share = 1.0 / max(len(before), len(after), 1)
+        if axis == 0:
+            return row, column, before, after, share
+        return column, row, after, before, share
+
+    @property
+    def num_states(self) -> int:
+        """Of nodes that are not settled."""
+        return sum(map(len, self.theta.values()))
+
+    def restrict(self, keep: Mapping[Hashable, Indices]) -> None:
+        """Go on with some states of each node; what messages have moved stays moved."""
+        costs = {n: self.problem.costs[n][keep[n]] for n in self.nodes}
+        theta = {n: self.theta[n][keep[n]] for n in self.nodes}
+        edges, tables = self.problem.edges, self.tables
+        self.kept.update((n, self.kept[n][keep[n]]) for n in self.nodes)
+        self.problem, self.theta, self.tables = ChoiceProblem(costs), theta, {}
+        for (a, b), table in tables.items():
+            at = np.ix_(keep[a], keep[b])
+            own, moved = edges[a, b][at], table[at]
+            if len(costs[a]) > 1 < len(costs[b]):
+                self.problem.edges[a, b], self.tables[a, b] = own, moved
+            elif len(costs[b]) > 1:
+                costs[b], theta[b] = costs[b] + own[0], theta[b] + moved[0]
+            else:
+                costs[a], theta[a] = costs[a] + own[:, 0], theta[a] + moved[:, 0]
+        for node in self.nodes:
+            if len(costs[node]) == 1:
+                self.base += float(costs.pop(node)[0])
+                self.offset += float(theta.pop(node)[0])
+        self._connect()
+
+    def whole(self, chosen: Mapping[Hashable, int]) -> dict[Hashable, int]:
+        """Original states of all nodes from those of the nodes that are not settled."""
+        return {node: int(states[chosen.get(node, 0)]) for node, states in self.kept.items()}
 
     def sweep(self, forward: bool) -> None:
-        nodes = self.nodes if forward else reversed(self.nodes)
-        for node in nodes:
-            # the sweep before has left nothing in the other edges
-            self.collect(node, before=forward)
-            nexts = self.after[node] if forward else self.before[node]
-            if not nexts:
-                continue
-            weight = 1.0 / max(len(self.after[node]), len(self.before[node]), 1)
-            share = self.theta[node] * weight
-            for _, edge in nexts:
-                edge += share[:, None] if forward else share[None, :]
-            self.theta[node] -= share * len(nexts)
+        """Nodes collect from their edges to nodes visited before, and hand on to the others."""
+        axis = 0 if forward else 1
+        least_of, add, subtract = np.minimum.reduce, np.add, np.subtract
+        for inwards, outwards, collected, others, share in (
+            self.forward if forward else self.backward
+        ):
+            for edge in collected:
+                least = least_of(edge, axis, None, None, True)
+                add(inwards, least, inwards)
+                subtract(edge, least, edge)
+            if others:
+                part = outwards * share
+                for edge in others:
+                    add(edge, part, edge)
+                subtract(outwards, part * len(others), outwards)
 
     def bound(self) -> float:
-        total = sum(float(t.min()) for t in self.theta.values())
-        return total + sum(float(m.min()) for edges in self.after.values() for _, m in edges)
+        return self.offset + sum(float(t.min()) for t in self.theta.values())
 
     def label(self) -> dict[Hashable, int]:
         """Greedy assignment in node order on the current costs."""
@@ -107,8 +168,6 @@ class _Messages:
             cost = self.theta[node].copy()
             for other, edge in self.before[node]:
                 cost += edge[chosen[other]]
-            for _, edge in self.after[node]:
-                cost += edge.min(axis=1)
             chosen[node] = int(cost.argmin())
         return chosen
 
@@ -150,10 +209,7 @@ class _Messages:
         for _ in range(10):
             if not descent.one_by_one() and not descent.by_pairs():
                 break
-        total = sum(float(c[chosen[n]]) for n, c in self.problem.costs.items())
-        return total + sum(
-            float(m[chosen[i], chosen[j]]) for (i, j), m in self.problem.edges.items()
-        )
+        return self.base + evaluate(self.problem, chosen)
 
     def open_states(self, lower: float, upper: float) -> dict[Hashable, Indices]:
         """States whose least possible total does not exceed `upper`."""
@@ -161,10 +217,8 @@ class _Messages:
         slack = 1e-9 * max(abs(upper), 1e-12)
         for node in self.nodes:
             least = self.theta[node] - self.theta[node].min()
-            for _, edge in self.after[node]:
-                least = least + edge.min(axis=1) - edge.min()
             for _, edge in self.before[node]:
-                least = least + edge.min(axis=0) - edge.min()
+                least += edge.min(axis=0)
             keep[node] = np.flatnonzero(lower + least <= upper + slack)
         return keep
 
@@ -241,8 +295,7 @@ class _Descent:
 class MessagePassing:
     """Message passing that can be resumed: what it has found so far is kept.
 
-    Args:
-        problem: memory is not looked at; fold it into the costs with a multiplier.
+    It goes on with the states that are still open alone, once they are few enough.
     """
 
     def __init__(self, problem: ChoiceProblem) -> None:
@@ -266,9 +319,12 @@ class MessagePassing:
             self._sweeps += 1
             if index % _CHECK_EVERY == 0 or index <= 2:
                 self._check(index)
-        final = self._messages.bound()
-        keep = self._messages.open_states(final, self.upper)
-        lower = float(max(self.lower, final))
+        messages = self._messages
+        final = messages.bound()
+        keep = dict(messages.kept)
+        for node, states in messages.open_states(final, self.upper).items():
+            keep[node] = keep[node][states]
+        lower = float(max(self.lower, min(final, self.upper)))
         return Bounds(lower, float(self.upper), self._chosen, keep, self._latest)
 
     def _met(self, tolerance: float) -> bool:
@@ -279,15 +335,21 @@ class MessagePassing:
     def _check(self, index: int) -> None:
         """Measure the bound, and label the nodes anew."""
         messages = self._messages
-        previous, self.lower = self.lower, max(self.lower, messages.bound())
+        bound = messages.bound()
+        # what is not open any more costs more than the best assignment
+        previous, self.lower = self.lower, max(self.lower, min(bound, self.upper))
         latest = messages.label()
         cost = messages.descend(latest)
         if np.isinf(min(cost, self.upper)):
             latest = messages.label_possible()
             cost = messages.descend(latest)
-        self._latest = latest
+        self._latest = messages.whole(latest)
         if cost < self.upper:
-            self.upper, self._chosen = cost, latest
+            self.upper, self._chosen = cost, self._latest
+        if np.isfinite(self.upper):
+            keep = messages.open_states(bound, self.upper)
+            if sum(map(len, keep.values())) <= _FEWER * messages.num_states:
+                messages.restrict(keep)
         slow = self.lower - previous <= 1e-5 * abs(self.lower)
         self._stalled = self._stalled + 1 if slow and index > 5 else 0
 
@@ -295,64 +357,3 @@ class MessagePassing:
 def improve_bounds(problem: ChoiceProblem, *, sweeps: int = 200, tolerance: float = 1e-6) -> Bounds:
     """Run message passing until the bounds meet (within `tolerance`, relative) or stall."""
     return MessagePassing(problem).run(sweeps, tolerance)
-
-
-_MULTIPLIER_STEPS = 24
-
-
-def bound_with_memory(problem: ChoiceProblem, limit: float) -> Bounds:
-    """Bounds under Σ memory ≤ limit, by Lagrangian relaxation of that row.
-
-    For every multiplier λ ≥ 0, min Σ cost + λ (Σ memory − limit) is a lower bound, and the
-    assignments met on the way that fit the limit are upper bounds. λ is found by bisection.
-    """
-    best: Bounds | None = None
-    upper, chosen = np.inf, {}
-    low, high = 0.0, 0.0
-    scale = _first_multiplier(problem, limit)
-    for _ in range(_MULTIPLIER_STEPS):
-        multiplier = 0.0 if best is None else scale if not high else 0.5 * (low + high)
-        priced = ChoiceProblem(
-            {
-                n: c + multiplier * problem.memory[n] if n in problem.memory else c
-                for n, c in problem.costs.items()
-            },
-            {},
-            problem.edges,
-        )
-        found = improve_bounds(priced, sweeps=60, tolerance=1e-4)
-        lower = found.lower - multiplier * limit
-        if not found.chosen:
-            break
-        cost, memory = evaluate(problem, found.chosen)
-        if best is None or lower > best.lower:
-            best = Bounds(lower, found.upper - multiplier * limit, found.chosen, found.keep)
-        if memory <= limit:
-            if cost < upper:
-                upper, chosen = cost, found.chosen
-            high = multiplier
-            if multiplier == 0.0:
-                break
-        elif not high and multiplier:
-            low, scale = multiplier, scale * 4
-        elif multiplier:
-            low = multiplier
-        if np.isfinite(upper) and upper - best.lower <= 1e-4 * abs(upper):
-            break
-        if high and high - low <= 1e-3 * high:
-            break
-    everything = {n: np.arange(len(c)) for n, c in problem.costs.items()}
-    if best is None:
-        return Bounds(-np.inf, np.inf, {}, everything)
-    keep = best.keep
-    if not np.isfinite(upper) or upper > best.upper:
-        # what the multiplier's own optimum rules out may be what fits
-        keep = everything
-    return Bounds(best.lower, upper, chosen, keep)
-
-
-def _first_multiplier(problem: ChoiceProblem, limit: float) -> float:
-    """Seconds per byte at which memory weighs about as much as time."""
-    seconds = sum(float(np.max(c[np.isfinite(c)], initial=0.0)) for c in problem.costs.values())
-    size = sum(float(m.max()) for m in problem.memory.values())
-    return max(seconds, 1e-9) / max(size, 1.0)

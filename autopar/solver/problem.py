@@ -1,10 +1,10 @@
 """The discrete problem that planning is: one state per node, a cost per state and per edge.
 
     minimise    Σ_i cost_i[s_i] + Σ_(i,j) C_ij[s_i, s_j]
-    subject to  Σ_i memory_i[s_i] ≤ limit
 
 A node is an op (or a class of identical ops) and a state one of its strategies; an edge is a
-tensor between two ops and C the seconds of its redistribution. `inf` marks what cannot be.
+tensor between two ops and C the seconds of its redistribution. `inf` marks what cannot be. Memory
+is in rows of their own.
 """
 
 from __future__ import annotations
@@ -24,24 +24,20 @@ Assignment = Mapping[Hashable, int]
 
 @dataclass(slots=True)
 class ChoiceProblem:
-    """Nodes with cost and memory per state, and edges with a cost matrix.
+    """Nodes with a cost per state, and edges with a cost matrix.
 
     Attributes:
         costs: seconds of each state, by node.
-        memory: bytes of each state, by node; a node may be missing (no bytes).
         edges: cost matrix by `(i, j)`, states of `i` along rows; each pair at most once.
     """
 
     costs: dict[Hashable, Array] = field(default_factory=dict)
-    memory: dict[Hashable, Array] = field(default_factory=dict)
     edges: dict[tuple[Hashable, Hashable], Array] = field(default_factory=dict)
 
-    def add_node(self, key: Hashable, cost: Array, memory: Array | None = None) -> None:
+    def add_node(self, key: Hashable, cost: Array) -> None:
         """Add a node; a second one under the same key is an error."""
         assert key not in self.costs, f"node {key} is there already"
         self.costs[key] = np.asarray(cost, dtype=np.float64)
-        if memory is not None and np.any(memory):
-            self.memory[key] = np.asarray(memory, dtype=np.float64)
 
     def add_edge(self, i: Hashable, j: Hashable, matrix: Array) -> None:
         """Add the cost of a pair; pairs add up, and a pair of a node with itself is its cost."""
@@ -56,7 +52,7 @@ class ChoiceProblem:
 
     def copy(self) -> ChoiceProblem:
         """A copy whose dicts may be changed; arrays are shared."""
-        return ChoiceProblem(dict(self.costs), dict(self.memory), dict(self.edges))
+        return ChoiceProblem(dict(self.costs), dict(self.edges))
 
 
 @dataclass(slots=True)
@@ -111,9 +107,7 @@ class Row:
             problem.add_edge(i, j, seconds_per_byte * num_bytes)
 
 
-def evaluate(problem: ChoiceProblem, chosen: Assignment) -> tuple[float, float]:
-    """`(cost, memory)` of an assignment, summed from the problem's own numbers."""
+def evaluate(problem: ChoiceProblem, chosen: Assignment) -> float:
+    """Seconds of an assignment, summed from the problem's own numbers."""
     cost = sum(float(costs[chosen[key]]) for key, costs in problem.costs.items())
-    cost += sum(float(m[chosen[i], chosen[j]]) for (i, j), m in problem.edges.items())
-    memory = sum(float(bytes_[chosen[key]]) for key, bytes_ in problem.memory.items())
-    return cost, memory
+    return cost + sum(float(m[chosen[i], chosen[j]]) for (i, j), m in problem.edges.items())

@@ -48,7 +48,7 @@ class Program:
     """Variables and rows of one problem.
 
     Args:
-        problem: without memory.
+        problem: of seconds.
         rows: each at most `limit`.
         limit: bytes.
     """

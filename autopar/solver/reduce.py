@@ -2,10 +2,10 @@
 
 - Impossible states go: those with infinite cost, or whose row in some edge is all infinite.
 - Dominated states go (Goldstein 1994, "Efficient rotamer elimination…"): state s if some s' has
-  cost and memory no larger and Σ_edges max_t (C[s', t] − C[s, t]) does not eat the advantage.
-- A node without memory and with one or two neighbours is folded into them: its best state is a
-  function of theirs (the R1 and R2 reductions of PBQP, Scholz and Eckstein 2002). So is a node with
-  one state, whatever its neighbours.
+  cost no larger and Σ_edges max_t (C[s', t] − C[s, t]) does not eat the advantage.
+- A node with one or two neighbours is folded into them: its best state is a function of theirs
+  (the R1 and R2 reductions of PBQP, Scholz and Eckstein 2002). So is a node with one state, with
+  any neighbours.
 
 Folding keeps the optimum and, through `expand`, gives back every folded node's state.
 """
@@ -21,7 +21,8 @@ from autopar.solver.problem import Array, ChoiceProblem, Indices
 
 __all__ = ["Reduced", "reduce_problem"]
 
-_MAX_FILL = 1 << 22  # entries of a folded matrix
+_MAX_FILL = 1 << 22  # entries of a comparison
+_MAX_FOLD = 1 << 18  # combinations of states that folding compares: tables of many stay apart
 _LARGE = 1 << 9  # entries of a folded matrix that are found state by state
 _MAX_COMPARED = 64  # states of a node that are compared pairwise
 
@@ -61,7 +62,6 @@ class _Reducer:
     def __init__(self, problem: ChoiceProblem, fixed: Container[Hashable]) -> None:
         self.fixed = fixed
         self.costs = dict(problem.costs)
-        self.memory = dict(problem.memory)
         self.adjacent: dict[Hashable, dict[Hashable, Array]] = {n: {} for n in self.costs}
         for (i, j), matrix in problem.edges.items():
             self.adjacent[i][j] = matrix
@@ -74,8 +74,6 @@ class _Reducer:
         """Keep only some states of a node."""
         self.costs[node] = self.costs[node][keep]
         self.kept[node] = self.kept[node][keep]
-        if node in self.memory:
-            self.memory[node] = self.memory[node][keep]
         for other, matrix in self.adjacent[node].items():
             smaller = matrix[keep]
             self.adjacent[node][other] = smaller
@@ -98,9 +96,6 @@ class _Reducer:
         if any(matrix.size * count > _MAX_FILL for matrix in matrices):
             return False
         gain = _gain(self.costs[node], matrices)
-        if node in self.memory:
-            heavier = self.memory[node][None, :] > self.memory[node][:, None]
-            gain[heavier] = -np.inf
         order = np.arange(count)
         # of two equal states the first stays
         beaten = (gain > 0) | ((gain >= 0) & (order[None, :] < order[:, None]))
@@ -116,7 +111,7 @@ class _Reducer:
     def fold(self, node: Hashable) -> bool:
         """Fold a node with one state or at most two neighbours; False if it has to stay."""
         neighbours = tuple(self.adjacent[node])
-        if node in self.memory or node in self.fixed or len(self.adjacent) == 1:
+        if node in self.fixed or len(self.adjacent) == 1:
             return False
         if len(self.costs[node]) == 1:
             return self.settle(node)
@@ -134,7 +129,7 @@ class _Reducer:
         else:
             i, j = neighbours
             left, right = self.adjacent[node][i], self.adjacent[node][j]
-            if left.shape[1] * right.shape[1] * len(own) > _MAX_FILL:
+            if left.shape[1] * right.shape[1] * len(own) > _MAX_FOLD:
                 return False
             best, joined = _joined(own, left, right)
             if j in self.adjacent[i]:
@@ -240,5 +235,5 @@ def reduce_problem(
         for other, matrix in others.items():
             if order[node] < order[other]:
                 edges[node, other] = matrix
-    left = ChoiceProblem(reducer.costs, reducer.memory, edges)
+    left = ChoiceProblem(reducer.costs, edges)
     return Reduced(left, reducer.offset, reducer.kept, reducer.folds)

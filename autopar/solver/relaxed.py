@@ -75,7 +75,7 @@ class Relaxation:
     """Plans and bounds of one problem under prices on its rows.
 
     Args:
-        problem: without memory; its costs are seconds.
+        problem: its costs are seconds.
         liveness: makes the rows.
     """
 
@@ -99,7 +99,7 @@ class Relaxation:
 
     def column(self, chosen: Assignment) -> Column:
         """Remember a plan."""
-        seconds = evaluate(self.problem, chosen)[0]
+        seconds = evaluate(self.problem, chosen)
         sizes = {position: row.value(chosen) for position, row in self.rows.items()}
         column = Column(dict(chosen), seconds, sizes)
         self.columns.append(column)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from autopar.core.block_kinds import Checkpoint
 from autopar.core.constraints import AxisRole, Constraints
@@ -93,7 +94,9 @@ class Search:
         self.pins = pins
         granularity = self.cluster.device.allocation_granularity_bytes
         liveness = Liveness(step, built, optimizer, granularity)
-        self.memory = MemorySearch(built.problem, liveness, self._fit, limit)
+        # not a method of this: a cycle would keep all tables until the collector comes by
+        fitted = partial(_fitted, step, offers, built, optimizer)
+        self.memory = MemorySearch(built.problem, liveness, fitted, limit)
 
     def start(self, beat: float, price: float) -> Fit | None:
         """A fast plan found within the limit, if it beats some seconds."""
@@ -125,7 +128,7 @@ class Search:
 
     def of(self, chosen: Assignment) -> Fit | None:
         """The plan of an assignment, priced and not yet considered; None if it is not possible."""
-        seconds = evaluate(self.built.problem, chosen)[0]
+        seconds = evaluate(self.built.problem, chosen)
         if not math.isfinite(seconds):
             return None
         solution = Solution(
@@ -137,31 +140,29 @@ class Search:
             variables=0,
             constraints=0,
         )
-        return self._fit(solution)
-
-    def _fit(self, solution: Solution) -> Fit:
         return self.priced(self.step, solution)
 
     def priced(self, step: Step, solution: Solution) -> Fit:
         """The plan of a solution, for this step or for the same one in another schedule."""
-        decision = self._decision(solution)
-        priced = price(step, self.cluster, decision, self.optimizer, self.offers)
-        if not math.isclose(priced.total_s, solution.objective, rel_tol=1e-6, abs_tol=1e-9):
-            raise AutoparError(
-                f"the plan costs {priced.total_s:.9f} s by its placements, but the solver claims "
-                f"{solution.objective:.9f} s: this is a defect of autopar"
-            )
-        return Fit(solution, decision, priced)
+        return _fitted(step, self.offers, self.built, self.optimizer, solution)
 
-    def _decision(self, solution: Solution) -> Decision:
-        classes, chosen = self.built.classes, solution.chosen
-        return Decision(
-            {
-                name: self.built.candidates[classes[name]][chosen[classes[name]]]
-                for name in self.step.ops
-            },
-            {
-                name: self.built.storages[classes[name]][chosen[classes[name]]]
-                for name in (*self.step.parameters, *self.step.ports)
-            },
+
+def _fitted(
+    step: Step, offers: Offers, built: StepProblem, optimizer: object, solution: Solution
+) -> Fit:
+    """The plan of a solution with its price, which must be what the solver says."""
+    classes, chosen = built.classes, solution.chosen
+    decision = Decision(
+        {name: built.candidates[classes[name]][chosen[classes[name]]] for name in step.ops},
+        {
+            name: built.storages[classes[name]][chosen[classes[name]]]
+            for name in (*step.parameters, *step.ports)
+        },
+    )
+    priced = price(step, offers.cluster, decision, optimizer, offers)
+    if not math.isclose(priced.total_s, solution.objective, rel_tol=1e-6, abs_tol=1e-9):
+        raise AutoparError(
+            f"the plan costs {priced.total_s:.9f} s by its placements, but the solver claims "
+            f"{solution.objective:.9f} s: this is a defect of autopar"
         )
+    return Fit(solution, decision, priced)
