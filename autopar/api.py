@@ -21,7 +21,7 @@ from autopar.core.constraints import NO_PIPELINE, Constraints
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, PlanMismatchError
-from autopar.planning import Planner, check_emitted, solved, traced_for
+from autopar.planning import Planner, solved, traced_for
 from autopar.runtime.agree import agree
 from autopar.runtime.compiled_step import input_signature
 from autopar.runtime.inductor import check_backend
@@ -98,9 +98,7 @@ def plan(
         reduce_dtype=reduce_dtype,
     )
     fused = Fusion.parse(fusion, torch.device(described.device_type))
-    found = solved(traced, described, parsed, memory_limit, optimizer, cache, fused)
-    check_emitted(traced, found)
-    return found
+    return solved(traced, described, parsed, memory_limit, optimizer, cache, fused)
 
 
 def parallelize(

@@ -18,7 +18,6 @@ from autopar.codegen.emit import emit
 from autopar.codegen.fusion import Fusion
 from autopar.codegen.passes import check_passes
 from autopar.codegen.stage_unfolding import unfolded_plan
-from autopar.codegen.turns import emit_turns
 from autopar.core.collector import paused_collector
 from autopar.core.constraints import NO_PIPELINE, Constraints, PipelinePin
 from autopar.core.folding import every_instance, same_for_all_instances
@@ -31,12 +30,11 @@ from autopar.runtime.compiled_step import CompiledStep
 from autopar.runtime.inductor import compile_program
 from autopar.runtime.pipeline import PipelinedStep
 from autopar.runtime.pipeline_mesh import PipelineMesh
-from autopar.runtime.turns import stages_at_turns
 from autopar.scheduling import scheduled
 from autopar.tracer.fold import find_repeats
 from autopar.tracer.trace import trace
 
-__all__ = ["Planner", "check_emitted", "solved", "traced_for"]
+__all__ = ["Planner", "solved", "traced_for"]
 
 
 def traced_for(
@@ -71,7 +69,10 @@ def solved(
     cache: bool,
     fusion: Fusion,
 ) -> Plan:
-    """The plan from the cache, or solved and kept there; ops are priced as they will be fused."""
+    """The plan from the cache, or solved and kept there; ops are priced as they will be fused.
+
+    The programs of a plan that is solved are written for their schedule, and checked against it.
+    """
     plans = PlanCache() if cache else None
     key = ""
     if plans:
@@ -93,26 +94,6 @@ def solved(
     if plans is not None:
         plans.put(key, found)
     return found
-
-
-def check_emitted(traced: TracedModel, found: Plan) -> None:
-    """Write the first rank's program: it must move the bytes that the plan says.
-
-    Raises:
-        AutoparError: it does not.
-    """
-    first = [0] * len(found.mesh_shape)
-    if found.pipeline is None:
-        emit(traced, found, first)
-        return
-    turns = stages_at_turns(traced, found.pipeline)
-    seen: list[tuple[int, object]] = []  # equal stages have one program
-    for number, stage in enumerate(found.pipeline.stages):
-        alike = turns[0].kinds[number], stage.nodes
-        if alike not in seen:
-            seen.append(alike)
-            own = turns[0].named(number, stage, back=True)
-            emit_turns([t.model(number) for t in turns], own, first)
 
 
 def may_fold(model: nn.Module, constraints: Constraints) -> bool:

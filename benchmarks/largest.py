@@ -7,8 +7,8 @@ one sequence of 1024 tokens per device; fp32 masters and AdamW's states, bf16 co
 allocated: each model is traced on the meta device, folded, and the planner is asked for the least
 memory that it finds a plan for, recomputation included. Widths are multiples of 512, bisected.
 
-A way other than the automatic one is a set of constraints; what they leave open is chosen in its
-favour. With 4 devices, the same search is then run on a scaled-down model and limit, and the model
+A way other than the automatic one is a set of constraints, without states on the host; what they leave
+open is chosen in its favour. "on-device" is the automatic one without states on the host. With 4 devices, the same search is then run on a scaled-down model and limit, and the model
 that is predicted to fit is trained on 4 gloo ranks: its measured peak stands beside the limit.
 """
 
@@ -39,7 +39,7 @@ from autopar.tracer.trace import trace
 __all__ = ["add_arguments", "least_bytes", "run"]
 
 DEVICES, GIGABYTES = (1, 4, 16, 64), (16, 40, 80)
-WAYS = ("automatic", "fsdp", "1d", "2d")
+WAYS = ("automatic", "on-device", "fsdp", "1d", "2d")
 _STEP, _WIDEST, _LENGTH = 512, 48, 1024
 _RANKS, _LIMIT_MB = 4, 16
 _SMALL = {"step": 16, "widest": 40, "length": 32, "vocab": 512, "head": 16, "batch": 8}
@@ -67,9 +67,12 @@ def pins(way: str, devices: int) -> Constraints:
     """What a way is pinned to."""
     if way == "automatic":
         return Constraints()
+    pinned: dict[str, Any] = {"offload": "none"}
     if way == "fsdp":
-        return Constraints.parse({"data": devices, "zero": 3})
-    return Constraints.parse({"tensor": {"mode": way, "size": devices}})
+        pinned |= {"data": devices, "zero": 3}
+    elif way != "on-device":
+        pinned |= {"tensor": {"mode": way, "size": devices}}
+    return Constraints.parse(pinned)
 
 
 def least_bytes(traced: TracedModel, cluster: autopar.Cluster, wanted: Constraints) -> float:
@@ -142,7 +145,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         for gigabytes in sorted(options.gb):
             row: dict[str, Any] = {"devices": devices, "gb": gigabytes}
             for way in options.ways:
-                if devices == 1 and way != "automatic":
+                if devices == 1 and way not in ("automatic", "on-device"):
                     continue
                 width = search.largest(devices, way, gigabytes * 1e9)
                 peak = search.known.get((devices, way, width))

@@ -231,13 +231,7 @@ class Emitter:
             pieces: of collectives that are cut; default: the plan's.
         """
         inputs, outputs = self.inputs, self.outputs
-        graph = run_passes(
-            copied(self.graph),
-            passes,
-            sizes=self.plan.bucket_sizes(),
-            block_of=self._block,
-            pieces=self.plan.piece_counts() if pieces is None else pieces,
-        )
+        graph = self._through(passes, pieces)
         if self.fusion.kernels:
             fuse(graph, self.fusion, self.builder.fake_mode)
         tangents = {spec.node for spec, _ in inputs if spec.kind == "tangent"}
@@ -256,6 +250,22 @@ class Emitter:
             outputs=tuple((spec, layout) for _, spec, layout in outputs),
             num_results=len(self.results),
             passes=check_passes(passes),
+        )
+
+    def _through(
+        self,
+        passes: Collection[str] | None,
+        pieces: Mapping[Key, int] | None,
+        resident: Mapping[str, int] | None = None,
+    ) -> fx.Graph:
+        """What is written, behind its passes; the arguments are those of `run_passes`."""
+        return run_passes(
+            copied(self.graph),
+            passes,
+            sizes=self.plan.bucket_sizes(),
+            block_of=self._block,
+            resident=resident,
+            pieces=self.plan.piece_counts() if pieces is None else pieces,
         )
 
     def _inputs(self) -> list[tuple[InputSpec, Layout]]:

@@ -27,8 +27,7 @@ from autopar.codegen import program_pass
 from autopar.codegen.emit import Emitter, check_traffic, count_collectives
 from autopar.codegen.fusion import GENERATED, Fusion, fuse
 from autopar.codegen.parts import Cutter, Part, Parts, behind, inputs_first
-from autopar.codegen.passes import check_passes, phase_of, run_last_passes, run_passes
-from autopar.codegen.passes.order import copied
+from autopar.codegen.passes import check_passes, phase_of, run_last_passes
 from autopar.codegen.passes.sites import Key
 from autopar.codegen.redistribute import emit_redistribution
 from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info, resolve
@@ -189,14 +188,7 @@ class _TurnEmitter(Emitter):
 
     def passed(self, passes: Collection[str] | None, pieces: Mapping[Key, int] | None) -> fx.Graph:
         """The graph of one turn, with its passes and with the written kernels of its fusion."""
-        graph = run_passes(
-            copied(self.graph),
-            passes,
-            sizes=self.plan.bucket_sizes(),
-            block_of=self._block,
-            resident=self._resident(),
-            pieces=self.plan.piece_counts() if pieces is None else pieces,
-        )
+        graph = self._through(passes, pieces, self._resident())
         self._fuse(graph, self.fusion.kernels - {GENERATED})
         return graph
 

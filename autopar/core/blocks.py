@@ -66,6 +66,15 @@ class Blocks:
         """Representative of each node of a block, by name."""
         return self._classes()
 
+    @cached_property
+    def _repeat_of_block(self) -> dict[Block, Repeat | None]:
+        return {
+            block: next(
+                (r for r in self.repeats.get(block.container, ()) if r.holds(block.number)), None
+            )
+            for block in self.members
+        }
+
     def of(self, traced: TracedModel) -> Blocks:
         """Those of the same graph in another schedule."""
         assert traced.graph is self.traced.graph
@@ -98,11 +107,7 @@ class Blocks:
 
     def repeat_of(self, name: str) -> Repeat | None:
         """The repeat whose blocks a node stands in for, if it does."""
-        if name not in self.place:
-            return None
-        block = self.place[name][0]
-        repeats = self.repeats.get(block.container, ())
-        return next((r for r in repeats if r.holds(block.number)), None)
+        return self._repeat_of_block[self.place[name][0]] if name in self.place else None
 
     def copies(self, name: str) -> int:
         """How many times a node of the graph stands in the model."""

@@ -120,6 +120,11 @@ class _Builder:
         for name, owner in self.classes.items():
             self.count[owner] += step.blocks.weight(name)
             self.copies[owner] += step.blocks.copies(name)
+        # uses of parameters and of copies of them in order, by the name of what is read
+        self.uses: dict[str, list[tuple[int, str, int]]] = {}
+        for order, (value, op, index) in enumerate(step.consumers()):
+            if op.name not in step.copies:
+                self.uses.setdefault(value[0], []).append((order, op.name, index))
         self.problem = ChoiceProblem()
         self.candidates: dict[str, list[Candidate]] = {}
         self.storages: dict[str, list[Layout]] = {}
@@ -283,9 +288,8 @@ class _Builder:
         readable = {name, *(c for c in copies if self.step.ops[c].operands[0][0] == name)}
         wanted = [
             candidate.inputs[index]
-            for value, op, index in self.step.consumers()
-            if op.name not in copies and value[0] in readable
-            for candidate in self.candidates[self.classes[op.name]]
+            for _, reader, index in sorted(use for n in readable for use in self.uses.get(n, ()))
+            for candidate in self.candidates[self.classes[reader]]
             if not any(p.is_partial for p in candidate.inputs[index])
         ]
         inside = [

@@ -181,7 +181,7 @@ class Floors:
             "sends": (),
             "outside": frozenset(v[0] for op in ops.values() for v in op.operands) - held,
         }
-        same: dict[str, Any] = {f.name: getattr(step, f.name) for f in fields(step)}
+        same: dict[str, Any] = {f.name: getattr(step, f.name) for f in fields(step) if f.init}
         return _Part(**same | changed)
 
     def _before_others(self) -> set[str]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from autopar.core.fused import FusedShares, Share
+from autopar.core.placement import Layout
 from autopar.core.strategy import OpCall
 from autopar.cost_model import Cluster
 from autopar.solver.candidates import Candidate, Pricer, expand
@@ -45,6 +46,7 @@ class Offers:
         self.moves = MoveCosts(cluster)
         self._offers: dict[Hashable, Offer] = {}
         self._seconds: dict[Hashable, float] = {}
+        self._calls: dict[int, tuple[OpCall, Hashable]] = {}
         self._others: dict[tuple[int, ...], Offers] = {}
 
     def over(self, cluster: Cluster) -> Offers:
@@ -57,7 +59,7 @@ class Offers:
 
     def of(self, call: OpCall, share: Share | None = None) -> Offer:
         """All candidates of an op, or of one that is part of a fused kernel."""
-        key = likeness(call), share
+        key = self._likeness(call), share
         known = self._offers.get(key)
         if known is None:
             plain = self._offers.get((key[0], None))
@@ -66,12 +68,34 @@ class Offers:
             known = self._offers[key] = Offer(candidates, seconds)
         return known
 
-    def seconds(self, call: OpCall, candidate: Candidate, share: Share | None = None) -> float:
-        """Seconds of the local compute of one candidate."""
-        key = likeness(call), candidate, share
+    def seconds(
+        self,
+        call: OpCall,
+        candidate: Candidate,
+        share: Share | None = None,
+        sources: tuple[Layout | None, ...] = (),
+    ) -> float:
+        """Seconds of the local compute of one candidate.
+
+        With what the moves of its operands break of a fused kernel: `sources` are the layouts that
+        these are produced in, None where nothing is lost.
+        """
+        key = self._likeness(call), candidate, share, sources
         if key not in self._seconds:
-            self._seconds[key] = float(self.pricer.compute(call, [candidate], share)[0])
+            seconds = float(self.pricer.compute(call, [candidate], share)[0])
+            for index, source in enumerate(sources):
+                if share is not None and source is not None:
+                    lost = self.pricer.broken(call, share, [source], index, [candidate])
+                    seconds += float(lost[0, 0])
+            self._seconds[key] = seconds
         return self._seconds[key]
+
+    def _likeness(self, call: OpCall) -> Hashable:
+        """`likeness` of an op that is asked for again and again; it is kept."""
+        known = self._calls.get(id(call))
+        if known is None:
+            known = self._calls[id(call)] = call, likeness(call)
+        return known[1]
 
 
 def likeness(call: OpCall) -> Hashable:

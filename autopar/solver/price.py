@@ -173,12 +173,15 @@ class Pricing:
         if op.name not in self._seconds:
             candidate = self.decision.candidates[op.name]
             share = self.step.shares.get(op.name)
-            seconds = self.offers.seconds(op.call, candidate, share)
-            for index, value in enumerate(op.operands):
-                if share is not None and value[0] not in self.step.inputs:
-                    source = [self.layout(value)]
-                    lost = self.pricer.broken(op.call, share, source, index, [candidate])
-                    seconds += float(lost[0, 0])
+            sources = (
+                ()
+                if share is None
+                else tuple(
+                    None if value[0] in self.step.inputs else self.layout(value)
+                    for value in op.operands
+                )
+            )
+            seconds = self.offers.seconds(op.call, candidate, share, sources)
             self._seconds[op.name] = max(0.0, seconds - self.step.beside.get(op.name, 0.0))
         return self._seconds[op.name]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from autopar.core.blocks import Blocks
+from autopar.core.blocks import Block, Blocks
 from autopar.core.fused import FusedShares, Share, origin_of
 from autopar.core.graph import InputSpec, TracedModel, Value, node_info, resolve, tensor_meta
 from autopar.core.ops import NARROW, REARRANGING
@@ -133,6 +133,9 @@ class Step:
     outside: frozenset[str] = frozenset()
     shares: Mapping[str, Share] = field(default_factory=dict)
     beside: Mapping[str, float] = field(default_factory=dict)
+    _buckets: dict[Block | None, Bucket] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def in_turns(self) -> bool:
@@ -146,8 +149,11 @@ class Step:
     @property
     def reductions(self) -> Bucket:
         """Of gradients on their way to storage."""
-        count = sum(self.blocks.copies(name) for name in self.gradients)
-        return Bucket(max(1, count), ("all_reduce", "reduce_scatter"), chained=True)
+        if None not in self._buckets:
+            count = sum(self.blocks.copies(name) for name in self.gradients)
+            kinds = ("all_reduce", "reduce_scatter")
+            self._buckets[None] = Bucket(max(1, count), kinds, chained=True)
+        return self._buckets[None]
 
     def bucket(self, value: Value, consumer: str) -> Bucket:
         """What a value on its way to an op may share a bucket with.
@@ -162,8 +168,10 @@ class Step:
         if owner not in self.parameters or owner not in self.blocks.place:
             return ALONE
         block, _ = self.blocks.place[owner]
-        members = sum(node.name in self.parameters for node in self.blocks.members[block])
-        return Bucket(members, ("all_gather",))
+        if block not in self._buckets:
+            members = sum(node.name in self.parameters for node in self.blocks.members[block])
+            self._buckets[block] = Bucket(members, ("all_gather",))
+        return self._buckets[block]
 
     def label(self, name: str) -> str:
         """What people call the producer of a value: a parameter by its FQN, an op by its node."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -90,9 +89,9 @@ class Rewriter:
         operands = [a for a in pytree.tree_leaves(list(args)) if isinstance(a, fx.Node)]
         if self._depends(operands, set(outputs.values())):
             return False
-        place = min([root, *(user for old in outputs.values() for user in old.users)])
-        early = any(place <= operand for operand in operands)
-        place = root if early else place
+        first = min([root, *(user for old in outputs.values() for user in old.users)])
+        early = any(first <= operand for operand in operands)
+        place = root if early else first
         target: Any = kernel
         if isinstance(kernel, str):
             target = getattr(torch.ops.autopar_kernels, kernel).default
@@ -112,10 +111,10 @@ class Rewriter:
             for i, olds in replaced.items()
             for old in olds
         ]
-        for old, new in fresh:
-            self.replace(old, new)
+        stands = [node, *(self.replace(old, new) for old, new in fresh)]
         if early:
-            sort_graph(self.graph)
+            users = (user for new in stands for user in new.users)
+            sort_graph(self.graph, (min([node, *users]), max(stands)))
         self.calls.append(node)
         self.counts[kernel] = self.counts.get(kernel, 0) + 1
         return True
@@ -131,8 +130,12 @@ class Rewriter:
         narrow = all(is_cast(u) and value_of(u).dtype == dtype for u in users)
         return users if narrow else []
 
-    def replace(self, old: fx.Node, new: fx.Node) -> None:
-        """Let users of `old` read `new`, cast and shaped alike; drop what is no longer read."""
+    def replace(self, old: fx.Node, new: fx.Node) -> fx.Node:
+        """Let users of `old` read `new`, cast and shaped alike; drop what is no longer read.
+
+        Returns:
+            What the users read.
+        """
         want, have = value_of(old), value_of(new)
         self.replaced[new] = old
         if have.shape != want.shape:
@@ -144,6 +147,7 @@ class Rewriter:
         self.replaced[new] = old
         old.replace_all_uses_with(new)
         self.drop(old)
+        return new
 
     def drop(self, node: fx.Node) -> None:
         """Erase a node that nobody reads, and what only it read."""
@@ -174,27 +178,42 @@ class Rewriter:
         return False
 
 
-def sort_graph(graph: fx.Graph) -> None:
+def sort_graph(graph: fx.Graph, between: tuple[fx.Node, fx.Node] | None = None) -> None:
     """Put every node behind its operands, otherwise in the order as it is.
+
+    Args:
+        graph: whose nodes are moved.
+        between: the first and the last node of those that may be out of order; default: all.
 
     Raises:
         AssertionError: the graph has a cycle.
     """
-    nodes = list(graph.nodes)
+    nodes = list(graph.nodes) if between is None else _run_of_nodes(*between)
     order = {node: index for index, node in enumerate(nodes)}
-    if all(order[s] < order[n] for n in nodes for s in n.all_input_nodes):
+    sources = [[s for s in n.all_input_nodes if s in order] for n in nodes]
+    if all(order[s] < index for index, known in enumerate(sources) for s in known):
         return
-    waiting = {node: len(node.all_input_nodes) for node in nodes}
+    waiting = dict(zip(nodes, map(len, sources), strict=True))
     ready = [order[n] for n in nodes if not waiting[n]]
     heapq.heapify(ready)
     done: list[fx.Node] = []
+    before = nodes[0].prev
     while ready:
         node = nodes[heapq.heappop(ready)]
         done.append(node)
         for user in node.users:
-            waiting[user] -= 1
-            if not waiting[user]:
-                heapq.heappush(ready, order[user])
+            if user in order:
+                waiting[user] -= 1
+                if not waiting[user]:
+                    heapq.heappush(ready, order[user])
     assert len(done) == len(nodes), "a fused call reads what depends on it"
-    for before, after in itertools.pairwise(done):
-        before.append(after)
+    for node in done:
+        before.append(node)
+        before = node
+
+
+def _run_of_nodes(first: fx.Node, last: fx.Node) -> list[fx.Node]:
+    nodes = [first]
+    while nodes[-1] is not last:
+        nodes.append(nodes[-1].next)
+    return nodes
