@@ -7,9 +7,10 @@ one sequence of 1024 tokens per device; fp32 masters and AdamW's states, bf16 co
 allocated: each model is traced on the meta device, folded, and the planner is asked for the least
 memory that it finds a plan for, recomputation included. Widths are multiples of 512, bisected.
 
-A way other than the automatic one is a set of constraints, without states on the host; what they leave
-open is chosen in its favour. "on-device" is the automatic one without states on the host. With 4 devices, the same search is then run on a scaled-down model and limit, and the model
-that is predicted to fit is trained on 4 gloo ranks: its measured peak stands beside the limit.
+A way other than the automatic one is a set of constraints, without states on the host; what they
+leave open is chosen in its favour. "on-device" is the automatic one without states on the host.
+With 4 devices, the same search is then run on a scaled-down model and limit, and the model that is
+predicted to fit is trained on 4 gloo ranks: its measured peak stands beside the limit.
 """
 
 from __future__ import annotations
