@@ -110,6 +110,33 @@ class NumberedStack(nn.Module):
         return x.square().mean()
 
 
+class Shifted(nn.Module):
+    """A block with a buffer of its own, of another value in each block."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.register_buffer("shift", torch.arange(32.0).roll(index) / 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x + self.shift).tanh()
+
+
+class ShiftedStack(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(96, 32)
+        self.layers = nn.ModuleList(Shifted(i) for i in range(layers))
+        self.head = nn.Linear(32, 96)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
 def cluster(*mesh: int) -> Cluster:
     return Cluster.from_profile("h100-sxm", devices_per_node=math.prod(mesh), mesh_shape=mesh)
 
@@ -119,6 +146,7 @@ CASES = {
     "gpt2": (lambda: gpt2(8), 1),
     "gemma": (lambda: gemma(14), 2),
     "t5": (lambda: t5(7), 1),
+    "buffers": (lambda: ShiftedStack(9), 1),
 }
 
 
@@ -129,6 +157,7 @@ _QUICK = {
     ("gpt2", (8,), "selective"),
     ("gpt2", (2, 4), "none"),
     ("gemma", (8,), "none"),
+    ("buffers", (8,), "none"),
 }
 
 
@@ -182,7 +211,10 @@ def _inner(name: str, node: Any, step: Any, at: Cluster) -> Any:
 
 @pytest.mark.parametrize(
     "name",
-    [n if n in ("llama", "gpt2") else pytest.param(n, marks=pytest.mark.slow) for n in CASES],
+    [
+        n if n in ("llama", "gpt2", "buffers") else pytest.param(n, marks=pytest.mark.slow)
+        for n in CASES
+    ],
 )
 def test_folded_plan_gives_the_same_numbers(name: str) -> None:
     model = CASES[name][0]().double()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from autopar.pipelining import plan_step
 from autopar.tracer.trace import trace
 from autopar.verification import verify
 from tests import zoo
-from tests.test_folding import gemma, gpt2, llama
+from tests.test_folding import ShiftedStack, gemma, gpt2, llama
 
 
 class Block(nn.Module):
@@ -199,12 +200,18 @@ def test_folded_stages_cost_what_whole_ones_do(shape: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "gemma"))]
+    "name",
+    ["llama", "buffers", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "gemma"))],
 )
 def test_folded_stages_give_the_same_numbers(name: str) -> None:
-    build = {"llama": lambda: llama(9), "gpt2": lambda: gpt2(8), "gemma": lambda: gemma(14)}[name]
+    build: dict[str, Callable[[], nn.Module]] = {
+        "llama": lambda: llama(9),
+        "gpt2": lambda: gpt2(8),
+        "gemma": lambda: gemma(14),
+        "buffers": lambda: ShiftedStack(9),
+    }
     torch.manual_seed(0)
-    model = build().double().train()
+    model = build[name]().double().train()
     labels = TEXT["labels"].clone()
     labels[0, 3:] = -100
     inputs = {**TEXT, "labels": labels}

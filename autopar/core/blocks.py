@@ -151,7 +151,7 @@ class Blocks:
             block = None
             if node.op == "placeholder":
                 spec = self.specs[node.name]
-                block = block_of(spec.target) if spec.kind == "parameter" else None
+                block = block_of(spec.target) if spec.kind in ("parameter", "buffer") else None
             elif node.op == "call_function":
                 block = block_of(node_info(self.traced, node).module)
             # an alias of what no block made (a mask) serves all blocks, though the first one asked

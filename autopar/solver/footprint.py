@@ -258,7 +258,7 @@ def _input_bytes(pricing: Pricing) -> int:
     layouts = input_layouts(step, pricing.decision.candidates, len(pricing.mesh))
     total = step.blocks.traced.batch_bytes
     for name, spec in step.inputs.items():
-        whole = step.specs[name, 0].num_bytes
+        whole = step.specs[name, 0].num_bytes * step.blocks.copies(name)
         factor = shard_factor(layouts[name], pricing.mesh)
         if not step.in_turns:
             total += whole + (whole // factor if spec.kind == "input" else 0)

@@ -189,8 +189,9 @@ def input_bytes(step: Step) -> int:
     traced = step.blocks.traced
     copies = 1 + traced.flight.microbatches if step.in_turns else 2
     return traced.batch_bytes + sum(
-        TensorSpec(spec.shape, spec.dtype).num_bytes * (copies if spec.kind == "input" else 1)
-        for spec in step.inputs.values()
+        TensorSpec(spec.shape, spec.dtype).num_bytes
+        * (copies if spec.kind == "input" else step.blocks.copies(name))
+        for name, spec in step.inputs.items()
     )
 
 

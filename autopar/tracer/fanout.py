@@ -70,7 +70,7 @@ def insert_fanouts(
                 if user.target in _READERS and info[user.name].phase == phase
             ]
             if len(readers) > 1:
-                first = next(n for n in graph.nodes if n in readers)
+                first = min(readers)
                 _alias(graph, node, first, readers)
                 info[first.prev.name] = info[first.name]
 
