@@ -48,6 +48,33 @@ def test_data_dependent_control_flow_names_the_line() -> None:
     assert f"test_errors.py:{line}" in str(caught.value)
 
 
+class Listing(nn.Module):
+    """Makes a tensor from a list: on meta nothing is left of its numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        scale = torch.tensor([0.5, 2.0], device=self.linear.weight.device)  # numbers on meta
+        return nn.functional.cross_entropy(self.linear(x) * scale.sum(), labels)
+
+
+def list_on_meta(rank: int) -> None:
+    with torch.device("meta"):
+        model = Listing()
+    mesh = init_device_mesh("cpu", (2,))
+    inputs = hw.vectors()
+    autopar.parallelize(model, mesh, inputs, cache=False)(**inputs)
+
+
+def test_numbers_that_are_lost_on_meta_are_not_made_up() -> None:
+    for error in try_ranks(list_on_meta, 2):
+        assert isinstance(error, RankError)
+        assert "test_errors.py:" in str(error)
+        assert "numbers on the meta device" in str(error)
+
+
 class Choosing(nn.Module):
     """Export captures this, with a batch size that is known only at run time."""
 

@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar._compat import dtensor_placements
-from autopar.core.graph import InputSpec
+from autopar.core.graph import InputSpec, TracedModel
 from autopar.core.placement import Layout, Replicate
+from autopar.errors import AutoparError
 from autopar.runtime.compiled_step import CompiledStep
 from autopar.runtime.lost import naming_lost_ranks
 from autopar.runtime.pipeline import PipelinedStep
@@ -192,6 +193,24 @@ def whole_values(
     return whole
 
 
+def _constant(traced: TracedModel, spec: InputSpec) -> Tensor:
+    """A tensor that the forward makes from numbers.
+
+    Raises:
+        AutoparError: it was made on the meta device, where numbers are lost.
+    """
+    value = traced.state_values[spec.target]
+    if value.is_meta:
+        readers = traced.nodes()[spec.node].users
+        where = next((traced.info[n.name].source for n in readers if n.name in traced.info), "")
+        raise AutoparError(
+            f"{where or 'the forward'} makes a tensor of shape {spec.shape} from numbers on the "
+            "meta device, where they are lost. Build the model on the CPU, or make the tensor in "
+            "a buffer of the module, or with device='cpu'"
+        )
+    return value
+
+
 def _local(
     module: ParallelModule,
     spec: InputSpec,
@@ -205,7 +224,7 @@ def _local(
     if spec.kind == "buffer":
         return module.buffer(spec.target)
     if spec.kind == "constant":
-        return step.traced.state_values[spec.target].to(module.device)
+        return _constant(step.traced, spec).to(module.device)
     if spec.kind == "seed":
         return torch.tensor(seed, device=module.device)
     value = next(flat)

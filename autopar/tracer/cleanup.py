@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from autopar.tracer.capture import PREFIX
 __all__ = [
     "clean",
     "drop_unread",
+    "join_constants",
     "lift_constants",
     "lift_tangents",
     "module_of",
@@ -121,6 +122,29 @@ def lift_constants(gm: fx.GraphModule) -> list[InputSpec]:
         last = _to_placeholder(node, last, target, node.meta.get("val", value))
         specs.append(_spec(last, "constant", target, value))
     return specs
+
+
+def join_constants(
+    graph: fx.Graph, inputs: Collection[InputSpec], values: Mapping[str, Tensor]
+) -> None:
+    """Let equal constants be one: blocks that each make the same one are equal blocks.
+
+    Args:
+        graph: with placeholders; those of the others are read no more.
+        inputs: of the graph.
+        values: of constants, by target.
+    """
+    by_name = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+    first: dict[tuple[Any, ...], fx.Node] = {}
+    for spec in inputs:
+        value = values.get(spec.target) if spec.kind == "constant" else None
+        if value is None or type(value) is not Tensor or value.is_meta:
+            continue
+        content = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        node = by_name[spec.node]
+        one = first.setdefault((value.dtype, tuple(value.shape), value.device, content), node)
+        if one is not node:
+            node.replace_all_uses_with(one)
 
 
 def lift_tangents(graph: fx.Graph, after: fx.Node) -> list[InputSpec]:

@@ -25,6 +25,7 @@ from autopar.tracer.capture import PREFIX, Capture, export, normalize_inputs
 from autopar.tracer.cleanup import (
     clean,
     drop_unread,
+    join_constants,
     lift_constants,
     lift_tangents,
     rename,
@@ -280,6 +281,7 @@ class _JointTrace:
         invert_permutations(graph)
         self.info = origins(graph, self.marks)
         inputs = self._named_inputs(gm, specs)
+        join_constants(graph, inputs, self._constants(gm, inputs))
         output = next(iter(reversed(graph.nodes)))
         results = list(pytree.tree_leaves(output.args[0], is_leaf=lambda x: x is None))
         outputs = tuple(
@@ -314,12 +316,6 @@ class _JointTrace:
         insert_fanouts(graph, self.info, parameters)
         gm.recompile()
         self.info = {n.name: self.info[n.name] for n in graph.nodes if n.name in self.info}
-        values = {
-            spec.target: value
-            for spec in inputs
-            if spec.kind == "constant"
-            and (value := self._constant_value(gm, spec.target)) is not None
-        }
         return TracedModel(
             graph_module=gm,
             inputs=tuple(inputs),
@@ -330,7 +326,7 @@ class _JointTrace:
             training=self.with_grad,
             loss_index=self.loss_index,
             tied=tuple(tied_parameters(self.model)),
-            state_values=values,
+            state_values=self._constants(gm, inputs),
         )
 
     def _named_inputs(self, gm: fx.GraphModule, specs: list[InputSpec]) -> list[InputSpec]:
@@ -344,8 +340,13 @@ class _JointTrace:
         tangents = lift_tangents(gm.graph, placeholders[-1])
         return [*specs, seed, *tangents, *lift_constants(gm)]
 
-    def _constant_value(self, gm: fx.GraphModule, target: str) -> Tensor | None:
-        value = self.exported.constants.get(target)
-        if value is None:
-            value = getattr(gm, target, None)
-        return value if isinstance(value, Tensor) else None
+    def _constants(self, gm: fx.GraphModule, inputs: list[InputSpec]) -> dict[str, Tensor]:
+        """Values of the constants that have one, by target."""
+        found: dict[str, Tensor] = {}
+        for spec in inputs:
+            if spec.kind == "constant":
+                value = self.exported.constants.get(spec.target)
+                value = getattr(gm, spec.target, None) if value is None else value
+                if isinstance(value, Tensor):
+                    found[spec.target] = value
+        return found
