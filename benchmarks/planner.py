@@ -113,6 +113,19 @@ def _mixtral() -> nn.Module:
     return hf.MixtralForCausalLM(config)
 
 
+def _gemma3() -> nn.Module:
+    """The language model of Gemma 3 27B: five local layers to each global one."""
+    config = hf.Gemma3TextConfig(
+        hidden_size=5376,
+        intermediate_size=21504,
+        num_hidden_layers=62,
+        num_attention_heads=32,
+        num_key_value_heads=16,
+        head_dim=128,
+    )
+    return hf.Gemma3ForCausalLM(config)
+
+
 def _t5() -> nn.Module:
     config = hf.T5Config(
         d_model=1024,
@@ -145,6 +158,18 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Callable[[], In
     "vit-22b": (_vit(48, 6144, 48), lambda b: _images(b, 224), 4),
     "t5-11b": (_t5, lambda b: _pairs(b, 4096), 0.5),
     "gpt3-175b": (_gpt2(96, 12288, 96, 2048), lambda b: _tokens(b, 2048), 0.125),
+    "gemma3-27b": (_gemma3, lambda b: _tokens(b, 4096), 0.5),
+    # the defaults of both are the models as released
+    "gpt-oss-120b": (
+        lambda: hf.GptOssForCausalLM(hf.GptOssConfig()),
+        lambda b: _tokens(b, 4096),
+        0.5,
+    ),
+    "deepseek-v3": (
+        lambda: hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config()),
+        lambda b: _tokens(b, 4096),
+        0.25,
+    ),
 }
 MESHES: dict[str, tuple[int, ...]] = {
     "8": (8,),
