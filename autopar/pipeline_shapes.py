@@ -9,7 +9,7 @@ zero-bubble, and two chunks a rank interleaved, cut as they would be.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.core.considered import Considered
@@ -133,7 +133,14 @@ class Shapes:
             best = min(found, key=lambda s: (self.known[s].expected_s, s.size, s.microbatches))
             if self.is_close(best):
                 return best
-            self.closer(best)
+            self.closer(self._tells_of(best, found) if limit_s < math.inf else best)
+
+    def _tells_of(self, shape: PipelineShape, found: Sequence[PipelineShape]) -> PipelineShape:
+        """The shape to bound more closely first: one of fewer turns also bounds this one."""
+        return min(
+            (s for s in found if _bounds(s, shape) and not self.is_close(s)),
+            key=lambda s: s.microbatches,
+        )
 
     def close_least(self, limit_s: float) -> None:
         """Make the least bound below some seconds, that of all shapes, as close as can be."""
@@ -171,6 +178,9 @@ class Shapes:
                 turn = self._turn(shape, CLOSEST, self.planner.rank_cluster(shape.size).num_devices)
                 expected_s = expected_seconds(self.planner.work, shape, turn)
                 known.expected_s = max(known.bound_s, expected_s)
+            if known.level == CLOSEST:
+                for other in [s for s in self.known if s != shape and _bounds(shape, s)]:
+                    self.raised(other, self._bound(other, self.known[other].level))
         except Infeasible:
             return  # planning says what is wrong
         except ConstraintError as error:
@@ -204,6 +214,8 @@ class Shapes:
         turn = Turn.ideal(self.planner.work, shape, devices)
         if level:
             turn = turn.above(self.planner.one_turn(shape))
+        for coarser in self.planner.coarser(shape):
+            turn = turn.above(coarser)
         return turn.above(self.planner.turn(shape)) if level == CLOSEST else turn
 
     def _of_schedule(self, shape: PipelineShape, turn: Turn, hop_s: float) -> float:
@@ -252,6 +264,11 @@ class Shapes:
         rows.sort(key=lambda row: (row.bound_s or 0.0, row.shape))
         refused = [Considered(shape=str(s), why=why) for s, why in self.others.items()]
         return tuple([*rows, *refused][:_KEPT])
+
+
+def _bounds(shape: PipelineShape, other: PipelineShape) -> bool:
+    """True if the blocks of one shape take no longer than those of another one, in more turns."""
+    return shape.size == other.size and other.microbatches % shape.microbatches == 0
 
 
 def _not_planned(bound_s: float, limit_s: float) -> str:

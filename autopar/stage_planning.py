@@ -139,7 +139,15 @@ class StagePlanner:
         if (shape.size, 0) not in self._turns:
             whole = replace(shape, microbatches=1)
             self._turns[shape.size, 0] = self._floored(self.traced, whole, parts=False)
-        return self._turns[shape.size, 0].in_turns(shape)
+        return self._turns[shape.size, 0].in_turns(shape, 1)
+
+    def coarser(self, shape: PipelineShape) -> list[Turn]:
+        """The same from steps in fewer turns whose bounds are known."""
+        return [
+            turn.in_turns(shape, turns)
+            for (size, turns), turn in self._turns.items()
+            if size == shape.size and turns and shape.microbatches % turns == 0
+        ]
 
     def _floored(self, body: TracedModel, shape: PipelineShape, parts: bool) -> Turn:
         cluster = self.rank_cluster(shape.size)

@@ -52,6 +52,21 @@ def test_moves_grow_with_bytes_and_are_never_negative(profile, mesh, data, small
     assert (low > 0) == bool(sent) or low == np.inf
 
 
+@settings(max_examples=30)
+@given(mesh=_meshes, data=st.data())
+def test_a_table_of_moves_is_that_of_each_pair(mesh, data) -> None:
+    """Pairs of layouts that are priced as one have the same moves, strided splits or not."""
+    shards = [Shard(d, split=s) for d in range(3) for s in (1, 2, 3, 8)]
+    known = layouts(len(mesh), R, P, *shards)
+    found = data.draw(st.lists(known, min_size=2, max_size=12, unique=True))
+    cluster = cluster_of("h100-sxm", mesh)
+    table = MoveCosts(cluster).matrix(found, found, 1e9)
+    for i, src in enumerate(found):
+        for j, dst in enumerate(found):
+            own = MoveCosts(cluster)._price(src, dst)
+            assert table[i, j] == own[0] + 1e9 * own[1], (src, dst)
+
+
 @settings(max_examples=60)
 @given(profile=_profiles, mesh=_meshes, data=st.data(), num_bytes=_sizes)
 def test_whole_sum_is_sum_to_shards_and_gather(profile, mesh, data, num_bytes) -> None:

@@ -132,6 +132,25 @@ def test_no_plan_that_can_be_pinned_is_below_the_bound(
     assert seen > 3
 
 
+@pytest.mark.parametrize("name", ["stack", "uneven"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_more_turns_take_no_less(name: str, size: int) -> None:
+    planner = StagePlanner(
+        small(name), nodes_apart(), Constraints(), None, "adamw", Offers(nodes_apart())
+    )
+    few = PipelineShape(size=size, microbatches=size, schedule="1f1b")
+    assert planner.coarser(few) == []
+    before = planner.turn(few)
+    for turns in (2 * size, 4 * size):
+        many = replace(few, microbatches=turns)
+        (coarse, *_) = planner.coarser(many)
+        found = planner.turn(many)
+        for part in ("forward", "backward", "inputs", "weights", "step", "after"):
+            assert (getattr(coarse, part) <= getattr(found, part) * ROUNDING).all(), part
+        assert (coarse.step == before.step).all()
+    assert planner.coarser(replace(few, microbatches=2 * size + 1)) == []
+
+
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (2, 8), (4, 4), (4, 16)])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
 def test_the_bound_of_equal_blocks_is_the_time_of_the_schedule(

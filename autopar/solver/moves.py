@@ -21,6 +21,9 @@ class MoveCosts:
     Layouts are numbered, and a table by these numbers holds what is known: plans on three mesh axes
     ask for a million pairs of layouts, of which few differ. What may go in buckets is priced move
     by move, from tables of its own.
+
+    Whether a move is possible depends on which dims are equal, and of a strided split on whether it
+    is the one inside later axes that split the same dim: pairs that are alike in this are one.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -28,10 +31,13 @@ class MoveCosts:
         self._number: dict[Layout, int] = {}
         self._layouts: list[Layout] = []
         self._table = np.full((2, 64, 64), np.nan)  # latency and per byte
-        # of each layout by axis: the dim that is split or -1, and the number of the rest
+        # of each layout by axis: the dim that is split or -1, the split, and the number of the rest
         self._dims: list[list[int]] = []
+        self._splits: list[list[int]] = []
         self._forms: list[list[int]] = []
-        self._form_of: dict[tuple[str, int, bool], int] = {}
+        self._form_of: dict[tuple[str, bool], int] = {}
+        self._alike: dict[bytes, tuple[float, float]] = {}
+        self._inner = _products_of_later(cluster.mesh_shape)
         self._canonical: dict[tuple[Layout, Layout], tuple[tuple[str, float, float], ...]] = {}
         self._links: dict[tuple[str, int], tuple[float, float]] = {}
         self._tables: dict[tuple[tuple[Layout, ...], tuple[Layout, ...], Bucket], Array] = {}
@@ -73,7 +79,14 @@ class MoveCosts:
                 self._number[layout] = len(self._layouts)
                 self._layouts.append(layout)
                 self._dims.append([p.dim if p.is_shard else -1 for p in layout])
-                forms = [(p.kind, p.split, p.own) for p in layout]
+                # a split that is inside no later axes is a negative number
+                self._splits.append(
+                    [
+                        p.split if p.split in self._inner[a] else -p.split
+                        for a, p in enumerate(layout)
+                    ]
+                )
+                forms = [(p.kind, p.own) for p in layout]
                 known = self._form_of
                 self._forms.append([known.setdefault(form, len(known)) for form in forms])
         while len(self._layouts) > self._table.shape[1]:
@@ -108,15 +121,8 @@ class MoveCosts:
         return found
 
     def _fill(self, sources: Indices, targets: Indices) -> None:
-        """Price pairs of layouts, those that differ in the numbers of their dims alone once."""
-        dims = np.array(self._dims)
-        forms = np.array(self._forms)
-        dims = np.concatenate([dims[sources], dims[targets]], axis=1)
-        forms = np.concatenate([forms[sources], forms[targets]], axis=1)
-        # the first place with the same dim tells which dims are equal
-        width = dims.shape[1]
-        first = (dims[:, :, None] == dims[:, None, :]).argmax(axis=2)
-        codes = (forms * width + first).astype(np.int64)
+        """Price pairs of layouts, of those that are alike one."""
+        codes = self._codes(sources, targets)
         key = np.zeros(len(codes), dtype=np.int64)
         base = int(codes.max()) + 1
         for column in codes.T:
@@ -124,11 +130,32 @@ class MoveCosts:
                 key = np.unique(key, return_inverse=True)[1]
             key = key * base + column
         _, samples, alike = np.unique(key, return_index=True, return_inverse=True)
-        prices = [
-            self._price(self._layouts[int(sources[k])], self._layouts[int(targets[k])])
-            for k in samples
-        ]
+        prices = []
+        for k in samples:
+            name = codes[k].tobytes()
+            if name not in self._alike:
+                src, dst = self._layouts[int(sources[k])], self._layouts[int(targets[k])]
+                self._alike[name] = self._price(src, dst)
+            prices.append(self._alike[name])
         self._table[:, sources, targets] = np.array(prices).T[:, alike.ravel()]
+
+    def _codes(self, sources: Indices, targets: Indices) -> Indices:
+        """Numbers of pairs of layouts, equal where their moves are, (pairs, placements)."""
+        dims, splits, forms = (
+            np.concatenate([table[sources], table[targets]], axis=1)
+            for table in map(np.array, (self._dims, self._splits, self._forms))
+        )
+        width = dims.shape[1]
+        axis = np.arange(width) % (width // 2)
+        same_dim = dims[:, :, None] == dims[:, None, :]
+        same_split = splits[:, :, None] == splits[:, None, :]
+        alone = (~same_dim | (same_split & (axis[:, None] == axis))).all(axis=2)
+        # the first place with the same dim, or split, tells which are equal
+        foreign = -1 - (same_dim & same_split).argmax(axis=2)
+        splits = np.where(alone, 1, np.where(splits < 0, foreign, splits)) + width
+        first = same_dim.argmax(axis=2)
+        found: Indices = ((splits * len(self._form_of) + forms) * width + first).astype(np.int64)
+        return found
 
     def _bucketed(
         self, sources: Sequence[Layout], targets: Sequence[Layout], num_bytes: float, bucket: Bucket
@@ -158,3 +185,13 @@ class MoveCosts:
                 for m, (kind, alpha, beta) in enumerate(moves):
                     table[:, i, j, m] = alpha, beta, bucket.shared(kind, m)
         return table
+
+
+def _products_of_later(mesh_shape: Sequence[int]) -> list[set[int]]:
+    """Of each axis, the products of sizes of axes behind it, that of none among them."""
+    found: list[set[int]] = []
+    products = {1}
+    for size in reversed(mesh_shape):
+        found.append(products)
+        products = products | {size * p for p in products}
+    return found[::-1]

@@ -103,16 +103,21 @@ class Turn:
         none = 0 * forward  # how a backward would be split is not known
         return cls(forward, backward, none, none, step, step - early * forward, early)
 
-    def in_turns(self, shape: PipelineShape) -> Turn:
-        """The step in one turn as a lower bound of that in several: none gets cheaper by that."""
-        turns = shape.microbatches
+    def in_turns(self, shape: PipelineShape, of: int) -> Turn:
+        """The step in some turns as a lower bound of that in more: none gets cheaper by that.
+
+        Args:
+            shape: that the bound is for.
+            of: turns that this one is for, a divisor of the shape's.
+        """
+        each = shape.microbatches // of
         return Turn(
-            forward=self.forward / turns,
-            backward=self.backward / turns,
-            inputs=self.inputs / turns,
-            weights=self.weights / turns,
+            forward=self.forward / each,
+            backward=self.backward / each,
+            inputs=self.inputs / each,
+            weights=self.weights / each,
             step=self.step,
-            after=0 * self.step,
+            after=self.after,  # the early turns are no larger a share of more
             early=shape.early,
         )
 
