@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.runtime import pipeline
+from autopar.runtime.pipeline_run import PipelineRun
 from autopar.runtime.storage import Writer
 from tests import zoo
 from tests.dist import RankError, run_ranks, try_ranks
@@ -33,7 +33,7 @@ def dies_in_a_step(parallel: Any) -> None:
     if parallel.plan.pipeline is None:
         parallel.register_forward_hook(lambda *_: die())
         return
-    act, calls = pipeline._Run._act, [0]
+    act, calls = PipelineRun._act, [0]
 
     def deadly(self: Any, *args: Any) -> None:
         calls[0] += 1
@@ -41,7 +41,7 @@ def dies_in_a_step(parallel: Any) -> None:
             die()
         act(self, *args)
 
-    pipeline._Run._act = deadly  # type: ignore[method-assign]
+    PipelineRun._act = deadly  # type: ignore[method-assign]
 
 
 def dies_in_a_save() -> None:
