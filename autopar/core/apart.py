@@ -3,7 +3,8 @@
 A folded graph holds one period of a run of equal blocks for many. Where the first so many of these
 are of one kind and the others of another, it must hold one of each, and before each of them another
 period of its kind, as values that the blocks of a run hand each other are read there: with `n` of
-kind A and `m` of kind B, the graph holds A, A, A (`n` times), B, B (`m - 1` times), last.
+kind A and `m` of kind B, the graph holds A, A, A (`n - 1` times), A, B, B (`m - 1` times), last:
+what the last A hands on is kept as B wants it, on the device, in host memory or not at all.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def _split(repeat: Repeat, kinds: Mapping[Block, str]) -> tuple[list[int], list[
 
     def of(period: int) -> list[str]:
         start = repeat.first + period * repeat.period
-        return [kinds[Block(repeat.container, start + i)] for i in range(repeat.period)]
+        blocks = (Block(repeat.container, start + i) for i in range(repeat.period))
+        return [kinds[block] for block in blocks if block in kinds]
 
     kept: list[int] = []
     made: list[Repeat] = []
@@ -57,6 +59,8 @@ def _split(repeat: Repeat, kinds: Mapping[Block, str]) -> tuple[list[int], list[
         if of(period) == of(period - 1):
             while end < repeat.times and of(end) == of(period):
                 end += 1
+            if end - period > 1 and of(end) != of(period)[: len(of(end))]:
+                end -= 1
         if end - period > 1:
             first = repeat.first + period * repeat.period
             made.append(replace(repeat, first=first, times=end - period))
