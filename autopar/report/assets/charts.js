@@ -47,8 +47,8 @@ function drawMemory(width) {
 }
 function fillMemoryLegend() {
   const { kinds, rows } = D.memory;
-  $("memory-text").textContent = `Peak ${bytes(D.peak)} on each device` + (D.limit ? ` of ${bytes(D.limit)}.` : ".") +
-    (D.pipeline ? " Shown is one microbatch of the rank that works longest, beside what others hold."
+  $("memory-text").textContent = `Peak ${bytes(D.peak)} on each device${D.pipeline && D.pipeline.ranks > 1 ? " of the pipeline rank that holds most" : ""}` + (D.limit ? ` of ${bytes(D.limit)}.` : ".") +
+    (D.pipeline ? ` Shown is one microbatch of ${D.pipeline.ranks > 1 ? `rank ${D.pipeline.longest}, which works longest` : "the step"}, beside what others hold.`
       : " Of many equal blocks one is planned: what the others hold is added for each of them as they run.");
   kinds.slice().reverse().forEach((kind) => $("memory-legend").append(el("span", { title: D.kinds[kind] || "" }, el("i", { style: `background:${color(kind)}` }), kind)));
 }
@@ -72,10 +72,15 @@ function drawTime() {
     const rows = D.communication.filter((row) => row[0] === index && row[4] !== null);
     if (!rows.length) return;
     host.append(el("h3", {}, `Communication on ${axis}, ${D.mesh[index]} devices, ${seconds(rows.reduce((sum, row) => sum + row[4], 0))}`));
-    for (const [, kind, times, size, s, hidden] of rows.sort((a, b) => b[4] - a[4])) {
+    for (const [, kind, times, size, s, all] of rows.sort((a, b) => b[4] - a[4])) {
+      const hidden = all > 1e-12 ? all : 0;  // but for rounding
       const parts = [[s - hidden, color("comm"), `exposed ${seconds(s - hidden)}`], [hidden, `color-mix(in srgb, ${color("comm")} 40%, var(--panel))`, `hidden ${seconds(hidden)}`]];
       host.append(bar(kind.replaceAll("_", "-"), `${times} ×, ${bytes(size)} in all, ${seconds(hidden)} hidden`, parts, s));
     }
   });
   if (!D.communication.length) host.append(el("h3", {}, "No communication"));
+  if (D.pipeline && D.pipeline.ranks > 1) {
+    const waits = D.pipeline.bubble_s;
+    host.append(el("h3", {}, "Bubble"), bar("waiting", `rank ${D.pipeline.longest} for other ranks`, [[waits, color("idle"), "waiting"]], waits));
+  }
 }
