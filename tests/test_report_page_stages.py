@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 import autopar
 from autopar.core.plan import Plan
+from autopar.core.units import format_bytes
 from autopar.report.page import page_data, render_page
 from autopar.report.parameters import parameter_rows
 from autopar.report.stages import holders, longest_rank, stage_groups
@@ -74,6 +76,18 @@ def test_every_op_has_its_placements_and_its_stage(mode: str) -> None:
     assert json.loads(json.dumps(data)) == data
 
 
+def test_unlike_stages_of_equal_graphs_tell_whose_names_they_have() -> None:
+    plan = plan_of("line")
+    p = plan.pipeline
+    assert p is not None
+    timeline = p.stages[2].predicted.timeline
+    slow = replace(timeline, ops=tuple(replace(op, compute_s=1.0) for op in timeline.ops))
+    stage = replace(p.stages[2], predicted=replace(p.stages[2].predicted, timeline=slow))
+    other = replace(plan, pipeline=replace(p, stages=(*p.stages[:2], stage, p.stages[3])))
+    names = [group.name for group in stage_groups(other)]
+    assert names == ["stage 0", "stage 1", "stage 2 (named as in stage 1)", "stage 3"]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_rows_of_ops_add_up_to_the_breakdown(mode: str) -> None:
     plan = plan_of(mode)
@@ -116,6 +130,49 @@ def test_parameters_are_with_the_ranks_of_their_stages(mode: str) -> None:
         assert ups == {"layers.[0-1,4-5]": (0,), "layers.[2-3,6-7]": (1,)}
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_memory_is_drawn_for_each_rank_up_to_its_peak(mode: str) -> None:
+    plan = plan_of(mode)
+    p = plan.pipeline
+    assert p is not None and max(p.peaks) == plan.predicted.peak_memory_bytes
+    memory = page_data(plan)["memory"]
+    views = {view["rank"]: view for view in memory["views"] if view["rank"] is not None}
+    assert sorted(views) == list(range(p.size))
+    for rank, view in views.items():
+        totals = [sum(memory["table"][row]) for row in view["rows"] if row >= 0]
+        assert max(totals) == p.peaks[rank]
+        assert view["rows"][0] >= 0 and view["rows"][-1] >= 0
+        names = {memory["names"][name] for name in view["names"] if name >= 0}
+        slots = [slot for slot in p.slots if slot.rank == rank]
+        assert {f"{s.kind} {s.stage} {s.microbatch}" for s in slots if s.kind in "FB"} <= names
+    stages = [view for view in memory["views"] if view["rank"] is None]
+    assert len(stages) == len(stage_groups(plan))
+    assert all(view["backward_s"] for view in stages)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_stages_hold_is_saved(mode: str) -> None:
+    plan = plan_of(mode)
+    assert plan.pipeline is not None
+    assert all(stage.predicted.held is not None for stage in plan.pipeline.stages)
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+def without_held(plan: Plan) -> Plan:
+    """As an older autopar saved it."""
+    assert plan.pipeline is not None
+    stages = tuple(replace(s, predicted=replace(s.predicted, held=None))
+                   for s in plan.pipeline.stages)  # fmt: skip
+    return replace(plan, pipeline=replace(plan.pipeline, stages=stages))
+
+
+def test_older_plans_have_peaks_and_microbatches() -> None:
+    plan = without_held(plan_of("line"))
+    data = page_data(plan)
+    assert [view["rank"] for view in data["memory"]["views"]] == [None] * 3
+    assert len(data["pipeline"]["peaks"]) == 4
+
+
 def test_the_idle_shares_are_told_apart() -> None:
     plan = plan_of("line")
     assert plan.pipeline is not None
@@ -148,15 +205,18 @@ LOOK = """(d, w) => {
   const colors = (id) => [...d.querySelectorAll(`#${id} i`)].map((e) => w.getComputedStyle(e).backgroundColor);
   return { devices, head, stages, count, results, after: held(), blocks, graph,
     title: d.getElementById('tensor-title').textContent,
-    memory: colors('memory-legend'), pipeline: colors('pipeline-legend'),
+    memory: colors('memory-legend'), areas: d.querySelectorAll('#memory-svg path').length,
+    views: [...d.getElementById('memory-view').options].map((o) => o.textContent),
+    peaks: [...d.querySelectorAll('.peak .num')].map((e) => e.textContent),
+    pipeline: colors('pipeline-legend'),
     text: d.getElementById('memory-text').textContent };
 }"""  # noqa: E501
 
 
 @in_browser
-@pytest.mark.parametrize("mode", ["line", "chunks"])
+@pytest.mark.parametrize("mode", ["line", "chunks", "older"])
 def test_the_drawn_page_knows_stages(mode: str) -> None:
-    plan = plan_of(mode)
+    plan = plan_of(mode) if mode != "older" else without_held(plan_of("line"))
     assert plan.pipeline is not None
     seen = inspect(render_page(plan), 1280, LOOK)
     assert seen["ready"] == "yes" and seen["requests"] == []
@@ -178,4 +238,11 @@ def test_the_drawn_page_knows_stages(mode: str) -> None:
     assert found["graph"] and all(text.rstrip()[-1] == ")" for text in found["graph"])
     for legend in ("memory", "pipeline"):
         assert len(set(found[legend])) == len(found[legend])
-    assert "on each device of the pipeline rank that holds most" in found["text"]
+    assert "on each device" not in found["text"]
+    assert found["areas"] > 3
+    assert len(found["peaks"]) == plan.pipeline.size
+    for text, peak in zip(found["peaks"], plan.pipeline.peaks, strict=True):
+        assert text.startswith(format_bytes(peak))
+    ranks = [f"pipeline rank {rank}" for rank in range(plan.pipeline.size * (mode != "older"))]
+    stages = [f"one microbatch of {name}, op by op" for name in found["stages"][1:]]
+    assert found["views"] == ranks + stages

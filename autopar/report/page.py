@@ -15,16 +15,16 @@ from markupsafe import Markup
 from autopar.core.blocks import block_of
 from autopar.core.placement import Layout
 from autopar.core.plan import Plan
-from autopar.core.timeline import PlannedOp, executed
+from autopar.core.timeline import PlannedOp
 from autopar.core.units import format_bytes, format_seconds
-from autopar.report.parameters import index_ranges, parameter_rows
+from autopar.report.memory import memory_views
+from autopar.report.parameters import parameter_rows
 from autopar.report.stages import StageGroup, holders, longest_rank, stage_groups
 from autopar.report.summary import facts, mesh_text
 from autopar.report.totals import MEMORY_KINDS, communication, compute
 
 __all__ = ["page_data", "render_page"]
 
-_MOMENTS = 720
 _NOTHING_S = 1e-12  # what is hidden but for rounding
 _SCRIPTS = ("helpers.js", "placement.js", "charts.js", "pipeline.js", "ops.js", "start.js")
 
@@ -46,6 +46,7 @@ def render_page(plan: Plan) -> str:
         highest=_highest_text(plan),
         facts=facts(plan),
         step_time=format_seconds(p.step_time_s),
+        hides=p.hidden_time_s > _NOTHING_S,
         comm_share=p.exposed_time_s / p.step_time_s if p.step_time_s else 0.0,
         hidden_time=format_seconds(p.hidden_time_s if p.hidden_time_s > _NOTHING_S else 0.0),
         peak=format_bytes(p.peak_memory_bytes),
@@ -80,9 +81,9 @@ def page_data(plan: Plan) -> dict[str, Any]:
         ],
         "groups": [
             {
-                "label": _label(group),
+                "label": group.label,
+                "name": group.name,
                 "ranks": list(group.ranks) if _has_ranks(plan) else [],
-                "each": len(group.stages),
             }
             for group in groups
         ],
@@ -99,7 +100,7 @@ def page_data(plan: Plan) -> dict[str, Any]:
             [row.axis, row.kind, row.times, row.num_bytes, row.seconds, row.hidden_s]
             for row in communication(plan)
         ],
-        "memory": _memory(plan),
+        "memory": memory_views(plan),
         "pipeline": _pipeline(plan),
         "kinds": MEMORY_KINDS,
     }
@@ -198,11 +199,6 @@ def _highest_text(plan: Plan) -> str:
     return f"peak memory of a device of pipeline rank{where}, the highest"
 
 
-def _label(group: StageGroup) -> str:
-    """Numbers of equal stages: `3`, or `1-30`."""
-    return index_ranges(list(group.stages)).strip("[]")
-
-
 # --- ops
 
 
@@ -242,33 +238,4 @@ def _op(plan: Plan, op: PlannedOp) -> dict[str, Any]:
         "moves": [list(move) for move in op.moves],
         "more_s": op.alternative.more_s if op.alternative is not None else None,
         "other": [_layout(x) for x in op.alternative.outputs] if op.alternative else [],
-    }
-
-
-def _memory(plan: Plan) -> dict[str, Any]:
-    """Live bytes over time: in each of many equal pieces of the step, its highest moment."""
-    timeline = plan.predicted.timeline
-    total = plan.predicted.step_time_s
-    if plan.pipeline is not None:
-        total = sum(r.before_s + r.op.compute_s + r.after_s for r in executed(timeline))
-    rows: list[tuple[int, ...]] = [()] * _MOMENTS
-    names = [""] * _MOMENTS
-    turn: float | None = None
-    for run in executed(timeline) if total else ():
-        if run.op.phase != "forward" and turn is None:
-            turn = run.start_s
-        length = run.before_s + run.op.compute_s + run.after_s
-        first = min(int(run.start_s / total * _MOMENTS), _MOMENTS - 1)
-        last = min(int((run.start_s + length) / total * _MOMENTS), _MOMENTS - 1)
-        for moment in range(first, last + 1):
-            if not rows[moment] or sum(run.live) > sum(rows[moment]):
-                rows[moment], names[moment] = run.live, run.op.name
-    kinds = [k for k in timeline.kinds if any(r[timeline.kinds.index(k)] for r in rows if r)]
-    picked = [timeline.kinds.index(kind) for kind in kinds]
-    return {
-        "kinds": kinds,
-        "seconds": total,
-        "rows": [[row[i] for i in picked] if row else [] for row in rows],
-        "ops": names,
-        "backward_s": turn,
     }

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from autopar.core.plan import Plan
+from autopar.report.parameters import index_ranges
 
 __all__ = ["StageGroup", "holders", "longest_rank", "stage_groups"]
 
@@ -18,7 +19,8 @@ class StageGroup:
     Attributes:
         stages: their numbers.
         ranks: of the pipeline, that run them.
-        plan: of the first; names of modules and parameters are its own.
+        plan: of the first.
+        named: the stage whose modules and parameters its ops name: of equal graphs the first.
         compute_s, comm_s: of all ops of one of these stages in a step; no second of it is taken
             for hidden.
     """
@@ -26,27 +28,46 @@ class StageGroup:
     stages: tuple[int, ...]
     ranks: tuple[int, ...]
     plan: Plan
+    named: int
     compute_s: float
     comm_s: float
+
+    @property
+    def label(self) -> str:
+        """Numbers of the stages: `3`, or `1-30`."""
+        return index_ranges(list(self.stages)).strip("[]")
+
+    @property
+    def name(self) -> str:
+        """`stage 3`, or `stages 1-30`."""
+        other = f" (named as in stage {self.named})" if self.named not in self.stages else ""
+        return f"stage{'s' * (len(self.stages) > 1)} {self.label}{other}"
 
 
 def stage_groups(plan: Plan) -> tuple[StageGroup, ...]:
     """Groups of equal stages, in the order of their first stages."""
     p = plan.pipeline
     if p is None:
-        return (_group((0,), 1, plan),)
+        return (_group((0,), 1, plan, 0),)
     alike: dict[Hashable, list[int]] = {}
     for number, stage in enumerate(p.stages):
         alike.setdefault(_key(stage), []).append(number)
-    return tuple(_group(tuple(found), p.size, p.stages[found[0]]) for found in alike.values())
+    first: dict[str, int] = {}
+    for number, stage in enumerate(p.stages):
+        first.setdefault(stage.fingerprint, number)
+    return tuple(
+        _group(tuple(found), p.size, p.stages[found[0]], first[p.stages[found[0]].fingerprint])
+        for found in alike.values()
+    )
 
 
-def _group(stages: tuple[int, ...], size: int, plan: Plan) -> StageGroup:
+def _group(stages: tuple[int, ...], size: int, plan: Plan, named: int) -> StageGroup:
     ops = plan.predicted.timeline.ops
     return StageGroup(
         stages=stages,
         ranks=tuple(sorted({stage % size for stage in stages})),
         plan=plan,
+        named=named,
         compute_s=sum(op.compute_s * op.times for op in ops),
         comm_s=sum(op.comm_s for op in ops),
     )

@@ -2,7 +2,7 @@
 // --- graph of a block
 // equal stages of a pipeline are one group; names of ops are unique in one
 const staged = D.groups.length > 1;
-const groupName = (group) => `stage${D.groups[group].each > 1 ? "s" : ""} ${D.groups[group].label}`;
+const groupName = (group) => D.groups[group].name;
 const byName = D.groups.map(() => new Map());
 for (const op of D.ops) byName[op.group].set(op.name, op);
 const cost = (op) => op.compute_s * op.times + op.moves.reduce((sum, m) => sum + m[3] * m[4], 0);
