@@ -277,7 +277,6 @@ class Pipeliner:
         slowest = max(plans, key=lambda p: p.predicted.step_time_s)
         # of one stage; of several, those behind the first only hold for what it sends them
         bound = plans[0].solver.bound if len(plans) == 1 else 0.0
-        plans = [replace(p, predicted=replace(p.predicted, held=None)) for p in plans]
         unlike = list({p.fingerprint: p for p in plans}.values())
         merged: dict[str, Layout] = {}
         for p in plans:

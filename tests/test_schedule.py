@@ -12,7 +12,7 @@ from autopar.core.flights import ALL, INPUT, NONE, arrived, flights, moments
 from autopar.core.held import Held
 from autopar.core.schedule import SCHEDULES, Action, actions, in_flight
 from autopar.cost_model.pipeline import ScheduleError, simulate_pipeline
-from autopar.cost_model.rank_memory import rank_memory
+from autopar.cost_model.rank_memory import rank_memory, rank_moments
 from autopar.errors import ConstraintError
 
 EQUAL = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
@@ -217,11 +217,16 @@ def test_a_flight_holds_no_less_than_any_moment(schedule, p, m, v):
 def test_a_rank_peaks_where_its_stages_do_so_together(schedule, p, m, v):
     """The memory of ranks against a replay of what each action allocates and frees."""
     orders, draw = actions(schedule, p, m, v), random.Random(7)
+    kinds = ("F", "I", "W") if schedule == "zero-bubble" else ("F", "B")
     held = [_random_held(draw, schedule == "zero-bubble") for _ in range(p * v)]
     found = rank_memory(orders, held)
     for rank, there in enumerate(arrived(orders)):
         own = {s: held[s] for s in range(rank, p * v, p)}
         assert sum(found[rank].values()) == _replayed(orders[rank], there, own, p * v)
+        told = list(rank_moments(orders, list(own.values()), rank))
+        assert max(sum(row.memory.values()) for row in told) == sum(found[rank].values())
+        ran = [Action(row.kind, row.stage, row.microbatch) for row in told if row.kind in kinds]
+        assert ran == list(orders[rank])
 
 
 def _random_held(draw, splits):

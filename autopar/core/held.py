@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["Held"]
 
@@ -34,3 +35,24 @@ class Held:
     sums: tuple[int, int]
     tops: Mapping[tuple[int, int], Mapping[str, int]]
     after: Mapping[str, int]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            "batch": self.batch,
+            "idle": dict(self.idle),
+            "waiting": dict(self.waiting),
+            "delayed": dict(self.delayed),
+            "up": self.up,
+            "down": self.down,
+            "sums": list(self.sums),
+            "tops": [[sums, part, dict(kinds)] for (sums, part), kinds in self.tops.items()],
+            "after": dict(self.after),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Held:
+        """Inverse of `to_dict`."""
+        tops = {(sums, part): dict(kinds) for sums, part, kinds in data["tops"]}
+        first, second = data["sums"]
+        return cls(**{**data, "tops": tops, "sums": (first, second)})

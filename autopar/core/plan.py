@@ -67,7 +67,7 @@ class Prediction:
         exposed_copy_s: of these, what compute stands still for: as the emitted program is
             simulated, and the search's estimate (`solver/beside.py`) until then.
         bubble_s: what a rank of a pipeline waits for other ranks.
-        held: of a stage while its pipeline is planned, what it holds when; not saved.
+        held: of a stage of a step in microbatches, what it holds when.
     """
 
     step_time_s: float
@@ -230,6 +230,8 @@ class Plan:
             replace(self, predicted=bare, nodes={}, parameters={}, inputs={}, pipeline=None)
         )
         plain["predicted"]["timeline"] = self.predicted.timeline.to_dict()
+        if self.predicted.held is not None:
+            plain["predicted"]["held"] = self.predicted.held.to_dict()
         plain["nodes"] = _rows(self.nodes)
         if self.pipeline is not None:
             plain["pipeline"] = asdict(replace(self.pipeline, time={}, stages=()))
@@ -381,6 +383,8 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
     predicted["comm_bytes"] = tuple(CommBytes(**row) for row in predicted["comm_bytes"])
     predicted["timeline"] = Timeline.from_dict(predicted["timeline"])
     predicted["hidden_comm_s"] = tuple(predicted["hidden_comm_s"])
+    if predicted.get("held") is not None:
+        predicted["held"] = Held.from_dict(predicted["held"])
     fields["predicted"] = Prediction(**predicted)
     fields["solver"] = SolverReport(**data["solver"])
     fields["buckets"] = tuple(BucketBytes(**row) for row in data.get("buckets", ()))

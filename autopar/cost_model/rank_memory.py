@@ -15,12 +15,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from autopar.core.flights import ALL, INPUT, NONE, Moment, Others, moments, parts_of
 from autopar.core.held import Held
 from autopar.core.schedule import Orders
 
-__all__ = ["rank_memory"]
+__all__ = ["RankMoment", "rank_memory", "rank_moments", "rank_peak"]
+
+
+class RankMoment(NamedTuple):
+    """What a rank holds for some time.
+
+    Attributes:
+        kind: an action of the schedule; P before the microbatches, R behind them (as in
+            `PipelineSlot`); "" while the rank waits for the action that follows, or for the end.
+        stage, microbatch: of the action; 0 for the end.
+        memory: bytes by kind, the most while the action runs.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+    memory: Mapping[str, int]
 
 
 def rank_memory(orders: Orders, held: Sequence[Held | None]) -> tuple[dict[str, int], ...]:
@@ -51,6 +68,32 @@ def rank_peak(orders: Orders, held: Sequence[Held], rank: int) -> dict[str, int]
     return max(found, key=lambda kinds: sum(kinds.values()))
 
 
+def rank_moments(orders: Orders, held: Sequence[Held], rank: int) -> Iterator[RankMoment]:
+    """What one rank holds over the step, in order; arguments as for `rank_peak`.
+
+    The highest of it is the rank's peak.
+    """
+    size = len(orders)
+    stages = {rank + index * size: h for index, h in enumerate(held)}
+    shared = held[0].batch * (len(held) - 1)
+    own = moments(orders)[rank]
+    splits = {m.action.stage for m in own if m.action.kind == "I"}
+    for s, h in stages.items():
+        yield RankMoment("P", s, 0, _once(_hoisting(stages, s, h), shared))
+    for moment in own:
+        kind, s, i = moment.action.kind, moment.action.stage, moment.action.microbatch
+        yield RankMoment("", s, i, _once(_waiting(stages, moment), shared))
+        parts = parts_of(moment.action, s in splits)
+        found = [_once(_running(stages, moment, part), shared) for part in parts]
+        yield RankMoment(kind, s, i, max(found, key=lambda kinds: sum(kinds.values())))
+    for s, h in reversed(stages.items()):
+        yield RankMoment("R", s, 0, _once(_finishing(stages, s, h), shared))
+    end: Counter[str] = Counter()
+    for h in stages.values():
+        end.update(h.after)
+    yield RankMoment("", 0, 0, _once(end, shared))
+
+
 def _of_rank(
     rank: Sequence[Moment], held: Sequence[Held], first: int, size: int
 ) -> Iterator[dict[str, int]]:
@@ -66,14 +109,31 @@ def _of_rank(
             if key in seen:
                 continue
             seen.add(key)
-            total = Counter(_acting(stages[s], moment.held[s], moment.sums[s], part))
-            for other, h in stages.items():
-                if other != s:
-                    total.update(_between(h, moment.held[other], moment.sums[other]))
-            yield _once(total, shared)
+            yield _once(_running(stages, moment, part), shared)
     for s, h in stages.items():
         yield _once(_hoisting(stages, s, h), shared)
         yield _once(_finishing(stages, s, h), shared)
+
+
+def _running(stages: Mapping[int, Held], moment: Moment, part: int) -> Counter[str]:
+    """What all stages of a rank hold at most while a part of an action runs."""
+    s = moment.action.stage
+    total = Counter(_acting(stages[s], moment.held[s], moment.sums[s], part))
+    for other, h in stages.items():
+        if other != s:
+            total.update(_between(h, moment.held[other], moment.sums[other]))
+    return total
+
+
+def _waiting(stages: Mapping[int, Held], moment: Moment) -> Counter[str]:
+    """What they hold before an action, whose microbatch is then one of those that wait."""
+    s, kind = moment.action.stage, moment.action.kind
+    total: Counter[str] = Counter()
+    for other, h in stages.items():
+        total.update(_between(h, moment.held[other], moment.sums[other]))
+        if other == s and kind != "F":
+            total.update(h.delayed if kind == "W" else h.waiting)
+    return total
 
 
 def _once(total: Mapping[str, int], shared: int) -> dict[str, int]:

@@ -15,15 +15,17 @@ from markupsafe import Markup
 from autopar.core.blocks import block_of
 from autopar.core.placement import Layout
 from autopar.core.plan import Plan
-from autopar.core.timeline import PlannedOp, executed
+from autopar.core.timeline import PlannedOp
 from autopar.core.units import format_bytes, format_seconds
+from autopar.report.memory import memory_views
 from autopar.report.parameters import parameter_rows
+from autopar.report.stages import StageGroup, holders, longest_rank, stage_groups
 from autopar.report.summary import facts, mesh_text
 from autopar.report.totals import MEMORY_KINDS, communication, compute
 
 __all__ = ["page_data", "render_page"]
 
-_MOMENTS = 720
+_NOTHING_S = 1e-12  # what is hidden but for rounding
 _SCRIPTS = ("helpers.js", "placement.js", "charts.js", "pipeline.js", "ops.js", "start.js")
 
 
@@ -39,10 +41,14 @@ def render_page(plan: Plan) -> str:
         data=page_data(plan),
         mesh=mesh_text(plan).partition(" (")[0].replace("=", " "),
         pipeline=_pipeline_text(plan),
+        time_text=_time_text(plan),
+        ops_text=_ops_text(plan),
+        highest=_highest_text(plan),
         facts=facts(plan),
         step_time=format_seconds(p.step_time_s),
+        hides=p.hidden_time_s > _NOTHING_S,
         comm_share=p.exposed_time_s / p.step_time_s if p.step_time_s else 0.0,
-        hidden_time=format_seconds(p.hidden_time_s),
+        hidden_time=format_seconds(p.hidden_time_s if p.hidden_time_s > _NOTHING_S else 0.0),
         peak=format_bytes(p.peak_memory_bytes),
         limit=format_bytes(limit) if limit else "",
         limit_share=p.peak_memory_bytes / limit if limit else 0.0,
@@ -53,7 +59,7 @@ def render_page(plan: Plan) -> str:
 
 def page_data(plan: Plan) -> dict[str, Any]:
     """What the page's script draws, as JSON types."""
-    limit = plan.memory_limit_bytes
+    limit, groups = plan.memory_limit_bytes, stage_groups(plan)
     return {
         "mesh": list(plan.mesh_shape),
         "axes": list(plan.axis_names),
@@ -69,10 +75,23 @@ def page_data(plan: Plan) -> dict[str, Any]:
                 "layout": _layout(row.layout),
                 "mode": row.mode,
                 "bytes": row.num_bytes,
+                "ranks": list(row.ranks),
             }
-            for row in parameter_rows(plan)
+            for row in parameter_rows(plan, holders(plan))
         ],
-        "ops": [_op(plan, op) for op in plan.predicted.timeline.ops],
+        "groups": [
+            {
+                "label": group.label,
+                "name": group.name,
+                "ranks": list(group.ranks) if _has_ranks(plan) else [],
+            }
+            for group in groups
+        ],
+        "ops": [
+            op
+            for number, group in enumerate(groups)
+            for op in _ops(group, number, plan.pipeline is None)
+        ],
         "compute": [
             [name, [[phase, seconds] for phase, seconds in by_phase.items()]]
             for name, by_phase in compute(plan).items()
@@ -81,7 +100,7 @@ def page_data(plan: Plan) -> dict[str, Any]:
             [row.axis, row.kind, row.times, row.num_bytes, row.seconds, row.hidden_s]
             for row in communication(plan)
         ],
-        "memory": _memory(plan),
+        "memory": memory_views(plan),
         "pipeline": _pipeline(plan),
         "kinds": MEMORY_KINDS,
     }
@@ -89,20 +108,112 @@ def page_data(plan: Plan) -> dict[str, Any]:
 
 def _pipeline(plan: Plan) -> dict[str, Any] | None:
     """What each stage does when, for plans in microbatches."""
-    if plan.pipeline is None:
+    p = plan.pipeline
+    if p is None:
         return None
-    return {"ranks": plan.pipeline.size, "slots": [list(slot) for slot in plan.pipeline.slots]}
+    return {
+        "ranks": p.size,
+        "slots": [list(slot) for slot in p.slots],
+        "peaks": list(p.peaks),
+        "longest": longest_rank(plan),
+        "bubble_s": plan.predicted.bubble_s,
+    }
+
+
+# --- sentences about the stages of a pipeline
+
+
+def _has_ranks(plan: Plan) -> bool:
+    return plan.pipeline is not None and plan.pipeline.size > 1
 
 
 def _pipeline_text(plan: Plan) -> str:
     p = plan.pipeline
     if p is None:
         return ""
-    return f"Schedule {p.schedule}: ranks stand idle for {p.bubble:.1%} of the step."
+    if p.size == 1:
+        return f"{p.microbatches} microbatches, one after the other."
+    return (
+        f"Schedule {p.schedule}, {p.microbatches} microbatches. All ranks together stand idle for "
+        f"{p.bubble:.1%} of their time; rank {longest_rank(plan)}, which works longest, for "
+        f"{_bubble_share(plan):.1%} of the step: the bubble."
+    )
+
+
+def _bubble_share(plan: Plan) -> float:
+    p = plan.predicted
+    return p.bubble_s / p.step_time_s if p.step_time_s else 0.0
+
+
+def _time_text(plan: Plan) -> str:
+    if not _has_ranks(plan):
+        return ""
+    waits = format_seconds(plan.predicted.bubble_s)
+    return (
+        f"Of a device of pipeline rank {longest_rank(plan)}, which works longest. It waits {waits} "
+        f"for other ranks, {_bubble_share(plan):.1%} of the step: the bubble."
+    )
+
+
+def _ops_text(plan: Plan) -> str:
+    """What the seconds of a row are, and which rows make the sums of the breakdown."""
+    if plan.pipeline is None:
+        return "Seconds are of all executions in one step; those of all ops are the sums above."
+    turns = plan.pipeline.microbatches
+    if not _has_ranks(plan):
+        return (
+            f"Seconds are of all executions in one step of {turns} microbatches; those of all ops "
+            "are the sums above."
+        )
+    rank = longest_rank(plan)
+    own = [
+        (stage, group)
+        for group in stage_groups(plan)
+        for stage in group.stages
+        if stage % plan.pipeline.size == rank
+    ]
+    names = " and ".join(str(stage) for stage, _ in own)
+    told = [
+        " + ".join(format_seconds(seconds) for seconds in found) + f" of {name}"
+        for name, found in (
+            ("compute", [group.compute_s for _, group in own]),
+            ("communication", [group.comm_s for _, group in own]),
+        )
+    ]
+    several = len(own) > 1
+    return (
+        f"Seconds are of one stage in one step of {turns} microbatches; equal stages are one row. "
+        f"The sums above are those of stage{'s' * several} {names} on rank {rank}: "
+        f"{' and '.join(told)}. What goes from stage to stage is in no row, and none of it is in "
+        "the sums: ranks stand idle for it."
+    )
+
+
+def _highest_text(plan: Plan) -> str:
+    """Whose peak the headline is."""
+    if not _has_ranks(plan):
+        return "peak memory of a device"
+    assert plan.pipeline is not None
+    peaks = plan.pipeline.peaks
+    where = f" {peaks.index(max(peaks))}" if peaks else ""
+    return f"peak memory of a device of pipeline rank{where}, the highest"
+
+
+# --- ops
 
 
 def _layout(layout: Layout) -> list[str]:
     return [p.short for p in layout]
+
+
+def _ops(group: StageGroup, number: int, plain: bool) -> list[dict[str, Any]]:
+    timeline = group.plan.predicted.timeline
+    instances = {name: span.times for span in timeline.spans for name in span.ops}
+    return [
+        _op(group.plan, op)
+        | {"group": number, "instances": instances.get(op.name, op.times if plain else 1)}
+        for op in timeline.ops
+    ]
 
 
 def _op(plan: Plan, op: PlannedOp) -> dict[str, Any]:
@@ -127,33 +238,4 @@ def _op(plan: Plan, op: PlannedOp) -> dict[str, Any]:
         "moves": [list(move) for move in op.moves],
         "more_s": op.alternative.more_s if op.alternative is not None else None,
         "other": [_layout(x) for x in op.alternative.outputs] if op.alternative else [],
-    }
-
-
-def _memory(plan: Plan) -> dict[str, Any]:
-    """Live bytes over time: in each of many equal pieces of the step, its highest moment."""
-    timeline = plan.predicted.timeline
-    total = plan.predicted.step_time_s
-    if plan.pipeline is not None:
-        total = sum(r.before_s + r.op.compute_s + r.after_s for r in executed(timeline))
-    rows: list[tuple[int, ...]] = [()] * _MOMENTS
-    names = [""] * _MOMENTS
-    turn: float | None = None
-    for run in executed(timeline) if total else ():
-        if run.op.phase != "forward" and turn is None:
-            turn = run.start_s
-        length = run.before_s + run.op.compute_s + run.after_s
-        first = min(int(run.start_s / total * _MOMENTS), _MOMENTS - 1)
-        last = min(int((run.start_s + length) / total * _MOMENTS), _MOMENTS - 1)
-        for moment in range(first, last + 1):
-            if not rows[moment] or sum(run.live) > sum(rows[moment]):
-                rows[moment], names[moment] = run.live, run.op.name
-    kinds = [k for k in timeline.kinds if any(r[timeline.kinds.index(k)] for r in rows if r)]
-    picked = [timeline.kinds.index(kind) for kind in kinds]
-    return {
-        "kinds": kinds,
-        "seconds": total,
-        "rows": [[row[i] for i in picked] if row else [] for row in rows],
-        "ops": names,
-        "backward_s": turn,
     }

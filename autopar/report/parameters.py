@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,7 +18,7 @@ from autopar.core.placement import Layout, local_shape
 from autopar.core.plan import Plan
 from autopar.cost_model.memory import dtype_bytes
 
-__all__ = ["ParameterRow", "merged_names", "parameter_rows"]
+__all__ = ["ParameterRow", "index_ranges", "merged_names", "parameter_rows"]
 
 _Part = str | frozenset[int]
 
@@ -35,6 +35,7 @@ class ParameterRow:
         layout: placement of each per mesh axis.
         mode: parallel form of each.
         num_bytes: of each on one device.
+        ranks: of the pipeline, that hold it, where rows were asked for by rank.
     """
 
     block: str
@@ -44,16 +45,26 @@ class ParameterRow:
     layout: Layout
     mode: str
     num_bytes: int
+    ranks: tuple[int, ...] = ()
 
 
-def parameter_rows(plan: Plan) -> tuple[ParameterRow, ...]:
-    """Parameters in the model's order, those of identical blocks merged into one row."""
+def parameter_rows(
+    plan: Plan, holders: Mapping[str, tuple[int, ...]] | None = None
+) -> tuple[ParameterRow, ...]:
+    """Parameters in the model's order, those of identical blocks merged into one row.
+
+    Args:
+        plan: whose.
+        holders: pipeline ranks that hold each; those of different ranks stay apart.
+    """
+    ranks_of = holders or {}
     alike: dict[tuple[Any, ...], list[tuple[_Part, ...]]] = {}
     for fqn, layout in plan.parameters.items():
-        key = (plan.shapes[fqn], layout, plan.modes.get(fqn, ""), plan.dtypes[fqn])
+        ranks = ranks_of.get(fqn, ())
+        key = (plan.shapes[fqn], layout, plan.modes.get(fqn, ""), plan.dtypes[fqn], ranks)
         alike.setdefault(key, []).append(_split(fqn))
     rows: list[ParameterRow] = []
-    for (shape, layout, mode, dtype), names in alike.items():
+    for (shape, layout, mode, dtype, ranks), names in alike.items():
         numel = math.prod(local_shape(shape, layout, plan.mesh_shape))
         num_bytes = numel * dtype_bytes(dtype)
         for parts in _merge(names):
@@ -67,6 +78,7 @@ def parameter_rows(plan: Plan) -> tuple[ParameterRow, ...]:
                     layout=layout,
                     mode=mode,
                     num_bytes=num_bytes,
+                    ranks=ranks,
                 )
             )
     return _ordered(rows, list(plan.parameters))
@@ -128,14 +140,14 @@ def _merge(names: Iterable[tuple[_Part, ...]]) -> list[tuple[_Part, ...]]:
 
 def _block(parts: tuple[_Part, ...]) -> tuple[str, str]:
     """`(block, name in it)`, the block ending in the first index."""
-    texts = [p if isinstance(p, str) else _ranges(sorted(p)) for p in parts]
+    texts = [p if isinstance(p, str) else index_ranges(sorted(p)) for p in parts]
     for place, part in enumerate(parts):
         if isinstance(part, frozenset):
             return ".".join(texts[: place + 1]), ".".join(texts[place + 1 :])
     return "", ".".join(texts)
 
 
-def _ranges(numbers: list[int]) -> str:
+def index_ranges(numbers: list[int]) -> str:
     """`3`, `[0-31]`, `[0,2-5]`, and `[0-30:2]` for every second one."""
     if len(numbers) == 1:
         return str(numbers[0])

@@ -15,6 +15,8 @@ MEMORY_KINDS = {
     "parameters": "stored shards of the parameters",
     "optimizer": "optimizer states of these shards",
     "inputs": "the batch, whole and this device's share",
+    "received": "from other stages, for the microbatch that runs",
+    "sent": "to other stages, until they have it",
     "gradients": "of parameters, as they are stored",
     "activations": "results of the forward that are still needed",
     "backward": "results of the backward that are still needed",

@@ -38,7 +38,8 @@ function seconds(s) {
 const percent = (x) => (100 * x).toFixed(1) + "%";
 const product = (xs) => xs.reduce((a, b) => a * b, 1);
 const layoutText = (layout) => "(" + layout.join(", ") + ")";
-const color = (name) => `var(--${name}, var(--inputs))`;
+// the forms of one thing share its colour: attention_causal has attention's
+const color = (name) => `var(--${name}, var(--${name.split("_")[0]}, var(--inputs)))`;
 function tip(text, event) {
   const box = $("tip");
   box.hidden = !text;

@@ -1,8 +1,8 @@
 "use strict";
 // --- what each stage does when
 const ACTIONS = {
-  F: ["forward", "matmul"], B: ["backward", "attention"], I: ["backward, towards the input", "attention"],
-  W: ["backward, of weights", "conv"], P: ["before the microbatches", "memory"], R: ["behind the microbatches", "memory"],
+  F: ["forward", "matmul"], B: ["backward", "attention"], I: ["backward, towards the input", "backward"],
+  W: ["backward, of weights", "conv"], P: ["once, before the microbatches", "once"], R: ["once, behind the microbatches", "last"],
 };
 function drawPipeline(width) {
   const { slots, ranks } = D.pipeline, stages = 1 + Math.max(...slots.map((slot) => slot[2]));

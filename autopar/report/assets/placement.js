@@ -19,7 +19,11 @@ function runs(size, dim, layout, coords) {
   const run = size / split;
   return Array.from({ length: split }, (_, part) => [part * run + at * (run / n), run / n]);
 }
+// devices of one pipeline rank; those of rank r are the r-th of so many equal runs
 const DEVICES = product(D.mesh);
+const RANKS = D.pipeline ? D.pipeline.ranks : 1;
+const listed = (xs) => (xs.length > 1 ? `${xs.slice(0, -1).join(", ")} and ${xs[xs.length - 1]}` : String(xs[0]));
+const ranksText = (ranks) => (ranks.length ? `pipeline rank${ranks.length > 1 ? "s" : ""} ${listed(ranks)}` : "");
 function coordsOf(rank) {
   const out = [];
   for (let axis = D.mesh.length - 1; axis >= 0; axis--) {
@@ -74,22 +78,23 @@ function drawTensor() {
   const { shape, layout } = shown, places = layout.map(parsed);
   const { sharded, blocks, holder } = blocksOf(shape, places);
   $("tensor-title").textContent = `${shown.label}  [${shape.join(", ")}]  ${layoutText(layout)}`;
-  const each = blocks.length ? DEVICES / blocks.length : DEVICES;
+  const each = blocks.length ? DEVICES / blocks.length : DEVICES, ranks = shown.ranks.length ? shown.ranks : [0];
+  const where = RANKS > 1 ? ` of ${ranks.length > 1 ? "each of " : ""}${ranksText(ranks)}` : "";
   $("tensor-text").textContent = `${axisText(layout)}. ${blocks.length} block${blocks.length > 1 ? "s" : ""}, each held by ` +
-    `${each} device${each > 1 ? "s" : ""}` + (shown.mode ? `. ${shown.mode}` : "") + (shown.bytes ? `. ${bytes(shown.bytes)} per device.` : ".");
+    `${each} device${each > 1 ? "s" : ""}${where}` + (shown.own ? ", each rank having values of its own" : "") + (shown.mode ? `. ${shown.mode}` : "") + (shown.bytes ? `. ${bytes(shown.bytes)} per device.` : ".");
   const cells = [], rects = [];
   const highlight = (block) => {
     for (const [node, own] of [...cells, ...rects]) {
       node.classList.toggle("on", own === block);
       node.classList.toggle("off", block !== null && own !== block);
     }
-    const ranks = block ? block.ranks : [];
-    $("hover-text").textContent = block ? `Held by rank${ranks.length > 1 ? "s" : ""} ${ranks.slice(0, 24).join(", ")}${ranks.length > 24 ? ", …" : ""}: ` +
+    const devices = block ? ranks.flatMap((rank) => block.ranks.map((device) => rank * DEVICES + device)) : [];
+    $("hover-text").textContent = block ? `Held by device${devices.length > 1 ? "s" : ""} ${devices.slice(0, 24).join(", ")}${devices.length > 24 ? ", …" : ""}: ` +
       (sharded.length ? sharded.map((dim, i) => `dim ${dim} [${block.parts[i].slice(0, 3).map(([s, n]) => `${s}:${s + n}`).join(", ")}${block.parts[i].length > 3 ? ", …" : ""}]`).join(" × ") : "all of it") : "";
   };
   const over = (block) => ({ onmouseenter: () => highlight(block), onmouseleave: () => highlight(null) });
   drawBlocks(host, width, shape, sharded, blocks, rects, over, places);
-  drawMesh($("mesh-svg"), width, holder, cells, over, places);
+  drawMesh($("mesh-svg"), width, holder, cells, over, places, ranks);
   $("hover-text").textContent = "";
 }
 function drawBlocks(host, width, shape, sharded, blocks, rects, over, places) {
@@ -121,42 +126,46 @@ function drawBlocks(host, width, shape, sharded, blocks, rects, over, places) {
   root.append(svg("text", { x: 58 + w / 2, y: h + 17, "text-anchor": "middle" }, colDim >= 0 ? `dim ${colDim}: ${cols}` : "a scalar"));
   host.replaceChildren(root);
 }
-function drawMesh(host, width, holder, cells, over, places) {
-  // the last two axes are a grid, the larger one across; each earlier coordinate has a grid
+function drawMesh(host, width, holder, cells, over, places, ranks) {
+  // the last two axes are a grid, the larger one across; each earlier coordinate and pipeline rank has a grid
   const n = D.mesh.length;
   const last = n - 1, before = n - 2;
   let across = last, down = before;
   if (before >= 0 && D.mesh[before] > D.mesh[last]) [across, down] = [before, last];
   const cols = D.mesh[across], rows = down >= 0 ? D.mesh[down] : 1;
   const wrap = down < 0 && cols > 64 ? 32 : cols;
-  const outer = n > 2 ? D.mesh.slice(0, n - 2) : [], panels = product(outer);
+  const outer = n > 2 ? D.mesh.slice(0, n - 2) : [], inside = product(outer), panels = RANKS * inside;
   const fit = panels > 1 ? Math.min(width, Math.max(96, width / Math.ceil(Math.sqrt(panels)) - 40)) : width - 60;
   const size = Math.max(4, Math.min(40, Math.floor(fit / wrap)));
   const lines = Math.ceil(cols / wrap) * rows;
   host.replaceChildren();
   for (let panel = 0; panel < panels; panel++) {
+    const holding = ranks.includes(Math.floor(panel / inside)), base = Math.floor(panel / inside) * DEVICES;
     const w = wrap * size, h = lines * size, left = down >= 0 ? 58 : 0;
     const root = svg("svg", { width: left + Math.max(w, 150), height: h + 22, role: "img", "aria-label": "Devices of the mesh" });
     for (let r = 0; r < rows; r++) for (let c = 0; c < cols; c++) {
       const coords = new Array(n).fill(0);
-      let rest = panel;
+      let rest = panel % inside;
       for (let axis = n - 3; axis >= 0; axis--) { coords[axis] = rest % D.mesh[axis]; rest = Math.floor(rest / D.mesh[axis]); }
       coords[across] = c;
       if (down >= 0) coords[down] = r;
       const rank = coords.reduce((acc, at, axis) => acc * D.mesh[axis] + at, 0);
       const x = left + (c % wrap) * size, y = (r + Math.floor(c / wrap)) * size;
-      const cell = svg("rect", { class: "cell", x, y, width: size, height: size, rx: size > 14 ? 3 : 0, ...over(holder[rank]) });
-      cell.style.fill = paint(holder[rank], places);
-      cells.push([cell, holder[rank]]);
+      const cell = svg("rect", { class: "cell", x, y, width: size, height: size, rx: size > 14 ? 3 : 0, ...(holding ? over(holder[rank]) : {}) });
+      cell.style.fill = holding ? paint(holder[rank], places) : "var(--soft)";
+      cell.dataset.device = String(base + rank);
+      if (holding) cells.push([cell, holder[rank]]);
       root.append(cell);
       if (size >= 26) {
-        const label = svg("text", { x: x + size / 2, y: y + size / 2 + 4, "text-anchor": "middle", "pointer-events": "none" }, String(rank));
-        label.style.cssText = "fill:#fff;paint-order:stroke;stroke:rgb(0 0 0 / .35);stroke-width:2px";
+        const label = svg("text", { x: x + size / 2, y: y + size / 2 + 4, "text-anchor": "middle", "pointer-events": "none" }, String(base + rank));
+        if (holding) label.style.cssText = "fill:#fff;paint-order:stroke;stroke:rgb(0 0 0 / .35);stroke-width:2px";
         root.append(label);
       }
     }
     if (down >= 0) root.append(svg("text", { x: 50, y: h / 2 + 4, "text-anchor": "end" }, D.axes[down].slice(0, 8)));
-    const at = outer.length ? outer.map((_, axis) => `${D.axes[axis]} ${Math.floor(panel / product(outer.slice(axis + 1))) % outer[axis]}`).join(", ") + ": " : "";
+    const coordinates = outer.map((_, axis) => `${D.axes[axis]} ${Math.floor(panel / product(outer.slice(axis + 1))) % outer[axis]}`);
+    if (RANKS > 1) coordinates.unshift(`rank ${Math.floor(panel / inside)}`);
+    const at = coordinates.length ? coordinates.join(", ") + ": " : "";
     root.append(svg("text", { x: left, y: h + 16 }, `${at}${D.axes[across]} →`));
     host.append(root);
   }
@@ -167,12 +176,12 @@ function fillTensors() {
   let block = "", kept = 0;
   for (const p of D.parameters) {
     p.label = (p.block ? p.block + "." : "") + p.name;
-    const text = `${p.label} ${p.mode} ${p.layout.join(" ")}`.toLowerCase();
+    const text = `${p.label} ${p.mode} ${p.layout.join(" ")} ${ranksText(p.ranks)}`.toLowerCase();
     if (!words.every((word) => text.includes(word))) continue;
     if (p.block !== block && p.block) host.append(el("div", { class: "head mono" }, p.block));
     block = p.block;
     const button = el("button", { type: "button", role: "option", "aria-selected": p === shown, onclick: () => showTensor(p) },
-      el("span", { class: "mono" }, p.name || p.block), el("span", {}, `${layoutText(p.layout)} ${p.mode}`));
+      el("span", { class: "mono" }, p.name || p.block), el("span", {}, `${layoutText(p.layout)} ${p.mode}${p.ranks.length ? `, ${ranksText(p.ranks)}` : ""}`));
     button.tensor = p;
     host.append(button);
     if (++kept >= 400) { host.append(el("div", { class: "head" }, "more: search for them")); break; }

@@ -6,7 +6,7 @@ const first = D.parameters.reduce((best, p) => (!best || product(p.shape) > prod
 if (first) shown = first;
 fillTensors();
 redrawn($("tensor-svg"), drawTensor);
-fillMemoryLegend();
+fillMemory();
 redrawn($("memory-svg"), drawMemory);
 drawTime();
 if (D.pipeline) {
