@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import json
 from collections import defaultdict
@@ -131,7 +133,8 @@ def test_the_drawn_page_has_a_row_for_each_stage() -> None:
     assert found["legend"] >= 2
 
 
-def profiled(rank: int, path: str) -> tuple[float, float]:
+def profiled(rank: int, path: str) -> dict[str, Any]:
+    """Losses of a plain and of a measured step, and the programs of both ranks as text."""
     from torch.distributed.device_mesh import init_device_mesh
 
     import autopar
@@ -142,13 +145,33 @@ def profiled(rank: int, path: str) -> tuple[float, float]:
     mesh = init_device_mesh("cpu", (2,))
     parallel = autopar.parallelize(model, mesh, inputs, constraints=constraints, cache=False)
     plain = float(parallel.train_step(**inputs))
-    return plain, float(parallel.profile_step(path, **inputs))
+    measured = float(parallel.profile_step(path, **inputs))
+    texts = []
+    for which in (None, 0, 1):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            parallel.print_program(which)
+        texts.append(out.getvalue())
+    for absent in (-1, 2):
+        with pytest.raises(
+            autopar.AutoparError, match=r"the pipeline of 2 times \(1,\) has 2 ranks"
+        ):
+            parallel.print_program(absent)
+    return {"losses": (plain, measured), "texts": texts}
 
 
-def test_a_measured_step_stands_beside_the_predicted_one(tmp_path: Path) -> None:
-    path = tmp_path / "step.json"
-    for plain, measured in run_ranks(profiled, 2, str(path), timeout=300):
-        assert plain == measured
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    path = tmp_path_factory.mktemp("pipeline") / "step.json"
+    return path, run_ranks(profiled, 2, str(path), timeout=300)
+
+
+def test_a_measured_step_stands_beside_the_predicted_one(
+    ran: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    path, ranks = ran
+    for rank in ranks:
+        assert rank["losses"][0] == rank["losses"][1]
     found = read_trace(path)
     assert sorted(found) == [0, 1, 2, 3]  # predicted and measured of two ranks
     for pid, lanes in found.items():
@@ -156,3 +179,32 @@ def test_a_measured_step_stands_beside_the_predicted_one(tmp_path: Path) -> None
         names = [e["name"] for e in lanes[f"stage {stage}"]]
         assert {"F 0", "F 1", "B 0", "B 1"} <= set(names)
         assert bool(lanes[f"stage {stage}: compute"]) == bool(pid % 2)
+
+
+def test_the_program_of_any_rank_is_printed_part_by_part(
+    ran: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    orders = ("0F0, 0F1, 0B0, 0B1", "1F0, 1B0, 1F1, 1B1")
+    for rank, found in enumerate(ran[1]):
+        own, *every = found["texts"]
+        assert len(own.splitlines()) == len(every[rank].splitlines())
+        assert every == ran[1][0]["texts"][1:]
+        for stage, (text, order) in enumerate(zip(every, orders, strict=True)):
+            assert f"# rank {stage} of 2: rank {stage} of 2 of the pipeline" in text
+            assert f"stage, action and microbatch: {order}\n" in text
+            for line in (
+                f"# === stage {stage}\n# mesh: ",
+                "\n# --- prepare, once\n",
+                "\n# --- forward, of each microbatch (F)\n",
+                "\n# --- backward, of each microbatch (B)\n",
+                "\n# --- finish, once\n",
+                f"  layers.{stage}.up\n#   test_turn_passes.py:",
+                ": return x + self.drop(",
+                "\n#   (R) × (R) → (R)\n",
+                "  # float64[8, 16]\n",
+                f"\ngradient layers.{stage}.up.weight = ",
+                f"\nsent {('add_tensor_2', 'add_tensor_7')[stage]} = ",
+            ):
+                assert line in text, line
+            assert f"layers.{1 - stage}." not in text
+            assert "def forward" not in text
