@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from autopar.core import trace_events
 from autopar.core.plan import Plan
 from autopar.core.timeline import PipelineSlot
+from autopar.core.trace_events import event, predicted_count, predicted_events, spread
 from autopar.report.page import page_data, render_page
 from autopar.scheduling import scheduled
 from tests.browser import browser, inspect
@@ -95,6 +97,78 @@ def test_the_trace_has_a_process_for_each_rank_with_the_lanes_of_its_stages(tmp_
         assert set(lanes) >= {f"stage {stage}", f"stage {stage}: compute"}
         names = [e["name"] for e in lanes[f"stage {stage}"]]
         assert {f"F {i}" for i in range(4)} | {f"B {i}" for i in range(4)} <= set(names)
+
+
+@pytest.mark.parametrize("mode", SHOWN)
+def test_each_slot_of_the_trace_has_the_ops_of_its_stage(mode: str, tmp_path: Path) -> None:
+    """Ops and collectives add up to what the stage is predicted to take, inside of its slots."""
+    plan = plan_of(mode)
+    assert plan.pipeline is not None
+    total = plan.to_trace(tmp_path / "plan.json")
+    found = read_trace(tmp_path / "plan.json")
+    for rank, lanes in found.items():
+        stage = rank * plan.pipeline.size // total
+        own = plan.pipeline.stages[stage].predicted
+        sent = f"stage {stage}: communication on {plan.axis_names[0]}"
+        assert list(lanes) == [f"stage {stage}", f"stage {stage}: compute", sent]
+        slots, ops, moves = lanes.values()
+        assert sum(e["dur"] for e in ops) / 1e6 == pytest.approx(own.compute_time_s, rel=0.02)
+        assert sum(e["dur"] for e in moves) / 1e6 == pytest.approx(own.comm_time_s, rel=0.02)
+        turns = [op for op in own.timeline.ops if op.compute_s and op.part != "prepare"]
+        assert len(ops) == sum(op.times for op in own.timeline.ops if op.compute_s)
+        for slot in slots:
+            inside = [e["name"] for e in ops if _within(e, slot)]
+            parts = {"F": ["forward"], "B": ["input", "weight"], "I": ["input"], "W": ["weight"]}
+            if slot["name"][0] in parts:
+                mine = parts[slot["name"][0]]
+                assert inside == [op.name for op in turns if op.part in mine]
+        for move in moves:
+            first = max(s["ts"] for s in slots if s["ts"] <= move["ts"] + 0.01)
+            last = max(s["ts"] + s["dur"] for s in slots)
+            ends = [s["ts"] + s["dur"] for s in slots if s["ts"] == first]
+            is_last = "gradient of" in move["args"]["of"]
+            assert move["ts"] + move["dur"] <= (last if is_last else max(ends)) + 0.05
+
+
+def _within(op: dict[str, Any], slot: dict[str, Any]) -> bool:
+    end_us = slot["ts"] + slot["dur"]
+    return bool(slot["ts"] - 0.001 <= op["ts"] and op["ts"] + op["dur"] <= end_us + 0.05)
+
+
+def test_a_large_trace_has_one_rank_of_each_stage_and_ops_of_the_first_microbatches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of("pp2-zero3")
+    counts = [predicted_count(plan, rank) for rank in range(2)]
+    for rank, count in enumerate(counts):
+        assert count == len(list(predicted_events(plan, 0, rank)))
+    monkeypatch.setattr(trace_events, "MAX_EVENTS", sum(counts) // 2)
+    assert plan.to_trace(tmp_path / "plan.json") == 2
+    about = json.loads((tmp_path / "plan.json").read_text())["otherData"]
+    assert about["ranks_written"] == about["microbatches_with_ops"] == 2
+    found = read_trace(tmp_path / "plan.json")
+    assert sorted(found) == [0, 2]
+    for rank, lanes in found.items():
+        stage = rank // 2
+        assert sum(e["name"].startswith("F") for e in lanes[f"stage {stage}"]) == 4
+        names = [e["name"] for e in lanes[f"stage {stage}: compute"]]
+        assert set(map(names.count, names)) == {2}
+    assert plan.to_trace(tmp_path / "plan.json", ranks=3) == 3
+    assert sorted(read_trace(tmp_path / "plan.json")) == [0, 1, 2]
+
+
+def test_what_overlaps_in_a_lane_goes_to_a_further_one() -> None:
+    """Perfetto draws complete events of a thread as calls, which do not overlap."""
+    spans = [(0, 0, 2), (0, 2, 1), (1, 0, 10), (1, 5, 10), (1, 6, 1), (1, 12, 1), (1, 15.01, 2)]
+    one = [event(0, lane, str(start), start / 1e6, us / 1e6) for lane, start, us in spans]
+    one += [event(0, 1, "touching", 17 / 1e6, 1 / 1e6), {"ph": "C", "ts": 0.0}]
+    other = [event(1, 1, "alone", 0.0, 1.0)]
+    names = spread(["compute", "communication on dp", "communication on tp"], [one, other])
+    assert names == ["compute", "communication on dp", "communication on dp, 2",
+                     "communication on dp, 3", "communication on tp"]  # fmt: skip
+    assert [e["tid"] for e in one[:-1]] == [0, 0, 1, 2, 3, 1, 1, 1]
+    assert one[-2]["ts"] == one[-3]["ts"] + one[-3]["dur"]  # cut by what was rounding
+    assert other[0]["tid"] == 1
 
 
 def test_the_page_draws_every_stage_and_microbatch() -> None:
@@ -178,7 +252,11 @@ def test_a_measured_step_stands_beside_the_predicted_one(
         stage = pid // 2
         names = [e["name"] for e in lanes[f"stage {stage}"]]
         assert {"F 0", "F 1", "B 0", "B 1"} <= set(names)
-        assert bool(lanes[f"stage {stage}: compute"]) == bool(pid % 2)
+        assert {e["args"]["op"] for e in lanes[f"stage {stage}: compute"]}
+        assert list(lanes) == list(found[2 * stage])
+        for events in lanes.values():
+            for before, after in itertools.pairwise(sorted(events, key=lambda e: float(e["ts"]))):
+                assert before["ts"] + before["dur"] <= after["ts"] + 1e-3
 
 
 def test_the_program_of_any_rank_is_printed_part_by_part(
