@@ -46,6 +46,25 @@ def test_the_printed_step_adds_up(mode: str) -> None:
     assert ("+ bubble" in text) == mode.startswith(("pp2", "zero", "gpipe"))
 
 
+@pytest.mark.parametrize(
+    ("mode", "fqn", "name"),
+    [
+        ("turns-zero1", "layers.0.up.weight", "data + ZeRO-1"),
+        ("gpipe-zero1", "head.weight", "data + ZeRO-1"),
+        ("pp2-zero2", "layers.0.up.weight", "data + ZeRO-2"),
+        ("pp2-zero3", "layers.0.up.weight", "data + ZeRO-3"),
+        ("turns-tensor", "layers.0.up.weight", "1D column"),
+        ("turns-tensor", "head.weight", "1D column, stored whole"),
+    ],
+)
+def test_modes_say_how_weights_and_sums_of_gradients_are_kept(
+    mode: str, fqn: str, name: str
+) -> None:
+    plan = planned("plain", mode)
+    assert plan.modes[fqn] == name
+    assert any(p.is_shard for p in plan.parameters[fqn]) == ("whole" not in name)
+
+
 @pytest.mark.parametrize("mode", SHOWN)
 def test_hidden_seconds_of_stages_are_those_of_their_phases(mode: str) -> None:
     """Each stage's parts add up to its compute and its exposed communication."""
