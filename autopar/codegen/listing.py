@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,17 @@ import torch
 from torch import fx
 
 from autopar.codegen.emit import Program
-from autopar.core.graph import NodeInfo, TracedModel
+from autopar.codegen.parts import Part
+from autopar.codegen.turns import TurnProgram
+from autopar.core.graph import InputSpec, NodeInfo, TracedModel
 from autopar.core.placement import Layout, format_layout
 from autopar.core.plan import Plan
 from autopar.core.recompute import recomputed
 from autopar.core.units import format_bytes
 
-__all__ = ["program_text"]
+__all__ = ["program_text", "turns_text"]
+
+_WIDTH = 100
 
 
 def program_text(program: Program, traced: TracedModel, plan: Plan) -> str:
@@ -31,22 +36,79 @@ def program_text(program: Program, traced: TracedModel, plan: Plan) -> str:
         traced: the graph that it was emitted from.
         plan: its plan.
     """
+    graph = program.joint.graph
     lines = [
-        f"# mesh: {', '.join(map(_axis, plan.axis_names, plan.mesh_shape))}",
-        *_inputs(program),
-        *_statements(program, recomputed(traced, plan.checkpoint), plan),
+        _mesh(plan),
+        *_inputs(graph, program.inputs),
+        *_statements(graph, recomputed(traced, plan.checkpoint), plan),
         *_outputs(program),
     ]
     return "\n".join(lines) + "\n"
+
+
+def turns_text(
+    program: TurnProgram, titles: Mapping[str, str], traced: TracedModel, plan: Plan
+) -> str:
+    """The parts of a stage's program, each as `program_text` has it, with what goes in and out.
+
+    Args:
+        program: of one rank of the stage.
+        titles: of the parts to show, by name, in order.
+        traced: the stage's graph at the first turn.
+        plan: of the stage.
+    """
+    traced = recomputed(traced, plan.checkpoint)
+    lines = [_mesh(plan), *_inputs(program.joint.graph, program.inputs)]
+    for name, title in titles.items():
+        part = program.parts[name]
+        lines += ["", f"# --- {title}"]
+        lines += _part(part, program, traced, plan) if part.writes else ["# nothing"]
+    return "\n".join(lines) + "\n"
+
+
+def _part(part: Part, program: TurnProgram, traced: TracedModel, plan: Plan) -> Iterator[str]:
+    graph = part.module.graph
+    given = [n for n in graph.nodes if n.op == "placeholder"]
+    reads = (n if n == node.name else f"{n} as {node.name}"
+             for n, node in zip(part.reads, given, strict=True))  # fmt: skip
+    yield from _wrapped("reads", reads)
+    leaving = {s.target: f"{s.kind} {s.target}" for s, _, _ in program.outputs}
+    yield from _statements(graph, traced, plan, leaving)
+    yield ""
+    (output,) = (n for n in graph.nodes if n.op == "output")
+    made = {n: _argument(node) for n, node in zip(part.writes, output.args[0], strict=True)}
+    for spec, layout, name in program.outputs:
+        if name in made:
+            yield f"{spec.kind} {spec.target} = {made[name]}  # {format_layout(layout)}"
+    left = {name for _, _, name in program.outputs}
+    kept = (n if n == made[n] else f"{n} as {made[n]}" for n in part.writes if n not in left)
+    yield from _wrapped("keeps", kept)
+
+
+def _wrapped(what: str, names: Iterable[str]) -> list[str]:
+    """A comment of some lines."""
+    text = ", ".join(names)
+    return textwrap.wrap(
+        f"{what} {text}" if text else "",
+        _WIDTH,
+        initial_indent="# ",
+        subsequent_indent="#   ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _mesh(plan: Plan) -> str:
+    return f"# mesh: {', '.join(map(_axis, plan.axis_names, plan.mesh_shape))}"
 
 
 def _axis(name: str, size: int) -> str:
     return f"{name} {size}"
 
 
-def _inputs(program: Program) -> Iterator[str]:
-    placeholders = {n.name: n for n in program.joint.graph.nodes if n.op == "placeholder"}
-    for spec, layout in program.inputs:
+def _inputs(graph: fx.Graph, inputs: Sequence[tuple[InputSpec, Layout]]) -> Iterator[str]:
+    placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+    for spec, layout in inputs:
         local = _value_text(placeholders[spec.node].meta.get("val"))
         yield f"{spec.node} = {spec.kind}({spec.target!r})  # {local} {_of(spec.shape, layout)}"
 
@@ -65,18 +127,23 @@ def _outputs(program: Program) -> Iterator[str]:
         yield f"{spec.kind} {spec.target} = {_argument(node)}  # {format_layout(layout)}"
 
 
-def _statements(program: Program, traced: TracedModel, plan: Plan) -> Iterator[str]:
+def _statements(
+    graph: fx.Graph, traced: TracedModel, plan: Plan, leaving: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """Ops with their headings; those of a part are in one phase, and `leaving` names results."""
     phase = origin = None
-    for node in program.joint.graph.nodes:
+    for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if node.meta.get("phase") != phase:
+        if leaving is None and node.meta.get("phase") != phase:
             phase, origin = node.meta.get("phase"), None
             yield ""
             yield f"# --- {phase}"
         if node.meta.get("origin") != origin:
             origin = node.meta.get("origin")
-            yield from _heading(str(origin), traced.info.get(str(origin)), plan)
+            info = traced.info.get(str(origin))
+            name = str(origin) if info or not leaving else leaving.get(str(origin), str(origin))
+            yield from _heading(name, info, plan)
         yield _statement(node, plan)
 
 

@@ -301,8 +301,9 @@ class Plan:
 
         Args:
             path: file; compressed where the name ends in `.gz`.
-            ranks: how many of the first ranks to write. The plan expects the same of all; by
-                default all are written, or as many as make a file that a browser can open.
+            ranks: how many of the first ranks to write. The plan expects the same of all, or of
+                all that have the same stages; by default all are written, or as many (of each
+                stage) as make a file that a browser can open.
 
         Returns:
             The number of ranks written.

@@ -111,6 +111,8 @@ class PlannedOp:
         moves: its collectives.
         live: bytes live while it runs, by `Timeline.kinds`.
         alternative: the best other choice, if there is one.
+        part: of a step in microbatches, the key of `Prediction.phases` that its seconds count to,
+            but for collectives that happen once; else "".
     """
 
     name: str
@@ -127,6 +129,7 @@ class PlannedOp:
     moves: tuple[PlannedMove, ...] = ()
     live: tuple[int, ...] = ()
     alternative: Alternative | None = None
+    part: str = ""
 
     @property
     def comm_s(self) -> float:
@@ -223,12 +226,13 @@ def _row(op: PlannedOp, number: Any) -> list[Any]:
         moves,
         list(op.live),
         other,
+        *([number(op.part)] if op.part else []),
     ]
 
 
 def _op(row: Sequence[Any], strings: Sequence[str]) -> PlannedOp:
     name, op, op_class, phase, module, source, dtype = (strings[n] for n in row[:7])
-    operands, shapes, times, compute_s, moves, live, other = row[7:]
+    operands, shapes, times, compute_s, moves, live, other, *part = row[7:]
     return PlannedOp(
         name=name,
         op=op,
@@ -247,6 +251,7 @@ def _op(row: Sequence[Any], strings: Sequence[str]) -> PlannedOp:
         ),
         live=tuple(live),
         alternative=None if other is None else _parsed(other),
+        part=strings[part[0]] if part else "",
     )
 
 

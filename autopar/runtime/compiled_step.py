@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autopar.codegen.emit import Program, emit
+from autopar.codegen.emit import Program
 from autopar.codegen.fusion import Fusion
-from autopar.codegen.listing import program_text
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
-from autopar.errors import AutoparError
 from autopar.runtime.inductor import CompiledProgram
-from autopar.runtime.pipeline import PipelinedStep
 
-__all__ = ["CompiledStep", "input_signature", "step_text"]
+__all__ = ["CompiledStep", "input_signature"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,30 +49,3 @@ def input_signature(args: Any, kwargs: Any) -> Any:
         (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves
     )
     return described, str(spec)
-
-
-def step_text(step: CompiledStep | PipelinedStep, rank: int | None = None) -> str:
-    """The program of a rank, with placements and the user's lines as comments.
-
-    Args:
-        step: in microbatches or not.
-        rank: of the mesh, in row-major order; default, and always in microbatches: this one.
-
-    Raises:
-        AutoparError: there is no such rank.
-    """
-    if isinstance(step, PipelinedStep):
-        return "\n".join(
-            f"# stage {stage}: {part}\n{program.parts[part].module.code}"
-            for stage, program in step.programs.items()
-            for part in ("prepare", "forward", "backward", "finish", "last")
-            if part in program.parts
-        )
-    program = step.program
-    if rank is not None:
-        shape = step.plan.mesh_shape
-        if not 0 <= rank < math.prod(shape):
-            raise AutoparError(f"rank {rank}: the mesh {shape} has {math.prod(shape)} ranks")
-        coords = [int(c) for c in np.unravel_index(rank, shape)]
-        program = emit(step.traced, step.plan, coords, passes=program.passes, fusion=step.fusion)
-    return program_text(program, step.traced, step.plan)

@@ -22,7 +22,7 @@ from autopar._compat import dtensor_like, module_has_hooks
 from autopar.core.placement import Layout, Replicate
 from autopar.core.plan import Plan
 from autopar.errors import AutoparError
-from autopar.runtime.compiled_step import CompiledStep, input_signature, step_text
+from autopar.runtime.compiled_step import CompiledStep, input_signature
 from autopar.runtime.data import ShardedLoader
 from autopar.runtime.gradients import clip_gradients
 from autopar.runtime.local_step import step_on_shares
@@ -36,6 +36,7 @@ from autopar.runtime.running import Run, StepFunction, TurnsFunction, feed, whol
 from autopar.runtime.scaler import LossScaler
 from autopar.runtime.stage_gradients import count_all_stages
 from autopar.runtime.state import to_dtensor
+from autopar.runtime.step_text import step_text
 
 if TYPE_CHECKING:
     from autopar.runtime.checkpoint import SaveHandle
@@ -355,6 +356,9 @@ class ParallelModule(nn.Module):
 
     def print_program(self, rank: int | None = None) -> None:
         """Print the program of a rank, with placements and the user's lines as comments.
+
+        Of a plan in microbatches, the order of the rank's actions and, of each of its stages, the
+        parts that run.
 
         Args:
             rank: of the mesh, in row-major order; default: this one.

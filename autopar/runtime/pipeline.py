@@ -74,13 +74,17 @@ class PipelinedStep:
         orders = actions(p.schedule, p.size, p.microbatches, p.chunks)
         if not traced.training:
             orders = tuple(tuple(a for a in order if a.kind == "F") for order in orders)
+        self.orders = orders
         self.order = orders[mesh.rank]
         self.arrived = arrived(orders)[mesh.rank]
         self.device = torch.device(mesh.stage.device_type)
         coords = mesh.stage.get_coordinate()
         assert coords is not None
         self.coords = tuple(coords)
-        self.programs = {s: self._emit(turns, s) for s in range(mesh.rank, len(p.stages), p.size)}
+        groups = [mesh.stage.get_group(i).group_name for i in range(mesh.stage.ndim)]
+        self.programs = {
+            s: self.emit(turns, s, self.coords, groups) for s in self.stages_of(mesh.rank)
+        }
         self.results_at = {
             int(spec.target): (s, spec.node)
             for s, model in enumerate(turns[0].stages.models)
@@ -91,17 +95,28 @@ class PipelinedStep:
             index: turns[0].stages.models[s].nodes()[name].meta["val"]
             for index, (s, name) in self.results_at.items()
         }
-        kind = "W" if any(a.kind == "I" for order in orders for a in order) else "B"
-        # Inductor has a schedule of its own
-        self.closing = self._closing(kind) if backend != "inductor" else frozenset()
+        self.backend = backend
+        self.closing = self.closing_of(mesh.rank, self.programs)
         self.compiled: Mapping[tuple[int, str], Callable[[list[Any]], Any]] = {}
         if backend == "inductor":
             self.compiled = compile_parts(self.programs, self._executed())
 
-    def _closing(self, kind: str) -> frozenset[Action]:
-        """The last action of this rank, where its stage's gradients are reduced beside it."""
-        last = self.order[-1]
-        closes = last.kind == kind and "last" in self.programs[last.stage].parts
+    def stages_of(self, rank: int) -> range:
+        """The stages of a rank of the pipeline."""
+        return range(rank, len(self.pipeline.stages), self.pipeline.size)
+
+    def closing_of(self, rank: int, programs: Mapping[int, TurnProgram]) -> frozenset[Action]:
+        """The last action of a rank, where its stage's gradients are reduced beside it.
+
+        Args:
+            rank: of the pipeline.
+            programs: of its stages.
+        """
+        if self.backend == "inductor":
+            return frozenset()  # Inductor has a schedule of its own
+        kind = "W" if any(a.kind == "I" for order in self.orders for a in order) else "B"
+        last = self.orders[rank][-1]
+        closes = last.kind == kind and "last" in programs[last.stage].parts
         return frozenset([last] if closes else [])
 
     def _executed(self) -> tuple[str, ...]:
@@ -146,16 +161,27 @@ class PipelinedStep:
         twin.compiled = parts
         return twin
 
-    def _emit(self, turns: Sequence[Staged], stage: int) -> TurnProgram:
-        mesh = self.mesh.stage
+    def emit(
+        self,
+        turns: Sequence[Staged],
+        stage: int,
+        coords: Sequence[int],
+        group_names: Sequence[str] | None = None,
+    ) -> TurnProgram:
+        """The program of a rank of a stage; one that is not run has groups of symbolic names."""
+        fusion = self.fusion
+        if fusion is not None and fusion.dump is not None:
+            # a folder for the sources of each stage's kernels
+            dump = None if group_names is None else f"{fusion.dump}/stage{stage}"
+            fusion = replace(fusion, dump=dump)
         return emit_turns(
             [t.stages.models[stage] for t in turns],
             self.pipeline.stages[stage],
-            self.coords,
-            group_names=[mesh.get_group(i).group_name for i in range(mesh.ndim)],
+            coords,
+            group_names=group_names,
             device=self.device,
             passes=self.passes,
-            fusion=_of_stage(self.fusion, stage),
+            fusion=fusion,
         )
 
     def run(self, whole: Mapping[str, Any]) -> PipelineResult:
@@ -166,10 +192,3 @@ class PipelinedStep:
                 values of all else.
         """
         return PipelineRun(self, whole).run()
-
-
-def _of_stage(fusion: Fusion | None, stage: int) -> Fusion | None:
-    """The same fusion, with a folder for the sources of this stage's kernels."""
-    if fusion is None or fusion.dump is None:
-        return fusion
-    return replace(fusion, dump=f"{fusion.dump}/stage{stage}")

@@ -25,8 +25,11 @@ from autopar.core.trace_events import (
     event,
     lane_names,
     lanes,
+    predicted_count,
     predicted_events,
+    ranks_shown,
     slot_name,
+    spread,
     stage_lane,
     write_trace,
 )
@@ -266,10 +269,14 @@ def _write(
         ranks: how many to write.
     """
     lines = plan.pipeline.size if plan.pipeline is not None else 1
-    predicted = [list(predicted_events(plan, 0, each)) for each in range(lines)]
-    fit = max(1, MAX_EVENTS // max(len(found) + len(predicted[line]), 1))
-    shown = everyone[: fit if ranks is None else ranks]
     gathered: list[Any] = [(line, found)]
+    most = len(found)
+    if len(everyone) > 1:
+        counts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(counts, most)
+        most = max(counts)
+    fit = MAX_EVENTS // max(1, most + max(predicted_count(plan, each) for each in range(lines)))
+    shown = [everyone[place] for place in ranks_shown(len(everyone), lines, fit, ranks)]
     if len(everyone) > 1:
         me = dist.get_rank()
         gathered = [None] * dist.get_world_size()
@@ -277,14 +284,28 @@ def _write(
         dist.gather_object(mine, gathered if me == everyone[0] else None, dst=everyone[0])
         if me != everyone[0]:
             return
+    about = {"ranks": len(everyone), "ranks_written": len(shown)}
+    write_trace(path, _events(plan, [(rank, *gathered[rank]) for rank in shown]), about)
+
+
+def _events(plan: Plan, shown: list[tuple[int, int, list[Interval]]]) -> list[Event]:
+    """Both steps of ranks, each given with its place in the pipeline and what it measured."""
     events: list[Event] = []
-    for place, rank in enumerate(shown):
-        its_line, measured = gathered[rank]
-        for turn, name in enumerate(("predicted", "measured")):
-            pid = 2 * place + turn
-            events += lanes(pid, f"rank {rank}, {name}", lane_names(plan, its_line), pid)
-        events += ({**step, "pid": 2 * place} for step in predicted[its_line])
-        events += (
-            event(2 * place + 1, i.lane, i.name, i.start_s, i.seconds, i.details) for i in measured
-        )
-    write_trace(path, events, {"ranks": len(everyone), "ranks_written": len(shown)})
+    for line in dict.fromkeys(line for _, line, _ in shown):
+        predicted = list(predicted_events(plan, 0, line))
+        measured = {
+            rank: [event(0, i.lane, i.name, i.start_s, i.seconds, i.details) for i in found]
+            for rank, its_line, found in shown
+            if its_line == line
+        }
+        names = spread(lane_names(plan, line), [predicted, *measured.values()])
+        for place, (rank, _, _) in enumerate(shown):
+            if rank not in measured:
+                continue
+            for pid, name, step in (
+                (2 * place, "predicted", predicted),
+                (2 * place + 1, "measured", measured[rank]),
+            ):
+                events += lanes(pid, f"rank {rank}, {name}", names, pid)
+                events += ({**each, "pid": pid} for each in step)
+    return events

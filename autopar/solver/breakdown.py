@@ -23,6 +23,7 @@ from autopar.core.timeline import Alternative, OpPhase, PlannedOp, PlannedSpan, 
 from autopar.core.work import op_class
 from autopar.solver.build import StepProblem
 from autopar.solver.footprint import Schedule
+from autopar.solver.order import parts_of_turns
 from autopar.solver.price import Price, Pricing
 from autopar.solver.problem import Assignment, ChoiceProblem
 from autopar.solver.step import Op
@@ -46,8 +47,9 @@ def timeline(
     live, kinds = _live(schedule)
     others = other_states(built.problem, chosen)
     order = schedule.buffers.order
+    parts = parts_of_turns(pricing.step) if pricing.step.in_turns else {}
     ops = tuple(
-        _planned(op, traced.info.get(op.name), pricing, live.get(op.name, ()), others, built)
+        _planned(op, traced.info.get(op.name), pricing, live.get(op.name, ()), others, built, parts)
         for op in order
     )
     return Timeline(
@@ -86,6 +88,7 @@ def _planned(
     live: tuple[int, ...],
     others: Mapping[Hashable, tuple[int, float]],
     built: StepProblem,
+    parts: Mapping[str, str],
 ) -> PlannedOp:
     phase: OpPhase = "recompute" if op.recomputed else "backward" if op.backward else "forward"
     owner = built.classes[op.name]
@@ -109,6 +112,7 @@ def _planned(
         moves=tuple(pricing.planned.get(op.name, ())),
         live=live,
         alternative=alternative,
+        part=parts.get(op.name, ""),
     )
 
 

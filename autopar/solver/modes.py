@@ -21,7 +21,8 @@ def mode_names(step: Step, pins: Pins, decision: Decision) -> dict[str, str]:
         layout = decision.storages[name]
         if uses:
             held = _held(step, name, decision)
-            names[spec.target] = _contraction_name(uses[0], decision, layout, held)
+            stage = _stage(step, name, decision, held)
+            names[spec.target] = _contraction_name(uses[0], decision, layout, held, stage)
         else:
             names[spec.target] = "sharded" if any(p.is_shard for p in layout) else "replicated"
     return names
@@ -40,8 +41,21 @@ def _held(step: Step, name: str, decision: Decision) -> list[int]:
     ]
 
 
+def _stage(step: Step, name: str, decision: Decision, held: Sequence[int]) -> str:
+    """The ZeRO stage of a parameter that is gathered once on the axes `held`.
+
+    Gradients are reduced straight to their shards as they are made, which is stage 2, but in
+    microbatches, where their sum may wait whole until the last: stage 1.
+    """
+    value, index = step.gradients.get(name, ("", 0))
+    made = decision.candidates.get(value)
+    if not step.in_turns or made is None or all(made.outputs[index][a].is_shard for a in held):
+        return "ZeRO-2"
+    return "ZeRO-1"
+
+
 def _contraction_name(
-    contraction: Contraction, decision: Decision, layout: Layout, held: Sequence[int]
+    contraction: Contraction, decision: Decision, layout: Layout, held: Sequence[int], stage: str
 ) -> str:
     candidate = decision.candidates[contraction.op.name]
     kinds = [kind_on_axis(contraction, candidate, axis) for axis in range(len(layout))]
@@ -57,7 +71,9 @@ def _contraction_name(
         parts.append("2D" if tensor == ["N"] else "1D row + ZeRO-3")
         gathered = gathered[1:] if tensor == ["N"] else []
     elif tensor:
-        parts.append("1D " + "+".join("column" if k == "N" else "row" for k in tensor))
+        split = "1D " + "+".join("column" if k == "N" else "row" for k in tensor)
+        whole = not any(layout[a].is_shard for a, k in enumerate(kinds) if k in "NK")
+        parts.append(f"{split}, stored whole" if whole else split)
     if any(k == "B" for k in kinds):
         parts.append("expert")
     for axis, kind in enumerate(kinds):
@@ -66,5 +82,5 @@ def _contraction_name(
     if gathered:
         parts.append("ZeRO-3")
     elif sharded and set(sharded) <= set(held):
-        parts.append("ZeRO-2")
+        parts.append(stage)
     return " + ".join(dict.fromkeys(parts)) or "replicated"

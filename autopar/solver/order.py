@@ -17,6 +17,7 @@ __all__ = [
     "leaving",
     "ordered",
     "part_starts",
+    "parts_of_turns",
     "sums_of_turns",
     "turning_sends",
 ]
@@ -71,6 +72,20 @@ def before_sends(step: Step) -> set[str]:
             found.add(name)
             stack.extend(value[0] for value in step.ops[name].operands)
     return found
+
+
+def parts_of_turns(step: Step) -> dict[str, str]:
+    """Part that each op of a step in microbatches runs in: a key of `Prediction.phases`."""
+    first = before_sends(step)
+
+    def part(op: Op) -> str:
+        if step.is_hoisted(op.name):
+            return "prepare"
+        if not op.backward:
+            return "forward"
+        return "input" if op.name in first else "weight"
+
+    return {name: part(op) for name, op in step.ops.items()}
 
 
 @dataclass(frozen=True, slots=True)

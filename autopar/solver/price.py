@@ -21,7 +21,7 @@ from autopar.cost_model import Cluster, PeakMemory, host_state_bytes, offload_se
 from autopar.solver.candidates import Candidate
 from autopar.solver.footprint import Footprint
 from autopar.solver.offers import Offers
-from autopar.solver.order import before_sends, sums_of_turns
+from autopar.solver.order import parts_of_turns, sums_of_turns
 from autopar.solver.step import ALONE, Bucket, Op, Step, Value
 
 __all__ = ["Decision", "Price", "Pricing", "price"]
@@ -245,11 +245,10 @@ def _phases(pricing: Pricing) -> dict[str, float]:
     """Seconds of each part of a step in microbatches, one microbatch's where it runs at each."""
     step, blocks = pricing.step, pricing.blocks
     seconds = dict.fromkeys(("prepare", "forward", "input", "weight", "finish"), 0.0)
-    first = before_sends(step)
+    parts = parts_of_turns(step)
     runs = blocks.traced.microbatches
     for name, op in step.ops.items():
-        phase = "forward" if not op.backward else "input" if name in first else "weight"
-        phase = "prepare" if step.is_hoisted(name) else phase
+        phase = parts[name]
         often = 1 if phase == "prepare" else runs
         seconds[phase] += pricing.seconds(op) * blocks.weight(name) / often
         for move in pricing.planned.get(name, ()):
