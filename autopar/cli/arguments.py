@@ -12,7 +12,7 @@ from typing import Any
 from autopar.core.placement import parse_placement
 from autopar.errors import ConstraintError, ShardingError
 
-__all__ = ["constraints", "json_value", "mesh", "pin", "positive", "size"]
+__all__ = ["constraints", "json_value", "mesh", "pin", "positive", "size", "whole"]
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -22,6 +22,13 @@ def positive(text: str) -> int:
     """A whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def whole(text: str) -> int:
+    """A whole number of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(text)
 
 

@@ -138,7 +138,12 @@ def explain(args: argparse.Namespace) -> None:
         model, inputs, made = model_and_inputs(args)
     try:
         answer = explained(
-            found, node=args.node, param=args.param, model=model, example_inputs=inputs
+            found,
+            node=args.node,
+            param=args.param,
+            model=model,
+            example_inputs=inputs,
+            stage=args.stage,
         )
     except TraceError as error:
         raise _with_inputs(error, inputs) if made else error from error
