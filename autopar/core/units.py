@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["format_bytes", "format_seconds"]
+__all__ = ["format_bytes", "format_seconds", "without_residue"]
+
+_ROUNDING_S = 1e-12  # less than any clock tells: what sums of seconds are off by
+_ROUNDING = 1e-8  # relative: stored seconds have nine digits
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -17,8 +20,16 @@ def format_bytes(num_bytes: float) -> str:
     return f"{value / 1024:.2f} PiB"
 
 
+def without_residue(part: float, whole: float) -> float:
+    """`part`, and 0 where it is only what rounding left of a difference of `whole`."""
+    return 0.0 if abs(part) <= _ROUNDING * abs(whole) else part
+
+
 def format_seconds(seconds: float) -> str:
-    """`1.25 ms`: the unit that leaves one to three digits before the point."""
-    if seconds >= 1 or seconds == 0:
-        return f"{seconds:.4g} s"
-    return f"{seconds * 1e3:.4g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.4g} us"
+    """`1.25 ms`: the unit that leaves one to three digits before the point, from ns to s."""
+    if abs(seconds) < _ROUNDING_S:
+        return "0 s"
+    for least, factor, unit in ((1, 1, "s"), (1e-3, 1e3, "ms"), (1e-6, 1e6, "µs")):
+        if abs(seconds) >= least:
+            return f"{seconds * factor:.4g} {unit}"
+    return f"{seconds * 1e9:.4g} ns"
