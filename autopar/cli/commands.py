@@ -174,7 +174,10 @@ def trace(args: argparse.Namespace) -> None:
     from autopar.core.plan import Plan
 
     _check_folder("-o", args.out)
-    ranks = Plan.load(args.plan).to_trace(args.out, ranks=args.ranks)
+    found = Plan.load(args.plan)
+    if args.ranks is not None and args.ranks > found.num_devices:
+        raise AutoparError(f"--ranks {args.ranks}: the plan is for {found.num_devices} devices")
+    ranks = found.to_trace(args.out, ranks=args.ranks)
     print(f"saved {ranks} rank{'s' * (ranks != 1)} to {args.out}; open it in ui.perfetto.dev")
 
 

@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
-__all__ = ["format_bytes", "format_seconds", "without_residue"]
+import math
+import re
+from numbers import Real
+
+from autopar.errors import AutoparError
+
+__all__ = ["format_bytes", "format_seconds", "parse_bytes", "without_residue"]
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 _ROUNDING_S = 1e-12  # less than any clock tells: what sums of seconds are off by
 _ROUNDING = 1e-8  # relative: stored seconds have nine digits
+
+
+def parse_bytes(size: object) -> int:
+    """Bytes of `"16GiB"` (2^30 each), `"16GB"` (10^9 each), or a number.
+
+    Raises:
+        AutoparError: it is none of these, or negative.
+    """
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+        if match is not None and match[2].upper() in _UNITS:
+            return int(float(match[1]) * _UNITS[match[2].upper()])
+    elif isinstance(size, Real) and not isinstance(size, bool) and 0 <= float(size) < math.inf:
+        return math.trunc(size)
+    raise AutoparError(
+        f"{size!r} is not a size: write bytes, or 16GiB (2^30 bytes each), or 16GB (10^9)"
+    )
 
 
 def format_bytes(num_bytes: float) -> str:
