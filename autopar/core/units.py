@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from numbers import Real
+from numbers import Integral, Real
 
 from autopar.errors import AutoparError
 
@@ -28,7 +28,7 @@ def parse_bytes(size: object) -> int:
         if match is not None and match[2].upper() in _UNITS:
             return int(float(match[1]) * _UNITS[match[2].upper()])
     elif isinstance(size, Real) and not isinstance(size, bool) and 0 <= float(size) < math.inf:
-        return math.trunc(size)
+        return int(size) if isinstance(size, Integral) else int(float(size))
     raise AutoparError(
         f"{size!r} is not a size: write bytes, or 16GiB (2^30 bytes each), or 16GB (10^9)"
     )
