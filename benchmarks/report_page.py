@@ -45,7 +45,9 @@ def main() -> None:
         saved, traced = Path(folder) / "plan.json", Path(folder) / "trace.json.gz"
         plan.save(saved)
         ranks = plan.to_trace(traced)
-        print(f"{options.row}: {len(plan.nodes)} ops, {len(plan.parameters)} parameters")
+        parts = plan.pipeline.stages if plan.pipeline is not None else (plan,)
+        ops = sum(len(part.nodes) for part in parts)
+        print(f"{options.row}: {ops} ops, {len(plan.parameters)} parameters")
         print(f"plan.json      {saved.stat().st_size / 1e6:.2f} MB")
         print(f"trace.json.gz  {traced.stat().st_size / 1e6:.2f} MB, {ranks} ranks")
         started = time.perf_counter()
