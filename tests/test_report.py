@@ -287,7 +287,7 @@ def test_precision_is_that_of_the_parameters() -> None:
     assert precision(replace(made({}), precision="fp32")) == "fp32"
     assert "optimizer  " in render_summary(found, 200).split("Memory")[0]
     without = render_summary(replace(found, training=False), 200)
-    assert "\noptimizer" not in without.split("Memory")[0]
+    assert "optimizer" not in without.split("Memory")[0]
 
 
 def test_names_are_shown_as_they_are() -> None:
