@@ -19,6 +19,7 @@ from autopar.codegen.passes import check_passes
 from autopar.core import extensions
 from autopar.core.constraints import NO_PIPELINE, Constraints
 from autopar.core.plan import Plan
+from autopar.core.units import parse_bytes
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.planning import Planner, solved, traced_for
@@ -53,7 +54,7 @@ def plan(
     example_inputs: Any,
     *,
     constraints: ConstraintsLike = None,
-    memory_limit: int | None = None,
+    memory_limit: float | str | None = None,
     optimizer: object = "adamw",
     loss_fn: Callable[..., Any] | None = None,
     training: bool = True,
@@ -69,7 +70,7 @@ def plan(
         cluster: a `Cluster`, or a `DeviceMesh` to describe.
         example_inputs: tuple or dict of tensors with the global batch.
         constraints: what to pin; the rest is chosen.
-        memory_limit: bytes per device; default: the device's memory.
+        memory_limit: bytes per device, or "16GiB"; default: the device's memory.
         optimizer: torch optimizer class or name, whose states count in memory.
         loss_fn: `loss_fn(output, target)` for a model that returns no loss; `target` is then
             the keyword input of that name or the last positional one.
@@ -86,6 +87,7 @@ def plan(
         ConstraintError: a constraint is unknown, matches nothing or cannot hold.
         InfeasiblePlanError: nothing fits; carries the smallest limit that would.
     """
+    limit = _limit(memory_limit)
     described = cluster if isinstance(cluster, Cluster) else Cluster.from_mesh(cluster)
     parsed = Constraints.parse(constraints)
     traced = traced_for(
@@ -98,7 +100,7 @@ def plan(
         reduce_dtype=reduce_dtype,
     )
     fused = Fusion.parse(fusion, torch.device(described.device_type))
-    return solved(traced, described, parsed, memory_limit, optimizer, cache, fused)
+    return solved(traced, described, parsed, limit, optimizer, cache, fused)
 
 
 def parallelize(
@@ -108,7 +110,7 @@ def parallelize(
     *,
     constraints: ConstraintsLike = None,
     plan: Plan | str | Path | None = None,
-    memory_limit: int | None = None,
+    memory_limit: float | str | None = None,
     optimizer: object = "adamw",
     loss_fn: Callable[..., Any] | None = None,
     init_weights: Callable[[nn.Module], Any] | None = None,
@@ -147,7 +149,8 @@ def parallelize(
             hold different models, or there is no such fused kernel.
         PlanMismatchError: `plan` is for another model, mesh, input or precision.
     """
-    _check_arguments(model, mesh, memory_limit)
+    _check_arguments(model, mesh)
+    limit = _limit(memory_limit)
     check_backend(backend)
     _check_world(mesh)
     guard_optimizers()
@@ -163,7 +166,7 @@ def parallelize(
         mesh,
         given,
         parsed,
-        memory_limit,
+        limit,
         optimizer,
         loss_fn,
         cluster,
@@ -196,7 +199,7 @@ def parallelize(
     return module
 
 
-def _check_arguments(model: nn.Module, mesh: object, memory_limit: object) -> None:
+def _check_arguments(model: nn.Module, mesh: object) -> None:
     if isinstance(model, ParallelModule):
         raise AutoparError("the model is parallel already; pass the module that it was made from")
     if not all(hasattr(mesh, name) for name in ("mesh", "size", "device_type")):
@@ -204,8 +207,16 @@ def _check_arguments(model: nn.Module, mesh: object, memory_limit: object) -> No
             f"mesh is a {type(mesh).__name__}; pass a DeviceMesh, such as "
             "torch.distributed.device_mesh.init_device_mesh('cpu', (4,))"
         )
-    if memory_limit is not None and not isinstance(memory_limit, (int, float)):
-        raise AutoparError(f"memory_limit is {memory_limit!r}; pass a number of bytes per device")
+
+
+def _limit(memory_limit: object) -> int | None:
+    """Bytes per device; None without a limit of the user's."""
+    if memory_limit is None:
+        return None
+    try:
+        return parse_bytes(memory_limit)
+    except AutoparError as error:
+        raise AutoparError(f"memory_limit: {error}") from None
 
 
 def _check_world(mesh: DeviceMesh) -> None:

@@ -43,7 +43,7 @@ from autopar.solver.pipeline_shape import (
 )
 from autopar.solver.solve import Solved, in_other_flights, solve_step
 
-__all__ = ["StagePlanner", "on_the_clock"]
+__all__ = ["StagePlanner", "on_the_clock", "port_names"]
 
 
 class StagePlanner:
@@ -190,7 +190,7 @@ class StagePlanner:
             InfeasiblePlanError: it does not fit.
         """
         model = parts.stages.models[kind]
-        taken = {name: settled[name] for name in _port_names(model) if name in settled}
+        taken = {name: settled[name] for name in port_names(model) if name in settled}
         turns = (model.microbatches, model.flight)
         key = (cuts, kind, *turns, cluster.mesh_shape, limit, tuple(taken.items()))
         if key not in self._solved:
@@ -247,7 +247,7 @@ class StagePlanner:
         return replace(self.constraints, pipeline=None, params=params, checkpoint=checkpoint)
 
 
-def _port_names(model: TracedModel) -> list[str]:
+def port_names(model: TracedModel) -> list[str]:
     """Names of the layouts that a stage shares with others."""
     names = [s.node for s in model.inputs if s.kind == "received"]
     return [*names, *dict.fromkeys(s.port for s in model.outputs if s.kind == "sent")]

@@ -329,5 +329,7 @@ def test_plans_are_read(project: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert (project / "a.html").read_text().startswith("<!doctype html>")
     failing(["report", "a.json", "-o", "nowhere/a.html"], capsys)
 
+    message = failing(["trace", "a.json", "-o", "a.json.gz", "--ranks", "99"], capsys)
+    assert "--ranks 99: the plan is for 4 devices" in message
     assert main(["trace", "a.json", "-o", "a.json.gz", "--ranks", "2"]) == 0
     assert "saved 2 ranks" in capsys.readouterr().out

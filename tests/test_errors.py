@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar.core.constraints import Constraints, assign_mesh
 from autopar.core.plan import Plan
 from tests import handwritten as hw
 from tests.dist import RankError, try_ranks
@@ -400,11 +401,18 @@ def test_ranks_may_each_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "limit", "word"), [(2, None, "DeviceMesh"), (None, "3GB", "number of bytes")]
+    ("mesh", "limit", "word"), [(2, None, "DeviceMesh"), (None, "3 gigs", "or 16GiB")]
 )
 def test_arguments_of_another_kind(mesh: Any, limit: Any, word: str) -> None:
     with pytest.raises(autopar.AutoparError, match=word):
         autopar.parallelize(hw.Mlp(), mesh or _FakeMesh(), hw.vectors(), memory_limit=limit)
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("2d", "square"), ("3d", "cube")])
+def test_devices_that_make_no_square(mode: str, kind: str) -> None:
+    wanted = Constraints.parse({"tensor": {"mode": mode, "size": 6}})
+    with pytest.raises(autopar.AutoparError, match=f"the {kind} of a whole number"):
+        assign_mesh(wanted, (6,))
 
 
 def unset_and_wrong_mode(rank: int) -> None:

@@ -18,6 +18,7 @@ from autopar.core import trace_events
 from autopar.core.plan import Plan
 from autopar.core.timeline import PipelineSlot
 from autopar.core.trace_events import event, predicted_count, predicted_events, spread
+from autopar.report import format_bytes, format_seconds, parameter_rows, render_summary
 from autopar.report.page import page_data, render_page
 from autopar.scheduling import scheduled
 from tests.browser import browser, inspect
@@ -63,6 +64,35 @@ def test_modes_say_how_weights_and_sums_of_gradients_are_kept(
     plan = planned("plain", mode)
     assert plan.modes[fqn] == name
     assert any(p.is_shard for p in plan.parameters[fqn]) == ("whole" not in name)
+
+
+def test_ranks_and_stages_are_shown() -> None:
+    """Each rank's peak, each stage's seconds; parameters are added up by device."""
+    plan = plan_of("pp2-zero3")
+    p = plan.pipeline
+    assert p is not None and p.size == 2 and len(p.peaks) == 2
+    text = render_summary(plan, 200)
+    rows = [line.split() for line in text.split("each pipeline rank")[1].splitlines() if line]
+    for rank, peak in enumerate(p.peaks):
+        (row,) = [cells for cells in rows if cells[:2] == [str(rank)] * 2]
+        assert format_bytes(peak) in " ".join(row)
+    times = text.split("Time of each stage")[1].split("Compute of")[0]
+    for stage in p.stages:
+        phases = stage.predicted.phases
+        for seconds in (phases["forward"], phases["input"] + phases["weight"]):
+            assert f" {format_seconds(seconds)} " in times
+    assert all(f" {cut} " in times for cut in p.cuts)
+    stored = [sum(row.num_bytes * row.count for row in parameter_rows(stage)) for stage in p.stages]
+    (total,) = [line for line in text.splitlines() if line.startswith(" total, pipeline rank")]
+    assert total.endswith(format_bytes(max(stored))) and sum(stored) > max(stored)
+    assert f"rank {stored.index(max(stored))} (most)" in total
+    assert "of their time on average" in text and "bubble of this rank" in text
+    for kind in ("received", "sent"):
+        (row,) = [line for line in text.splitlines() if line.startswith(f" {kind} ")]
+        assert "neighbours of this pipeline stage" in row
+    assert "\nInputs" not in text
+    one = render_summary(plan_of("turns-zero1"), 200)
+    assert "pipeline rank" not in one and "stand idle" not in one
 
 
 @pytest.mark.parametrize("mode", SHOWN)

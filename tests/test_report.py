@@ -13,9 +13,11 @@ import pytest
 from autopar.api import load_plan, plan
 from autopar.core.placement import Partial, Replicate, Shard
 from autopar.core.plan import PLAN_VERSION, CommBytes, NodePlan, Plan, Prediction, SolverReport
+from autopar.core.timeline import PlannedMove, PlannedOp, Timeline
 from autopar.cost_model import Cluster
 from autopar.errors import PlanMismatchError
 from autopar.report import format_bytes, format_seconds, parameter_rows, render_summary
+from autopar.report.differences import render_differences
 from tests.zoo import MODELS
 
 GIB = 2**30
@@ -169,7 +171,8 @@ def test_header_and_communication() -> None:
         "h100-sxm: H100 SXM5 80GB, 8 per node",
         "500 ms = compute 375 ms + exposed communication 125 ms (25.0%); 125 ms of communication",
         "3.00 GiB of 4.00 GiB (75.0%) per device: activations 2.00 GiB",
-        "optimal: objective 500 ms, bound 500 ms, gap 0.00%, found in 1.5 s with 10 variables",
+        "optimal: of the 500 ms before overlap is taken off, no plan is below 500 ms (gap 0.00%)",
+        "the last solve took 1.5 s, with 10 variables and 20 constraints after reduction",
         "5,368,709,120  5.00 GiB",
         "5,368,711,168",
         "adamw",
@@ -189,7 +192,7 @@ def test_an_unproved_plan_is_labelled() -> None:
     late = replace(found.solver, status="time limit", bound=0.25, gap=0.5)
     text = render_summary(replace(found, solver=late), 200)
     assert "time limit (not proved optimal)" in text
-    assert "bound 250 ms, gap 50.00%" in text
+    assert "no plan is below 250 ms (gap 50.00%)" in text
 
 
 def test_bytes_follow_each_dtype() -> None:
@@ -199,9 +202,100 @@ def test_bytes_follow_each_dtype() -> None:
     assert whole == 2 * halved > 0
 
 
-@pytest.mark.parametrize("width", [40, 80, 300])
+def stepped(**changes: Any) -> Plan:
+    """`layers(2)` with a timeline, and what rounding leaves of what is hidden."""
+    moves = tuple(
+        PlannedMove(axis, kind, num_bytes, times, 0.25 / 2 / times, "x", hidden_s)
+        for axis, kind, num_bytes, times, hidden_s in (
+            (0, "all_reduce", 2048, 3, 1.744e-16),
+            (1, "all_gather", 5 * GIB, 7, 0.25 / 2 / 7 * (1 - 1e-10)),
+        )
+    )
+    op = PlannedOp(
+        name="mm",
+        op="aten.mm.default",
+        op_class="attention_backward_causal",
+        phase="backward",
+        module="",
+        source="",
+        operands=(),
+        shapes=((8, 8),),
+        dtype="float32",
+        times=1,
+        compute_s=0.375,
+        moves=moves,
+    )
+    found = layers(2)
+    timeline = Timeline(ops=(op,))
+    return replace(found, predicted=replace(found.predicted, timeline=timeline), **changes)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 300])
 def test_width(width: int) -> None:
-    assert max(map(len, render_summary(layers(2), width).splitlines())) <= width
+    long = {"pipeline": {"size": 2, "microbatches": 4, "schedule": "1f1b"}, "data": 2, "zero": 2}
+    a, b = stepped(), stepped(constraints=long)
+    b = replace(b, parameters={name: (Shard(0), Shard(1)) for name in b.parameters})
+    summary, difference = render_summary(b, width), render_differences(a, b, width)
+    for text in (summary, difference):
+        assert max(map(len, text.splitlines())) <= width
+        lines = [line.split() for line in text.splitlines()]
+        starts = " ".join(cells[0] for cells in lines if cells)
+        for label in ("all_gather", "step time", "activations", "model.layers.[0-1]"):
+            assert width < 80 or label in text
+        for label in ("dp", "tp") if width >= 60 else ():  # not squeezed to nothing
+            (row,) = [cells for cells in lines if cells[:1] == [label] and len(cells) > 2]
+            assert row[1] in ("all_reduce", "all_gather", "2", "4")
+        for label in ("activati", "peak", "attention"):
+            assert label in starts
+    assert width < 60 or ("the same" in difference and "b against a" in difference)
+    assert "…" not in summary + difference
+
+
+def test_a_narrow_page_drops_what_is_told_twice() -> None:
+    wide, narrow = (render_summary(stepped(), width) for width in (200, 80))
+    assert "5,368,709,120" in wide and "5,368,709,120" not in narrow
+    for text in (wide, narrow):
+        row = next(line for line in text.splitlines() if "all_gather" in line)
+        assert row.split()[0] == "tp" and "5.00 GiB" in row
+
+
+def test_residues_are_nothing() -> None:
+    text = render_summary(stepped(), 200)
+    row = next(line for line in text.splitlines() if "all_reduce" in line)
+    assert row.split()[-7:] == ["125", "ms", "0", "s", "125", "ms", "25.0%"]
+    (row,) = [line for line in text.splitlines() if "all_gather" in line]
+    assert row.split()[-7:] == ["125", "ms", "125", "ms", "0", "s", "0.0%"]
+    assert "e-" not in text
+    a = replace(stepped().predicted, hidden_comm_s=(1.744e-16, 0.0))
+    b = replace(stepped().predicted, hidden_comm_s=(0.000174, 0.0))
+    found = stepped()
+    text = render_differences(replace(found, predicted=a), replace(found, predicted=b), 200)
+    (row,) = [line for line in text.splitlines() if "hidden communication" in line]
+    assert "+174 µs (new)" in row and "%" not in row
+
+
+def test_precision_is_that_of_the_parameters() -> None:
+    def precision(plan: Plan) -> str:
+        rows = [line for line in render_summary(plan, 200).splitlines() if "precision" in line]
+        return " ".join(rows[0].split()[1:])
+
+    found = layers(1)
+    half = replace(found, dtypes=dict.fromkeys(found.dtypes, "bfloat16"))
+    assert precision(found) == "float32"
+    assert precision(half) == "bfloat16"
+    assert precision(replace(found, precision="bf16")) == "bf16 from parameters in float32"
+    assert precision(replace(made({}), precision="fp32")) == "fp32"
+    assert "optimizer  " in render_summary(found, 200).split("Memory")[0]
+    without = render_summary(replace(found, training=False), 200)
+    assert "optimizer" not in without.split("Memory")[0]
+
+
+def test_names_are_shown_as_they_are() -> None:
+    names = ("m.[bold red]rich[/].weight", "m.a b\nnew.weight", "m.[3x].weight", ":smile:.bias")
+    text = render_summary(made(dict.fromkeys(names, ((8, 8), COLUMN, ""))), 200)
+    for name in ("m.[bold red]rich[/].weight", "m.a b\\nnew.weight", "m.[3x].weight", ":smile:"):
+        assert name in text
+    assert "×" not in text.split("Parameters (4)")[1]
 
 
 def test_units() -> None:
@@ -214,10 +308,12 @@ def test_units() -> None:
     ]
     assert [format_seconds(x) for x in (0, 2.5e-6, 1.25e-3, 3.0)] == [
         "0 s",
-        "2.5 us",
+        "2.5 µs",
         "1.25 ms",
         "3 s",
     ]
+    small = [format_seconds(x) for x in (1.061e-11, 2e-16, -2.5e-3)]
+    assert small == ["0.01061 ns", "0 s", "-2.5 ms"]
 
 
 def test_summary_of_gpt2(gpt2: Plan) -> None:

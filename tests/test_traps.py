@@ -126,6 +126,11 @@ def test_memory_limit_is_in_bytes() -> None:
     assert free.predicted.peak_memory_bytes >= 4 * weights  # with gradient and two moments
     limit = int(0.45 * free.predicted.peak_memory_bytes)
     plan = autopar.plan(model, where, inputs, memory_limit=limit)
+    in_words = autopar.plan(model, where, inputs, memory_limit=f"{limit / 2**10!r} KiB")
+    assert in_words.memory_limit_bytes in (limit - 1, limit)
+    for wrong in ("16 gibs", -1, math.nan, True, [1]):
+        with pytest.raises(autopar.AutoparError, match=r"memory_limit: .* or 16GiB"):
+            autopar.plan(model, where, inputs, memory_limit=wrong)  # type: ignore[arg-type]
     held = sum(
         math.prod(plan.shapes[name]) * 4 // shard_factor(layout, plan.mesh_shape)
         for name, layout in plan.parameters.items()

@@ -24,7 +24,7 @@ from typing import Any
 
 from autopar import __version__
 from autopar.cli import commands as commands_
-from autopar.cli.arguments import json_value, mesh, pin, positive, size
+from autopar.cli.arguments import json_value, mesh, pin, positive, size, whole
 from autopar.cli.factory import DTYPES
 from autopar.errors import AutoparError
 
@@ -99,6 +99,7 @@ def _add_readers(commands: Any) -> None:
     subject = explain.add_mutually_exclusive_group(required=True)
     subject.add_argument("--node", help="op, as `autopar report` names it")
     subject.add_argument("--param", help="FQN of a parameter")
+    explain.add_argument("--stage", type=whole, help="of a pipeline (default: the first with it)")
     _add_model(explain, required=False)
     _add_width(explain)
     explain.set_defaults(command=commands_.explain)

@@ -10,18 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from autopar.core.placement import parse_placement
-from autopar.errors import ConstraintError, ShardingError
+from autopar.core.units import parse_bytes
+from autopar.errors import AutoparError, ConstraintError, ShardingError
 
-__all__ = ["constraints", "json_value", "mesh", "pin", "positive", "size"]
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+__all__ = ["constraints", "json_value", "mesh", "pin", "positive", "size", "whole"]
 
 
 def positive(text: str) -> int:
     """A whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def whole(text: str) -> int:
+    """A whole number of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(text)
 
 
@@ -32,12 +37,10 @@ def mesh(text: str) -> tuple[int, ...]:
 
 def size(text: str) -> int:
     """Bytes: `16GiB`, `16GB`, or a number."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in _UNITS:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size: write bytes, or 16GiB (2^30 bytes each), or 16GB (10^9)"
-        )
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    try:
+        return parse_bytes(text)
+    except AutoparError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def json_value(text: str) -> Any:

@@ -138,7 +138,12 @@ def explain(args: argparse.Namespace) -> None:
         model, inputs, made = model_and_inputs(args)
     try:
         answer = explained(
-            found, node=args.node, param=args.param, model=model, example_inputs=inputs
+            found,
+            node=args.node,
+            param=args.param,
+            model=model,
+            example_inputs=inputs,
+            stage=args.stage,
         )
     except TraceError as error:
         raise _with_inputs(error, inputs) if made else error from error
@@ -169,7 +174,10 @@ def trace(args: argparse.Namespace) -> None:
     from autopar.core.plan import Plan
 
     _check_folder("-o", args.out)
-    ranks = Plan.load(args.plan).to_trace(args.out, ranks=args.ranks)
+    found = Plan.load(args.plan)
+    if args.ranks is not None and args.ranks > found.num_devices:
+        raise AutoparError(f"--ranks {args.ranks}: the plan is for {found.num_devices} devices")
+    ranks = found.to_trace(args.out, ranks=args.ranks)
     print(f"saved {ranks} rank{'s' * (ranks != 1)} to {args.out}; open it in ui.perfetto.dev")
 
 

@@ -20,7 +20,15 @@ from autopar.core.stage_folding import extended, outline, renumbered
 from autopar.core.stages import Stages, cut
 from autopar.core.transfers import Transfer
 
-__all__ = ["Staged", "batch_bytes", "cut_body", "flying", "staged", "staged_as_planned"]
+__all__ = [
+    "Staged",
+    "batch_bytes",
+    "cut_body",
+    "flying",
+    "moved_plan",
+    "staged",
+    "staged_as_planned",
+]
 
 
 T = TypeVar("T")
@@ -53,18 +61,7 @@ class Staged:
             return plan
         blocks = {block_of(s.target) for s in self.model(stage).parameters()}
         (container,) = {b.container for b in blocks if b is not None}
-
-        def named(values: Mapping[str, T]) -> dict[str, T]:
-            return {renumbered(name, container, by): value for name, value in values.items()}
-
-        return replace(
-            plan,
-            checkpoint=moved_checkpoint(plan.checkpoint, container, by),
-            parameters=named(plan.parameters),
-            shapes=named(plan.shapes),
-            dtypes=named(plan.dtypes),
-            modes=named(plan.modes),
-        )
+        return moved_plan(plan, container, by)
 
     def checkpoint(self, plans: Sequence[Plan]) -> Checkpoint:
         """The kinds of all blocks, from the plans of the stages under their own names."""
@@ -100,6 +97,22 @@ class Staged:
             found += [replace(t, source=stage - 1, target=stage) for t in up]
             found += [replace(t, source=stage, target=stage - 1) for t in down]
         return found
+
+
+def moved_plan(plan: Plan, container: str, by: int) -> Plan:
+    """A plan whose parameters have the names of those so many blocks further on."""
+
+    def named(values: Mapping[str, T]) -> dict[str, T]:
+        return {renumbered(name, container, by): value for name, value in values.items()}
+
+    return replace(
+        plan,
+        checkpoint=moved_checkpoint(plan.checkpoint, container, by),
+        parameters=named(plan.parameters),
+        shapes=named(plan.shapes),
+        dtypes=named(plan.dtypes),
+        modes=named(plan.modes),
+    )
 
 
 def staged(

@@ -232,8 +232,9 @@ def _sequence(value: Any) -> dict[str, Any]:
 def _root(size: int, power: int, mode: str) -> int:
     q = round(size ** (1 / power))
     if q**power != size or q < 2:
+        kind = {2: "square", 3: "cube"}[power]
         raise ConstraintError(
-            f"tensor mode {mode} needs a number of devices that is a {power}th power "
+            f"tensor mode {mode} needs a number of devices that is the {kind} of a whole number "
             f"of at least 2, got {size}"
         )
     return q

@@ -8,10 +8,10 @@ from rich.console import RenderableType
 
 from autopar.core.block_kinds import checkpoint_text
 from autopar.core.plan import Plan
-from autopar.core.units import format_bytes, format_seconds
+from autopar.core.units import format_bytes, format_seconds, without_residue
 from autopar.report.parameters import merged_names
 from autopar.report.summary import mesh_text, pinned_text
-from autopar.report.tables import plain_table, render
+from autopar.report.tables import plain_table, render, shown
 from autopar.report.totals import MEMORY_KINDS, CommTotal, communication, compute
 
 __all__ = ["render_differences", "render_price_of"]
@@ -37,7 +37,7 @@ def render_price_of(pins: Mapping[str, tuple[str, ...]], pinned: Plan, free: Pla
     what = ", ".join(f"{glob}=({', '.join(layout)})" for glob, layout in pins.items())
     a, b = free.predicted, pinned.predicted
     peak = f"{format_bytes(b.peak_memory_bytes)} against {format_bytes(a.peak_memory_bytes)}"
-    proof = f"gaps {pinned.solver.gap:.2%} and {free.solver.gap:.2%}"
+    proof = f"gaps {pinned.solver.gap:.2%} and {free.solver.gap:.2%} before overlap"
     return (
         f"pin {what}: {format_seconds(b.step_time_s)} against {format_seconds(a.step_time_s)} "
         f"without it, {_change(a.step_time_s, b.step_time_s, format_seconds)}; peak memory {peak}; "
@@ -46,19 +46,21 @@ def render_price_of(pins: Mapping[str, tuple[str, ...]], pinned: Plan, free: Pla
 
 
 def _change(before: float, after: float, text: Callable[[float], str]) -> str:
-    """`+1.2 ms (+3.4%)`."""
+    """`+1.2 ms (+3.4%)`; of what was not there, `+1.2 ms (new)`."""
     if abs(after - before) <= _SAME * abs(before):
         return "the same"
     sign = "+" if after >= before else "−"
-    share = f" ({(after - before) / before:+.2%})" if before else ""
-    return f"{sign}{text(abs(after - before))}{share}"
+    share = f"{(after - before) / before:+.2%}" if before else "new"
+    return f"{sign}{text(abs(after - before))} ({share})"
 
 
 def _totals(a: Plan, b: Plan) -> Iterator[RenderableType]:
-    table = plain_table([("", False), ("a", True), ("b", True), ("b against a", True)])
+    table = plain_table([("", False), ("a", False), ("b", False), ("", False)])
     for name, text in _FACTS.items():
         x, y = text(a), text(b)
         table.add_row(name, x, y, "" if x == y else "differs")
+    yield table
+    table = plain_table([("", False), ("a", True), ("b", True), ("b against a", True)])
     p, q = a.predicted, b.predicted
     classes = (compute(a), compute(b))
     seconds = [("step time", p.step_time_s, q.step_time_s)]
@@ -69,7 +71,9 @@ def _totals(a: Plan, b: Plan) -> Iterator[RenderableType]:
     if p.offload_s or q.offload_s:
         seconds.append(("  offload", p.offload_s, q.offload_s))
     seconds.append(("hidden communication", p.hidden_time_s, q.hidden_time_s))
-    for name, x_s, y_s in seconds:
+    whole_s = max(p.step_time_s, q.step_time_s)
+    for name, *pair in seconds:
+        x_s, y_s = (without_residue(s, whole_s) for s in pair)
         change = _change(x_s, y_s, format_seconds)
         table.add_row(name, format_seconds(x_s), format_seconds(y_s), change)
     sizes = [("peak memory", p.peak_memory_bytes, q.peak_memory_bytes)]
@@ -125,13 +129,16 @@ def _placements(a: Plan, b: Plan) -> Iterator[RenderableType]:
     table = plain_table([("parameter", False), ("a", False), ("b", False)])
     for (before, after), group in changed.items():
         for pattern in merged_names(group):
-            table.add_row(pattern, before, after)
+            table.add_row(shown(pattern), before, after)
     yield table
 
 
 def _ops(a: Plan, b: Plan) -> Iterator[RenderableType]:
     if a.fingerprint != b.fingerprint:
         yield "Ops are not compared: the plans are of different graphs."
+        return
+    if a.pipeline is not None or b.pipeline is not None:
+        yield "Ops are not compared: they are planned stage by stage."
         return
     shared = [name for name in a.nodes if name in b.nodes]
     differ = [name for name in shared if a.nodes[name] != b.nodes[name]]

@@ -8,7 +8,6 @@ equal in shape, layout and mode, become one row: `model.layers.0.mlp.up_proj.wei
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -36,6 +35,7 @@ class ParameterRow:
         mode: parallel form of each.
         num_bytes: of each on one device.
         ranks: of the pipeline, that hold it, where rows were asked for by rank.
+        nested: the name has an index of several itself, behind that of the block.
     """
 
     block: str
@@ -46,6 +46,7 @@ class ParameterRow:
     mode: str
     num_bytes: int
     ranks: tuple[int, ...] = ()
+    nested: bool = False
 
 
 def parameter_rows(
@@ -63,25 +64,27 @@ def parameter_rows(
         ranks = ranks_of.get(fqn, ())
         key = (plan.shapes[fqn], layout, plan.modes.get(fqn, ""), plan.dtypes[fqn], ranks)
         alike.setdefault(key, []).append(_split(fqn))
-    rows: list[ParameterRow] = []
+    rows: list[tuple[int, ParameterRow]] = []
+    places = {_split(fqn): place for place, fqn in reversed(list(enumerate(plan.parameters)))}
     for (shape, layout, mode, dtype, ranks), names in alike.items():
         numel = math.prod(local_shape(shape, layout, plan.mesh_shape))
         num_bytes = numel * dtype_bytes(dtype)
         for parts in _merge(names):
             block, name = _block(parts)
-            rows.append(
-                ParameterRow(
-                    block=block,
-                    name=name,
-                    count=math.prod(len(p) for p in parts if isinstance(p, frozenset)),
-                    shape=shape,
-                    layout=layout,
-                    mode=mode,
-                    num_bytes=num_bytes,
-                    ranks=ranks,
-                )
+            sizes = [len(part) for part in parts if isinstance(part, frozenset)]
+            row = ParameterRow(
+                block=block,
+                name=name,
+                count=math.prod(sizes),
+                shape=shape,
+                layout=layout,
+                mode=mode,
+                num_bytes=num_bytes,
+                ranks=ranks,
+                nested=max(sizes[1:], default=1) > 1,
             )
-    return _ordered(rows, list(plan.parameters))
+            rows.append((places[_first(parts)], row))
+    return _ordered(rows)
 
 
 def merged_names(names: Iterable[str]) -> list[str]:
@@ -91,28 +94,22 @@ def merged_names(names: Iterable[str]) -> list[str]:
     ]
 
 
-def _ordered(rows: list[ParameterRow], names: list[str]) -> tuple[ParameterRow, ...]:
-    """By first appearance of the block, then of the parameter."""
-    first: dict[str, int] = {}
-    for position, fqn in enumerate(names):
-        first.setdefault(fqn, position)
-
-    def place(row: ParameterRow) -> int:
-        return first[_example(f"{row.block}.{row.name}" if row.block else row.name)]
-
+def _ordered(rows: list[tuple[int, ParameterRow]]) -> tuple[ParameterRow, ...]:
+    """By first appearance of the block, then of the parameter; rows come with their own."""
     blocks: dict[str, int] = {}
-    for row in rows:
-        blocks[row.block] = min(blocks.get(row.block, len(names)), place(row))
+    for place, row in rows:
+        blocks[row.block] = min(blocks.get(row.block, place), place)
 
-    def key(row: ParameterRow) -> tuple[int, str, int]:
-        return (blocks[row.block] if row.block else place(row), row.block, place(row))
+    def key(placed: tuple[int, ParameterRow]) -> tuple[int, str, int]:
+        place, row = placed
+        return (blocks[row.block] if row.block else place, row.block, place)
 
-    return tuple(sorted(rows, key=key))
+    return tuple(row for _, row in sorted(rows, key=key))
 
 
-def _example(pattern: str) -> str:
-    """One FQN of a pattern: `h.[2-5,9].w` -> `h.2.w`."""
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", pattern)
+def _first(parts: tuple[_Part, ...]) -> tuple[_Part, ...]:
+    """The first of the FQNs that are merged."""
+    return tuple(part if isinstance(part, str) else frozenset([min(part)]) for part in parts)
 
 
 def _split(fqn: str) -> tuple[_Part, ...]:

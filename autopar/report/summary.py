@@ -13,15 +13,23 @@ from rich.table import Table
 from autopar.core.block_kinds import checkpoint_text
 from autopar.core.placement import Layout
 from autopar.core.plan import Plan
-from autopar.core.units import format_bytes, format_seconds
+from autopar.core.units import format_bytes, format_seconds, without_residue
 from autopar.report.parameters import parameter_rows
-from autopar.report.tables import bar, plain_table, render
+from autopar.report.pipeline import most_stored, pipeline_tables
+from autopar.report.tables import bar, plain_table, render, shown
 from autopar.report.totals import MEMORY_KINDS, communication, compute
 
 __all__ = ["facts", "mesh_text", "pinned_text", "render_summary"]
 
 # Placeholders that are not the user's: buffers, lifted constants, dropout seed, output gradients.
 _INTERNAL_INPUT = re.compile(r"[bc]_wrapped_|autopar_seed$|tangent_\d+$")
+
+_CUTS = 6  # that are named in the header
+_KINDS = {
+    **MEMORY_KINDS,
+    "received": "from the neighbours of this pipeline stage, for its microbatches in work",
+    "sent": "to the neighbours of this pipeline stage, until it is there",
+}
 
 
 def render_summary(plan: Plan, width: int | None = None) -> str:
@@ -37,6 +45,7 @@ def render_summary(plan: Plan, width: int | None = None) -> str:
     parts = (
         _header(plan),
         *_memory_table(plan),
+        *pipeline_tables(plan),
         *_compute_table(plan),
         *_communication(plan),
         *_placements(plan),
@@ -64,8 +73,8 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         *_away(plan),
         ("solver", _solver(plan)),
         ("pinned", pinned_text(plan)),
-        ("optimizer", plan.optimizer),
-        ("precision", plan.precision),
+        *([("optimizer", plan.optimizer)] if plan.training else []),
+        ("precision", _precision(plan)),
     ]
 
 
@@ -79,9 +88,12 @@ def _pipeline(plan: Plan) -> list[tuple[str, str]]:
     if p is None:
         return []
     stages = f"{len(p.stages)} stages on {p.size} ranks" if p.size > 1 else "no stages"
-    cuts = f", cut at {', '.join(p.cuts)}" if p.cuts else ""
+    named = p.cuts if len(p.cuts) <= _CUTS else (*p.cuts[: _CUTS - 2], "…", p.cuts[-1])
+    cuts = f", cut at {', '.join(named)}" if p.cuts else ""
     text = f"{p.microbatches} microbatches, {stages}, {p.schedule}{cuts}"
-    return [("pipeline", f"{text}; ranks stand idle for {p.bubble:.1%} of the step")]
+    if p.size > 1:
+        text += f"; ranks stand idle for {p.bubble:.1%} of their time on average"
+    return [("pipeline", text)]
 
 
 def _considered(plan: Plan) -> list[tuple[str, str]]:
@@ -143,13 +155,16 @@ def _cluster(plan: Plan) -> str:
 
 def _step_time(plan: Plan) -> str:
     p = plan.predicted
-    share = f" ({p.exposed_time_s / p.step_time_s:.1%})" if p.step_time_s else ""
+    exposed_s = without_residue(p.exposed_time_s, p.comm_time_s)
+    hidden_s = without_residue(p.hidden_time_s, p.comm_time_s)
+    without = ", without the optimizer's update" if plan.training else ""
+    share = f" ({exposed_s / p.step_time_s:.1%})" if p.step_time_s else ""
     return (
         f"{format_seconds(p.step_time_s)} = compute {format_seconds(p.compute_time_s)} + "
-        f"exposed communication {format_seconds(p.exposed_time_s)}{share}"
+        f"exposed communication {format_seconds(exposed_s)}{share}"
         f"{_moved(plan)}{_idle(plan)}; "
-        f"{format_seconds(p.hidden_time_s)} of communication hidden; predicted, "
-        f"without the optimizer's update{_of_whom(plan)}"
+        f"{format_seconds(hidden_s)} of communication hidden; predicted"
+        f"{without}{_of_whom(plan)}"
     )
 
 
@@ -157,7 +172,8 @@ def _idle(plan: Plan) -> str:
     p = plan.predicted
     if plan.pipeline is None or plan.pipeline.size == 1:
         return ""
-    return f" + bubble {format_seconds(p.bubble_s)} ({p.bubble_s / p.step_time_s:.1%})"
+    idle_s = without_residue(p.bubble_s, p.step_time_s)
+    return f" + bubble of this rank {format_seconds(idle_s)} ({idle_s / p.step_time_s:.1%})"
 
 
 def _of_whom(plan: Plan) -> str:
@@ -182,11 +198,22 @@ def _memory(plan: Plan) -> str:
 def _solver(plan: Plan) -> str:
     s = plan.solver
     proved = "" if s.status == "optimal" else " (not proved optimal)"
+    several = plan.pipeline is not None and len(plan.pipeline.stages) > 1
+    last = "the last solves of unlike stages" if several else "the last solve"
     return (
-        f"{s.status}{proved}: objective {format_seconds(s.objective)}, "
-        f"bound {format_seconds(s.bound)}, gap {s.gap:.2%}, found in {format_seconds(s.seconds)} "
-        f"with {s.variables} variables and {s.constraints} constraints after reduction"
+        f"{s.status}{proved}: of the {format_seconds(s.objective)} before overlap is taken off, "
+        f"no plan is below {format_seconds(s.bound)} (gap {s.gap:.2%}); {last} took "
+        f"{format_seconds(s.seconds)}, with {s.variables} variables and {s.constraints} "
+        "constraints after reduction"
     )
+
+
+def _precision(plan: Plan) -> str:
+    """Of the parameters, and of compute where that is another."""
+    kept = ", ".join(sorted(set(plan.dtypes.values())))
+    if not kept or plan.precision == "fp32":
+        return kept or plan.precision
+    return f"{plan.precision} from parameters in {kept}"
 
 
 def pinned_text(plan: Plan) -> str:
@@ -206,15 +233,20 @@ def _plain(value: Any) -> str:
 def _memory_table(plan: Plan) -> Iterator[RenderableType]:
     yield ""
     p, limit = plan.predicted, plan.memory_limit_bytes
-    yield f"Memory of one device at its peak{f', limit {format_bytes(limit)}' if limit else ''}"
+    several = plan.pipeline is not None and plan.pipeline.size > 1
+    whose = " of the pipeline rank that needs most" if several else ""
+    of = f", limit {format_bytes(limit)}" if limit else ""
+    yield f"Memory of one device{whose} at its peak{of}"
     whole = limit or p.peak_memory_bytes or 1
     share = "of limit" if limit else "of peak"
-    table = plain_table([("kind", False), ("", True), (share, True), ("", False), ("what", False)])
-    order = [kind for kind in MEMORY_KINDS if p.memory.get(kind)]
-    order += [kind for kind, size in p.memory.items() if size and kind not in MEMORY_KINDS]
+    table = plain_table(
+        [("kind", False), ("", True), (share, True), ("", False), ("what", False)], spare=[3]
+    )
+    order = [kind for kind in _KINDS if p.memory.get(kind)]
+    order += [kind for kind, size in p.memory.items() if size and kind not in _KINDS]
     for kind in order:
         part = p.memory[kind] / whole
-        text = MEMORY_KINDS.get(kind, "")
+        text = _KINDS.get(kind, "")
         drawn = bar(p.memory[kind] / (p.peak_memory_bytes or 1))
         table.add_row(kind, format_bytes(p.memory[kind]), f"{part:.1%}", drawn, text)
     part = p.peak_memory_bytes / whole
@@ -229,7 +261,7 @@ def _compute_table(plan: Plan) -> Iterator[RenderableType]:
     yield "Compute of one device per step"
     phases = [p for p in ("forward", "recompute", "backward") if any(p in r for r in rows.values())]
     heads = [("op class", False), *((p, True) for p in phases), ("total", True), ("of step", True)]
-    table = plain_table([*heads, ("", False)])
+    table = plain_table([*heads, ("", False)], spare=[len(heads)])
     step_s = plan.predicted.step_time_s or 1.0
     for name, by_phase in rows.items():
         total = sum(by_phase.values())
@@ -254,14 +286,16 @@ def _communication(plan: Plan) -> Iterator[RenderableType]:
             ("bytes", True),
             ("", True),
             *([("time", True), ("hidden", True), ("exposed", True), ("of step", True)] * known),
-        ]
+        ],
+        spare=[4, *([1, 9, 7] if known else [1])],
     )
     step_s = plan.predicted.step_time_s or 1.0
 
     def times(seconds: float | None, hidden_s: float | None) -> list[str]:
         if seconds is None or hidden_s is None:
             return []
-        exposed_s = seconds - hidden_s
+        exposed_s = without_residue(seconds - hidden_s, seconds)
+        hidden_s = without_residue(hidden_s, seconds)
         spent = [format_seconds(s) for s in (seconds, hidden_s, exposed_s)]
         return [*spent, f"{exposed_s / step_s:.1%}"]
 
@@ -302,31 +336,40 @@ def _placements(plan: Plan) -> Iterator[RenderableType]:
             ("mode", False),
             ("bytes/device", True),
         ],
+        spare=[1],
     )
+    several = plan.pipeline is not None and plan.pipeline.size > 1
+    every = "on all pipeline ranks" if several else ""
     blocks: dict[str, int] = {}
     for row in rows:
         blocks[row.block] = blocks.get(row.block, 0) + row.num_bytes * row.count
     block = ""
     for row in rows:
         if row.block != block and row.block:
-            table.add_row(row.block, "", "", "", f"all {format_bytes(blocks[row.block])}")
+            size = f"all {format_bytes(blocks[row.block])}"
+            table.add_row(shown(row.block), "", "", every, size)
         block = row.block
-        times = f" (× {row.count})" if "[" in row.name else ""
-        name = ("  " if block else "") + row.name + times
+        times = f" (× {row.count})" if row.nested else ""
+        name = ("  " if block else "") + shown(row.name) + times
         shape = str(list(row.shape))
         table.add_row(
             name, shape, _format_layout(row.layout), row.mode, format_bytes(row.num_bytes)
         )
-    total = sum(row.num_bytes * row.count for row in rows)
-    table.add_row("total", "", "", "", format_bytes(total))
+    name, total = "total", sum(row.num_bytes * row.count for row in rows)
+    if several:
+        total, rank = most_stored(plan)
+        name = f"total, pipeline rank {rank} (most)"
+    table.add_row(name, "", "", "", format_bytes(total))
     yield table
 
 
 def _inputs(plan: Plan) -> Iterator[RenderableType]:
+    given = {name: x for name, x in plan.inputs.items() if not _INTERNAL_INPUT.match(name)}
+    if not given:  # as of a pipeline, whose stages have inputs
+        return
     axes = ", ".join(plan.axis_names)
     yield "Inputs"
     table = plain_table([("input", False), (f"placements ({axes})", False)])
-    for name, layout in plan.inputs.items():
-        if not _INTERNAL_INPUT.match(name):
-            table.add_row(name, _format_layout(layout))
+    for name, layout in given.items():
+        table.add_row(shown(name), _format_layout(layout))
     yield table
