@@ -6,15 +6,21 @@ Each rank holds the parameters of its own stages; a file has those of all.
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from tests import zoo
 from tests.dist import run_ranks
+from tests.test_gloo import whole
 
 ONE_TURN = {"pipeline": {"size": 2, "microbatches": 1}}
 
@@ -120,3 +126,67 @@ def test_buffers_are_those_of_the_stage_that_updates_them_on_every_rank(tmp_path
     # of two stages that update one, the last one in the forward has its final value
     assert "level" in last and not {*first} & {*last} and "table" not in {*first, *last}
     run_ranks(taken_up, 1, str(tmp_path), None)
+
+
+# --- what other stages hold
+
+
+def gpt2(seed: int) -> Any:
+    """Tied embedding and head, one block for each stage."""
+    torch.manual_seed(seed)
+    return zoo.gpt2(layers=2)[0].train()
+
+
+def parallel_gpt2(seed: int) -> Any:
+    constraints = {"pipeline": {"size": 2, "microbatches": 2}}
+    mesh = init_device_mesh("cpu", (2,))
+    inputs = zoo.gpt2(layers=2)[1]
+    return autopar.parallelize(gpt2(seed), mesh, inputs, constraints=constraints)
+
+
+LOST = "transformer.h.1.mlp.c_fc.weight"  # of the second stage
+
+
+def strictly(rank: int, folder: str) -> None:
+    ours = parallel_gpt2(5)
+    good = gpt2(1).state_dict()
+    before = {name: whole(value).clone() for name, value in ours.state_dict().items()}
+    assert before.keys() < good.keys() and (LOST in before) == bool(rank)
+    extra = {**good, "strange": good[LOST]}
+    lacking = {name: value for name, value in good.items() if name != LOST}
+    reshaped = {**good, LOST: good[LOST].t()}
+
+    def from_file(name: str) -> Callable[[], Any]:
+        return lambda: autopar.load_safetensors(f"{folder}/{name}.safetensors", ours)
+
+    refused: list[tuple[Callable[[], Any], str]] = [
+        (from_file("extra"), "has 1 tensors that the model has not: strange"),
+        (from_file("lacking"), f"lacks 1 tensors of the model: {LOST}"),
+        (lambda: ours.load_state_dict(extra), "does not have 1 name: strange"),
+        (lambda: ours.load_state_dict(lacking), f"lacks 1 name: {LOST}"),
+        (lambda: ours.load_state_dict(reshaped), LOST),
+    ]
+    for call, match in refused:
+        with pytest.raises(autopar.CheckpointError, match=re.escape(match)):
+            call()
+        for name, value in ours.state_dict().items():
+            assert torch.equal(whole(value), before[name]), name
+    for call in (from_file("good"), lambda: ours.load_state_dict(good)):
+        call()
+        for name, value in ours.state_dict().items():
+            assert torch.equal(whole(value), good[name]), name
+        with torch.no_grad():
+            for parameter in ours.parameters():
+                parameter.zero_()
+    found = ours.load_state_dict({**lacking, "strange": good[LOST]}, strict=False)
+    assert found.missing_keys == [LOST] * rank and found.unexpected_keys == ["strange"]
+
+
+def test_names_of_other_stages_are_no_extras_and_errors_reach_every_rank(tmp_path: Path) -> None:
+    gpt2(1).save_pretrained(tmp_path)
+    good = load_file(tmp_path / "model.safetensors")
+    save_file(good, tmp_path / "good.safetensors")
+    save_file(good | {"strange": torch.zeros(2)}, tmp_path / "extra.safetensors")
+    del good[LOST]
+    save_file(good, tmp_path / "lacking.safetensors")
+    run_ranks(strictly, 2, str(tmp_path))

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import CheckpointError
-from autopar.runtime.checkpoint import agreed, reason
+from autopar.runtime.agree import agreed, reason
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.pieces import pieces
 
@@ -116,15 +116,33 @@ def load_safetensors(
         path: a file, or a folder with one or with an index of several.
         module: the parallel module.
         rename: name in the files of an FQN of the module; default: the same.
-        strict: names in the files that the module has not are an error.
+        strict: names in the files that the model has not are an error; a rank of a pipeline has
+            those of all stages.
 
     Raises:
         CheckpointError: files are missing or damaged, tensors are missing or have another shape; on
-            every rank.
+            every rank. The module is unchanged, unless reading itself failed.
     """
+    tensors = module.saved_tensors()
+    with ExitStack() as stack:
+        places: dict[str, _Place] = {}
+        with _told(path):
+            opened = _opened(Path(path), stack)
+            places = _places(Path(path), module, opened, rename or (lambda name: name), strict)
+        with _told(path), torch.no_grad():
+            for piece in pieces(tensors):
+                piece.value.copy_(_box(*places[piece.name], piece.index))
+
+
+_Place = tuple[Any, str]  # an open file, and a name in it
+
+
+@contextmanager
+def _told(path: str | Path) -> Iterator[None]:
+    """What goes wrong inside on one rank is a `CheckpointError` on all of them. Collective."""
     failure: Exception | None = None
     try:
-        _load(Path(path), module, rename or (lambda name: name), strict)
+        yield
     except CheckpointError as error:
         failure = error
     except Exception as error:
@@ -132,25 +150,32 @@ def load_safetensors(
     agreed(failure, {})
 
 
-def _load(path: Path, module: ParallelModule, rename: Callable[[str], str], strict: bool) -> None:
+def _opened(path: Path, stack: ExitStack) -> dict[str, Any]:
+    """The open file of each name."""
     from safetensors import safe_open
 
+    opened = [stack.enter_context(safe_open(p, framework="pt")) for p in _paths(path)]
+    return {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+
+
+def _places(
+    path: Path,
+    module: ParallelModule,
+    where: Mapping[str, Any],
+    rename: Callable[[str], str],
+    strict: bool,
+) -> dict[str, _Place]:
+    """Where each tensor is to be read, all of which fit."""
     tensors = module.saved_tensors()
-    with ExitStack() as stack:
-        opened = [stack.enter_context(safe_open(p, framework="pt")) for p in _paths(path)]
-        where = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
-        found = _found(path, module, tensors, where, rename, strict)
-        for name, key in found.items():
-            there = tuple(where[key].get_slice(key).get_shape())
-            if there != tuple(tensors[name].shape):
-                raise CheckpointError(
-                    f"{name} has shape {tuple(tensors[name].shape)} in the model and {there} as "
-                    f"{key} in {path}"
-                )
-        with torch.no_grad():
-            for piece in pieces(tensors):
-                key = found[piece.name]
-                piece.value.copy_(_box(where[key], key, piece.index))
+    found = _found(path, module, tensors, where, rename, strict)
+    for name, key in found.items():
+        there = tuple(where[key].get_slice(key).get_shape())
+        if there != tuple(tensors[name].shape):
+            raise CheckpointError(
+                f"{name} has shape {tuple(tensors[name].shape)} in the model and {there} as "
+                f"{key} in {path}"
+            )
+    return {name: (where[key], key) for name, key in found.items()}
 
 
 def _paths(path: Path) -> Iterable[Path]:
@@ -175,11 +200,11 @@ def _found(
     """Name in the files of each tensor, which may be stored under any of its tied names."""
     found: dict[str, str] = {}
     used: set[str] = set()
-    for alias, owner in module.names():
-        key = rename(alias)
+    for entry in module.names:
+        key = rename(entry.name)
         used.add(key)
-        if key in where and owner in tensors:
-            found.setdefault(owner, key)
+        if key in where and entry.owner in tensors:
+            found.setdefault(entry.owner, key)
     missing, strange = sorted(tensors.keys() - found.keys()), sorted(where.keys() - used)
     if missing:
         raise CheckpointError(
