@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -98,6 +99,11 @@ def updated(rank: int, folder: str) -> list[str]:
     del named["odd"]
     same_buffers(state, named)
     autopar.save_checkpoint(folder, ours, optimizer, step=3)
+    autopar.save_safetensors(folder, ours)
+    if rank == 0:
+        written = load_file(f"{folder}/model.safetensors")
+        same_buffers({name: written[name] for name in named}, named)
+        assert written.keys() == named.keys() | dict(single.named_parameters()).keys()
     return [name for name, _ in ours.first_step.updated.get(rank, [])]
 
 
@@ -190,3 +196,31 @@ def test_names_of_other_stages_are_no_extras_and_errors_reach_every_rank(tmp_pat
     del good[LOST]
     save_file(good, tmp_path / "lacking.safetensors")
     run_ranks(strictly, 2, str(tmp_path))
+
+
+# --- files of the whole model
+
+
+def exported(rank: int, folder: str) -> None:
+    ours = parallel_gpt2(1)
+    autopar.save_safetensors(f"{folder}/one", ours)
+    autopar.save_safetensors(f"{folder}/many", ours, max_file_bytes=40_000)
+    for name in ("file", "index"):
+        with pytest.raises(autopar.CheckpointError, match="was not written"):
+            autopar.save_safetensors(f"{folder}/{name}", ours, max_file_bytes=40_000)
+
+
+def test_safetensors_hold_the_tensors_of_all_stages(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "index" / "model.safetensors.index.json").mkdir(parents=True)
+    run_ranks(exported, 2, str(tmp_path))
+    reference = gpt2(1)
+    once = {name for name, _ in reference.named_parameters()}  # the head is the embedding
+    assert load_file(tmp_path / "one" / "model.safetensors").keys() == once
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    for folder in (tmp_path / "one", tmp_path / "many"):
+        assert not list(folder.glob(".*"))
+        reference.config.save_pretrained(folder)
+        loaded = hf.GPT2LMHeadModel.from_pretrained(folder).state_dict()
+        for name, value in reference.state_dict().items():
+            assert torch.equal(loaded[name], value), name

@@ -13,18 +13,19 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from autopar.errors import CheckpointError
 from autopar.runtime.agree import agreed, reason
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.pieces import pieces
+from autopar.runtime.whole_model import WholeModel
 
 __all__ = ["load_safetensors", "save_safetensors"]
 
@@ -36,7 +37,7 @@ def save_safetensors(
 ) -> None:
     """Write parameters and persistent buffers, each tied one once. Collective.
 
-    Tensors are gathered one by one; rank 0 holds those of one file.
+    Tensors are gathered one by one, from all stages of a pipeline; rank 0 holds those of one file.
 
     Args:
         path: folder, which `from_pretrained` reads if the model's config is there too.
@@ -47,23 +48,27 @@ def save_safetensors(
         CheckpointError: it cannot be written; on every rank.
     """
     folder = Path(path)
-    tensors = module.saved_tensors()
-    files = _files(tensors, max_file_bytes)
+    model = WholeModel(module)
+    files = _files(model.tensors, max_file_bytes)
     failure: Exception | None = None
     for name, names in files.items():
         held: dict[str, Tensor] = {}
         for key in names:
-            whole = _whole(tensors[key])
-            if dist.get_rank() == 0:
-                held[key] = whole.cpu().contiguous()
-        if held and failure is None:
-            failure = _written(folder, name, held)
+            whole = model.on_first(key)
+            if whole is not None and failure is None:
+                held[key] = whole
+        if held:
+            failure = _written(folder, name, partial(_save, held))
     if dist.get_rank() == 0 and failure is None and len(files) > 1:
-        total = sum(t.numel() * t.element_size() for t in tensors.values())
-        weight_map = {key: name for name, names in files.items() for key in names}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / _INDEX).write_text(json.dumps(index, indent=1))
+        text = _index(model.tensors, files)
+        failure = _written(folder, _INDEX, lambda path: path.write_text(text))
     agreed(failure, {})
+
+
+def _index(tensors: Mapping[str, Tensor], files: Mapping[str, list[str]]) -> str:
+    total = sum(t.numel() * t.element_size() for t in tensors.values())
+    weight_map = {key: name for name, names in files.items() for key in names}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
 
 
 def _files(tensors: Mapping[str, Tensor], max_file_bytes: int) -> dict[str, list[str]]:
@@ -83,18 +88,18 @@ def _files(tensors: Mapping[str, Tensor], max_file_bytes: int) -> dict[str, list
     return {f"model-{i:05d}-of-{count:05d}.safetensors": p for i, p in enumerate(parts, 1)}
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _written(folder: Path, name: str, tensors: dict[str, Tensor]) -> Exception | None:
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
     from safetensors.torch import save_file
 
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _written(folder: Path, name: str, write: Callable[[Path], Any]) -> Exception | None:
+    """Let `write` write a file, which then gets its name; what went wrong."""
     scratch = folder / f".{name}.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, scratch, metadata={"format": "pt"})
+        write(scratch)
         scratch.replace(folder / name)
     except Exception as error:
         return CheckpointError(f"{folder / name} was not written: {reason(error)}")
