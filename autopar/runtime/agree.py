@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 import torch.distributed as dist
 
 from autopar._compat import default_store
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, CheckpointError
+from autopar.runtime.lost import lost_text
 
-__all__ = ["agree"]
+__all__ = ["agree", "agreed", "reason"]
 
 _PATIENCE_S = 300.0
 _calls = itertools.count()
@@ -50,6 +52,31 @@ def agree(error: Exception | None, mine: Mapping[str, Any]) -> None:
                 f"0 and {rank}. Build the same model with the same configuration, and pass the "
                 "same plan and the same global batch shape on every rank."
             )
+
+
+def agreed(failure: Exception | None, mine: Mapping[str, Any]) -> None:
+    """`agree`, with a `CheckpointError` on every rank."""
+    try:
+        agree(failure, mine)
+    except CheckpointError:
+        raise
+    except AutoparError as error:
+        raise CheckpointError(str(error)) from error
+    except Exception as error:
+        raise CheckpointError(reason(error)) from error
+
+
+def reason(error: BaseException) -> str:
+    """What an error says, without torch's advice to load files that may hold code.
+
+    Where it comes from a rank that is gone, says which.
+    """
+    told = lost_text(error)
+    if told is not None:
+        return told
+    if isinstance(error, pickle.UnpicklingError):
+        return "a file holds something else than tensors and plain values"
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _wait_for_all() -> None:

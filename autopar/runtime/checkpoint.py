@@ -13,7 +13,6 @@ by `latest`: what stops in between leaves the one before. Nothing of it is unpic
 from __future__ import annotations
 
 import io
-import pickle
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -29,8 +28,7 @@ from torch.optim import Optimizer
 
 from autopar.errors import AutoparError, CheckpointError
 from autopar.runtime import optimizer_state
-from autopar.runtime.agree import agree
-from autopar.runtime.lost import lost_text
+from autopar.runtime.agree import agreed, reason
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.pieces import pieces
 from autopar.runtime.scaler import LossScaler
@@ -41,11 +39,9 @@ __all__ = [
     "MODEL",
     "STATE",
     "SaveHandle",
-    "agreed",
     "guarded",
     "of_step",
     "parameter_names",
-    "reason",
     "save_checkpoint",
 ]
 
@@ -81,19 +77,6 @@ class SaveHandle:
         if self._future is not None:
             guarded(lambda: self._future.result(timeout_s), "written")  # type: ignore[union-attr]
         return self.folder
-
-
-def reason(error: BaseException) -> str:
-    """What an error says, without torch's advice to load files that may hold code.
-
-    Where it comes from a rank that is gone, says which.
-    """
-    told = lost_text(error)
-    if told is not None:
-        return told
-    if isinstance(error, pickle.UnpicklingError):
-        return "a file holds something else than tensors and plain values"
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def guarded(call: Callable[[], Any], what: str) -> Any:
@@ -210,18 +193,6 @@ def parameter_names(module: ParallelModule) -> dict[int, str]:
 
 def _state_of(scaler: LossScaler | None) -> dict[str, Any] | None:
     return scaler.state_dict() if scaler is not None and scaler.is_enabled() else None
-
-
-def agreed(failure: Exception | None, mine: Mapping[str, Any]) -> None:
-    """`agree`, with a `CheckpointError` on every rank."""
-    try:
-        agree(failure, mine)
-    except CheckpointError:
-        raise
-    except AutoparError as error:
-        raise CheckpointError(str(error)) from error
-    except Exception as error:
-        raise CheckpointError(reason(error)) from error
 
 
 def _prepared(

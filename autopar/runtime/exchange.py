@@ -11,20 +11,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from autopar.errors import CheckpointError
-from autopar.runtime.checkpoint import agreed, reason
+from autopar.runtime.agree import agreed, reason
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.pieces import pieces
+from autopar.runtime.whole_model import WholeModel
 
 __all__ = ["load_safetensors", "save_safetensors"]
 
@@ -36,7 +37,7 @@ def save_safetensors(
 ) -> None:
     """Write parameters and persistent buffers, each tied one once. Collective.
 
-    Tensors are gathered one by one; rank 0 holds those of one file.
+    Tensors are gathered one by one, from all stages of a pipeline; rank 0 holds those of one file.
 
     Args:
         path: folder, which `from_pretrained` reads if the model's config is there too.
@@ -47,23 +48,27 @@ def save_safetensors(
         CheckpointError: it cannot be written; on every rank.
     """
     folder = Path(path)
-    tensors = module.saved_tensors()
-    files = _files(tensors, max_file_bytes)
+    model = WholeModel(module)
+    files = _files(model.tensors, max_file_bytes)
     failure: Exception | None = None
     for name, names in files.items():
         held: dict[str, Tensor] = {}
         for key in names:
-            whole = _whole(tensors[key])
-            if dist.get_rank() == 0:
-                held[key] = whole.cpu().contiguous()
-        if held and failure is None:
-            failure = _written(folder, name, held)
+            whole = model.on_first(key)
+            if whole is not None and failure is None:
+                held[key] = whole
+        if held:
+            failure = _written(folder, name, partial(_save, held))
     if dist.get_rank() == 0 and failure is None and len(files) > 1:
-        total = sum(t.numel() * t.element_size() for t in tensors.values())
-        weight_map = {key: name for name, names in files.items() for key in names}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / _INDEX).write_text(json.dumps(index, indent=1))
+        text = _index(model.tensors, files)
+        failure = _written(folder, _INDEX, lambda path: path.write_text(text))
     agreed(failure, {})
+
+
+def _index(tensors: Mapping[str, Tensor], files: Mapping[str, list[str]]) -> str:
+    total = sum(t.numel() * t.element_size() for t in tensors.values())
+    weight_map = {key: name for name, names in files.items() for key in names}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
 
 
 def _files(tensors: Mapping[str, Tensor], max_file_bytes: int) -> dict[str, list[str]]:
@@ -83,18 +88,18 @@ def _files(tensors: Mapping[str, Tensor], max_file_bytes: int) -> dict[str, list
     return {f"model-{i:05d}-of-{count:05d}.safetensors": p for i, p in enumerate(parts, 1)}
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _written(folder: Path, name: str, tensors: dict[str, Tensor]) -> Exception | None:
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
     from safetensors.torch import save_file
 
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _written(folder: Path, name: str, write: Callable[[Path], Any]) -> Exception | None:
+    """Let `write` write a file, which then gets its name; what went wrong."""
     scratch = folder / f".{name}.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, scratch, metadata={"format": "pt"})
+        write(scratch)
         scratch.replace(folder / name)
     except Exception as error:
         return CheckpointError(f"{folder / name} was not written: {reason(error)}")
@@ -116,15 +121,33 @@ def load_safetensors(
         path: a file, or a folder with one or with an index of several.
         module: the parallel module.
         rename: name in the files of an FQN of the module; default: the same.
-        strict: names in the files that the module has not are an error.
+        strict: names in the files that the model has not are an error; a rank of a pipeline has
+            those of all stages.
 
     Raises:
         CheckpointError: files are missing or damaged, tensors are missing or have another shape; on
-            every rank.
+            every rank. The module is unchanged, unless reading itself failed.
     """
+    tensors = module.saved_tensors()
+    with ExitStack() as stack:
+        places: dict[str, _Place] = {}
+        with _told(path):
+            opened = _opened(Path(path), stack)
+            places = _places(Path(path), module, opened, rename or (lambda name: name), strict)
+        with _told(path), torch.no_grad():
+            for piece in pieces(tensors):
+                piece.value.copy_(_box(*places[piece.name], piece.index))
+
+
+_Place = tuple[Any, str]  # an open file, and a name in it
+
+
+@contextmanager
+def _told(path: str | Path) -> Iterator[None]:
+    """What goes wrong inside on one rank is a `CheckpointError` on all of them. Collective."""
     failure: Exception | None = None
     try:
-        _load(Path(path), module, rename or (lambda name: name), strict)
+        yield
     except CheckpointError as error:
         failure = error
     except Exception as error:
@@ -132,25 +155,32 @@ def load_safetensors(
     agreed(failure, {})
 
 
-def _load(path: Path, module: ParallelModule, rename: Callable[[str], str], strict: bool) -> None:
+def _opened(path: Path, stack: ExitStack) -> dict[str, Any]:
+    """The open file of each name."""
     from safetensors import safe_open
 
+    opened = [stack.enter_context(safe_open(p, framework="pt")) for p in _paths(path)]
+    return {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+
+
+def _places(
+    path: Path,
+    module: ParallelModule,
+    where: Mapping[str, Any],
+    rename: Callable[[str], str],
+    strict: bool,
+) -> dict[str, _Place]:
+    """Where each tensor is to be read, all of which fit."""
     tensors = module.saved_tensors()
-    with ExitStack() as stack:
-        opened = [stack.enter_context(safe_open(p, framework="pt")) for p in _paths(path)]
-        where = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
-        found = _found(path, module, tensors, where, rename, strict)
-        for name, key in found.items():
-            there = tuple(where[key].get_slice(key).get_shape())
-            if there != tuple(tensors[name].shape):
-                raise CheckpointError(
-                    f"{name} has shape {tuple(tensors[name].shape)} in the model and {there} as "
-                    f"{key} in {path}"
-                )
-        with torch.no_grad():
-            for piece in pieces(tensors):
-                key = found[piece.name]
-                piece.value.copy_(_box(where[key], key, piece.index))
+    found = _found(path, module, tensors, where, rename, strict)
+    for name, key in found.items():
+        there = tuple(where[key].get_slice(key).get_shape())
+        if there != tuple(tensors[name].shape):
+            raise CheckpointError(
+                f"{name} has shape {tuple(tensors[name].shape)} in the model and {there} as "
+                f"{key} in {path}"
+            )
+    return {name: (where[key], key) for name, key in found.items()}
 
 
 def _paths(path: Path) -> Iterable[Path]:
@@ -175,11 +205,11 @@ def _found(
     """Name in the files of each tensor, which may be stored under any of its tied names."""
     found: dict[str, str] = {}
     used: set[str] = set()
-    for alias, owner in module.names():
-        key = rename(alias)
+    for entry in module.names:
+        key = rename(entry.name)
         used.add(key)
-        if key in where and owner in tensors:
-            found.setdefault(owner, key)
+        if key in where and entry.owner in tensors:
+            found.setdefault(entry.owner, key)
     missing, strange = sorted(tensors.keys() - found.keys()), sorted(where.keys() - used)
     if missing:
         raise CheckpointError(

@@ -96,10 +96,9 @@ class ParallelModule(nn.Module):
             torch.utils.swap_tensors(reserved, parameters[name])
             parameters[name] = reserved
         values: dict[str, Tensor] = {**parameters, **buffers}
-        # a rank of a pipeline has the parameters of its stages
-        self._names = tuple(entry for entry in self._names if entry.owner in values)
         for entry in self._names:
-            register(self, entry.name, values[entry.owner], entry.persistent)
+            if entry.owner in values:  # a rank of a pipeline has the parameters of its stages
+                register(self, entry.name, values[entry.owner], entry.persistent)
         self._parameter_order = list(parameters)
         if isinstance(step, PipelinedStep):
             step.warn_of_dropped_outputs()
@@ -192,7 +191,8 @@ class ParallelModule(nn.Module):
     ) -> Any:
         """As `nn.Module.load_state_dict`; full tensors, as one device has them, are sharded.
 
-        Every rank passes the same full tensors, on any device.
+        Every rank passes the same full tensors, on any device; a rank of a pipeline may leave out
+        what other stages hold.
 
         Returns:
             Missing and unexpected names, as torch does.
@@ -211,9 +211,10 @@ class ParallelModule(nn.Module):
             raise AutoparError("full tensors cannot be assigned, as ranks hold shares of them")
         return _IncompatibleKeys(*load_plain(self, state_dict, strict))
 
-    def names(self) -> list[tuple[str, str]]:
-        """`(name, owner)` of every FQN of the state; a tied tensor has several."""
-        return [(entry.name, entry.owner) for entry in self._names]
+    @property
+    def names(self) -> tuple[StateName, ...]:
+        """Every FQN of the model's state, of all stages; a tied tensor has several."""
+        return self._names
 
     @property
     def random_state(self) -> dict[str, int]:

@@ -23,7 +23,7 @@ from autopar.codegen.fusion import Fusion
 from autopar.codegen.stages import Staged
 from autopar.codegen.turns import TurnProgram, emit_turns
 from autopar.core.flights import arrived
-from autopar.core.graph import TracedModel
+from autopar.core.graph import TracedModel, tensor_meta
 from autopar.core.plan import PipelinePlan, Plan
 from autopar.core.schedule import Action, actions
 from autopar.runtime.inductor import compile_parts
@@ -48,6 +48,7 @@ class PipelinedStep:
     Attributes:
         programs: by stage.
         compiled: what runs in place of parts as they were emitted, by stage and name.
+        updated: by pipeline rank, the buffers that its stages write: `(FQN, stand-in)`.
     """
 
     def __init__(
@@ -96,10 +97,22 @@ class PipelinedStep:
             for index, (s, name) in self.results_at.items()
         }
         self.backend = backend
+        self.updated = self._updated(turns[0])
         self.closing = self.closing_of(mesh.rank, self.programs)
         self.compiled: Mapping[tuple[int, str], Callable[[list[Any]], Any]] = {}
         if backend == "inductor":
             self.compiled = compile_parts(self.programs, self._executed())
+
+    def _updated(self, first: Staged) -> dict[int, list[tuple[str, torch.Tensor]]]:
+        """`updated`. Where several stages write a buffer, the last one yields its final value."""
+        found: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        for stage, model in enumerate(first.stages.models):
+            for spec in model.outputs:
+                if spec.kind == "buffer" and spec.node is not None:
+                    like = tensor_meta(model.nodes()[spec.node])
+                    assert like is not None
+                    found.setdefault(stage % self.pipeline.size, []).append((spec.target, like))
+        return found
 
     def stages_of(self, rank: int) -> range:
         """The stages of a rank of the pipeline."""

@@ -42,7 +42,7 @@ class PipelineResult:
     Attributes:
         outputs: whole values, by index of the user output.
         gradients: local, in the storage layout, by FQN; of this rank's parameters.
-        buffers: new values, by FQN; of the buffers that this rank's stages write.
+        buffers: new values, by FQN; of the buffers that any stage writes.
     """
 
     outputs: dict[int, Tensor]
@@ -91,6 +91,7 @@ class PipelineRun:
             if step.traced.training:
                 self._finish()
             self._share_outputs()
+            self._share_buffers()
             for sender in list(self.sending):
                 self._let_go(sender)
         return self.result
@@ -278,3 +279,25 @@ class PipelineRun:
                 value = value.contiguous()
                 dist.broadcast(value, group=self.mesh.line, group_src=self._rank_of(stage))
             self.result.outputs[index] = value
+
+    def _share_buffers(self) -> None:
+        """Every rank gets what any stage has updated, in one message from each rank that has.
+
+        Other stages may read it in the next step, and whoever saves the state has any rank's.
+        """
+        if self.step.pipeline.size == 1:
+            return
+        found = self.result.buffers
+        for rank, updated in sorted(self.step.updated.items()):
+            sizes = [like.numel() * like.dtype.itemsize for _, like in updated]
+            if rank == self.mesh.rank:
+                parts = [found[name].to(like.dtype) for name, like in updated]
+                message = torch.cat([p.reshape(-1).view(torch.uint8) for p in parts])
+            else:
+                message = torch.empty(sum(sizes), dtype=torch.uint8, device=self.step.device)
+            dist.broadcast(message, group=self.mesh.line, group_src=rank)
+            if rank == self.mesh.rank:
+                continue
+            for (name, like), part in zip(updated, message.split(sizes), strict=True):
+                # a copy begins at an address that fits its dtype
+                found[name] = part.clone().view(like.dtype).view(like.shape)

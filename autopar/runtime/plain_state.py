@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar._compat import layout_of
 from autopar.errors import CheckpointError
+from autopar.runtime.agree import agreed
 from autopar.runtime.shards import take_shard
 
 if TYPE_CHECKING:
@@ -32,27 +33,59 @@ def load_plain(
 ) -> tuple[list[str], list[str]]:
     """Fill parameters and persistent buffers in place; nothing is changed where something is wrong.
 
+    In a pipeline, whose ranks look for different names, they compare notes first.
+
     Args:
         module: with its plan.
         state: full tensors (or DTensors placed as the module's are), by FQN. Of names that share a
-            tensor, one is enough.
+            tensor, one is enough. What other stages of a pipeline hold may be there or not.
         strict: missing and unexpected names are errors.
 
     Returns:
         Missing and unexpected names.
 
     Raises:
-        CheckpointError: names, shapes or kinds do not fit; says which.
+        CheckpointError: names, shapes or kinds do not fit; says which. On every rank.
     """
     held = module.saved_tensors()
-    owners = {name: owner for name, owner in module.names() if owner in held}
+    fit: _Fit | None = None
+    failure: Exception | None = None
+    try:
+        fit = _fit(module, held, state, strict)
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        failure = error
+    if module.plan.pipeline is not None:
+        agreed(failure, {})
+    elif failure is not None:
+        raise failure
+    assert fit is not None
+    with torch.no_grad():
+        for owner, name in fit.given.items():
+            _fill(held[owner], state[name])
+    return fit.missing, fit.strange
+
+
+class _Fit(NamedTuple):
+    """Name in a state of each tensor of a module, and the names that have no partner."""
+
+    given: dict[str, str]
+    missing: list[str]
+    strange: list[str]
+
+
+def _fit(
+    module: ParallelModule, held: Mapping[str, Tensor], state: Mapping[str, Any], strict: bool
+) -> _Fit:
+    saved = {entry.owner for entry in module.names if entry.persistent}
+    names = {entry.name: entry.owner for entry in module.names if entry.owner in saved}
+    owners = {name: owner for name, owner in names.items() if owner in held}
     given: dict[str, str] = {}
     for name in state:
         if name in owners:
             first = given.setdefault(owners[name], name)
             _check_alike(first, name, state)
     missing = [name for name in held if name not in given]
-    strange = [name for name in state if name not in owners]
+    strange = [name for name in state if name not in names]
     faults = [
         fault
         for owner, name in given.items()
@@ -60,15 +93,12 @@ def load_plain(
     ]
     if strict:
         faults += _named("it lacks", missing, list(state))
-        faults += _named("the module does not have", strange, list(owners))
+        faults += _named("the module does not have", strange, list(names))
     if faults:
         raise CheckpointError(
             f"the state dict does not fit the module: {'; '.join(faults)}. Nothing was loaded."
         )
-    with torch.no_grad():
-        for owner, name in given.items():
-            _fill(held[owner], state[name])
-    return missing, strange
+    return _Fit(given, missing, strange)
 
 
 def _check_alike(first: str, name: str, state: Mapping[str, Any]) -> None:

@@ -20,15 +20,14 @@ from torch.optim import Optimizer
 
 from autopar.errors import CheckpointError
 from autopar.runtime import optimizer_state
+from autopar.runtime.agree import agreed, reason
 from autopar.runtime.checkpoint import (
     LATEST,
     MODEL,
     STATE,
-    agreed,
     guarded,
     of_step,
     parameter_names,
-    reason,
 )
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.pieces import pieces
