@@ -20,7 +20,7 @@ from autopar.errors import AutoparError
 from autopar.runtime.inductor import CompiledProgram
 from autopar.runtime.pipeline import PipelinedStep
 
-__all__ = ["CompiledStep", "input_signature", "step_text"]
+__all__ = ["CompiledStep", "input_signature", "position_of_loss", "step_text"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +54,20 @@ def input_signature(args: Any, kwargs: Any) -> Any:
         (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves
     )
     return described, str(spec)
+
+
+def position_of_loss(traced: TracedModel) -> int:
+    """The index of the loss among the user outputs.
+
+    Raises:
+        AutoparError: there is none.
+    """
+    if traced.loss_index is None:
+        raise AutoparError(
+            "train_step needs a scalar loss among the model's outputs; pass loss_fn= to "
+            "autopar.parallelize, or labels to the model"
+        )
+    return traced.loss_index
 
 
 def step_text(step: CompiledStep | PipelinedStep, rank: int | None = None) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
+from autopar.runtime.lost import naming_lost_ranks
 
 __all__ = ["clip_gradients", "global_norm", "local_gradients", "total_norm"]
 
@@ -52,7 +53,8 @@ def total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         stacked = torch.stack([part.to(torch.float64) for part in parts])
         total = stacked.amax() if infinite else stacked.sum()
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
+        with naming_lost_ranks("in the norm of all gradients"):
+            dist.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
     return total if infinite else total ** (1.0 / norm_type)
 
 

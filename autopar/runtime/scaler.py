@@ -20,6 +20,7 @@ from torch import Tensor
 from autopar.errors import AutoparError
 from autopar.runtime.adamw import AdamW
 from autopar.runtime.gradients import local_gradients
+from autopar.runtime.lost import naming_lost_ranks
 
 if TYPE_CHECKING:
     from autopar.runtime.module import ParallelModule
@@ -209,5 +210,6 @@ def _overflow(gradients: Sequence[Tensor]) -> Tensor:
     for gradient in gradients:
         found = torch.maximum(found, (~torch.isfinite(gradient).all()).to(found))
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+        with naming_lost_ranks("where all ranks look for an overflow"):
+            dist.all_reduce(found, dist.ReduceOp.MAX)
     return found
