@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autopar.errors import AutoparError
 from autopar.runtime.adamw import AdamW
-from autopar.runtime.gradients import local_gradients
+from autopar.runtime.gradients import collective_device, local_gradients
 from autopar.runtime.lost import naming_lost_ranks
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ class LossScaler:
 
 def _overflow(gradients: Sequence[Tensor]) -> Tensor:
     """1 where a gradient of any rank is not finite, else 0: an all-reduce of one number."""
-    device = gradients[0].device if gradients else None
+    device = gradients[0].device if gradients else collective_device()
     found = torch.zeros((), device=device)
     for gradient in gradients:
         found = torch.maximum(found, (~torch.isfinite(gradient).all()).to(found))
