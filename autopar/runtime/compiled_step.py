@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from autopar.codegen.emit import Program, emit
 from autopar.codegen.fusion import Fusion
 from autopar.codegen.listing import program_text
-from autopar.core.graph import TracedModel
+from autopar.core.graph import TracedModel, output_paths
 from autopar.core.plan import Plan
 from autopar.errors import AutoparError
 from autopar.runtime.inductor import CompiledProgram
@@ -60,14 +60,27 @@ def position_of_loss(traced: TracedModel) -> int:
     """The index of the loss among the user outputs.
 
     Raises:
-        AutoparError: there is none.
+        AutoparError: there is none, or one of several scalars that none of them is named.
     """
-    if traced.loss_index is None:
+    if traced.loss_index is not None:
+        return traced.loss_index
+    nodes, paths = traced.nodes(), output_paths(traced.out_spec)
+    values = {
+        int(s.target): nodes[s.node].meta["val"]
+        for s in traced.outputs
+        if s.kind == "output" and s.node
+    }
+    scalars = [paths[i] for i, v in values.items() if not v.dim() and v.is_floating_point()]
+    if len(scalars) > 1:
         raise AutoparError(
-            "train_step needs a scalar loss among the model's outputs; pass loss_fn= to "
-            "autopar.parallelize, or labels to the model"
+            f"train_step needs one scalar loss, and the model returns {len(scalars)} scalars: "
+            f"{', '.join(scalars)}. Return the one to train in a field `loss`, or pass loss_fn= to "
+            "autopar.parallelize, which gets the output and returns it."
         )
-    return traced.loss_index
+    raise AutoparError(
+        "train_step needs a scalar loss among the model's outputs; pass loss_fn= to "
+        "autopar.parallelize, or labels to the model"
+    )
 
 
 def step_text(step: CompiledStep | PipelinedStep, rank: int | None = None) -> str:
