@@ -7,6 +7,7 @@ __all__ = [
     "CheckpointError",
     "ConstraintError",
     "InfeasiblePlanError",
+    "LostRankError",
     "PlanMismatchError",
     "ShardingError",
     "TraceError",
@@ -24,6 +25,10 @@ class TraceError(AutoparError):
 
 class CheckpointError(AutoparError):
     """A checkpoint cannot be written, is damaged, or is not one of this model."""
+
+
+class LostRankError(AutoparError):
+    """Another rank has stopped: this one cannot go on."""
 
 
 class ConstraintError(AutoparError, ValueError):

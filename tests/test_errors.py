@@ -345,6 +345,24 @@ def pipelined_lbfgs(rank: int) -> None:
     torch.optim.LBFGS(module.parameters()).step(lambda: module.train_step(**batch))
 
 
+def frozen_lbfgs(rank: int) -> None:
+    model, batch = hw.Mlp(), hw.vectors()
+    model.head.bias.requires_grad_(False)
+    module = autopar.parallelize(model, init_device_mesh("cpu", (3,)), batch)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    torch.optim.LBFGS(trained, max_iter=2).step(lambda: module.train_step(**batch))
+    torch.optim.LBFGS(module.parameters()).step(lambda: module.train_step(**batch))
+
+
+def foreign_adafactor(rank: int) -> None:
+    from transformers.optimization import Adafactor
+
+    model, batch = hw.Mlp(), hw.vectors()
+    module = autopar.parallelize(model, init_device_mesh("cpu", (3,)), batch)
+    module.train_step(**batch)
+    Adafactor(module.parameters()).step()
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [
@@ -355,8 +373,10 @@ def pipelined_lbfgs(rank: int) -> None:
         (different_constraints, ["constraints", "0 and 1"]),
         (failing_trace, ["no such feature"]),
         (mixed_devices, ["layers.0.0.weight", "head.weight", "meta"]),
-        (sharded_adafactor, ["Adafactor", "norm", "zero"]),
+        (sharded_adafactor, ["Adafactor", "norm", "zero", "torch.optim.AdamW"]),
         (pipelined_lbfgs, ["LBFGS", "pipeline", "none"]),
+        (frozen_lbfgs, ["LBFGS", "1 frozen", "requires_grad"]),
+        (foreign_adafactor, ["transformers.optimization.Adafactor", "torch.optim.AdamW"]),
         (impossible_plan, ["no plan fits", "smallest limit"]),
     ],
     ids=lambda x: getattr(x, "__name__", ""),

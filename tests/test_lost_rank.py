@@ -12,8 +12,10 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar.runtime import lost
 from autopar.runtime.pipeline_run import PipelineRun
 from autopar.runtime.storage import Writer
+from tests import handwritten as hw
 from tests import zoo
 from tests.dist import RankError, run_ranks, try_ranks
 
@@ -90,3 +92,34 @@ def test_the_others_name_the_lost_rank_and_a_restart_goes_on(
     assert (tmp_path / "latest").read_text() == "step-00000002"
     for losses in run_ranks(run, 4, str(tmp_path), plan, "restart", timeout=300):
         assert losses == pytest.approx(unbroken[2:], rel=1e-6)
+
+
+def behind_a_step(rank: int, pipelined: bool, kind: str) -> None:
+    """Rank 1 ends when the gradients are there, and rank 0 goes on to what comes before a step."""
+    lost._INTERVAL_S, lost._SILENCE_S = 0.1, 1.0
+    constraints = {"pipeline": {"size": 2, "microbatches": 2}} if pipelined else {"data": 2}
+    mesh = init_device_mesh("cpu", (2,))
+    model, inputs = hw.Mlp(layers=2), hw.vectors()
+    parallel = autopar.parallelize(model.train(), mesh, inputs, constraints=constraints)
+    optimizer = torch.optim.SGD(parallel.parameters())
+    scaler = autopar.LossScaler(parallel)
+    parallel.train_step(**inputs)
+    if rank == 1:
+        die()
+    if kind == "clip":
+        parallel.clip_grad_norm_(1.0)
+    elif kind == "torch's clip":
+        torch.nn.utils.clip_grad_norm_(parallel.parameters(), 1.0)
+    else:
+        scaler.unscale_(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("pipelined", "kind"), [(False, "clip"), (False, "unscale"), (True, "torch's clip")]
+)
+def test_a_rank_lost_between_steps_is_named(pipelined: bool, kind: str) -> None:
+    survivor, victim = try_ranks(behind_a_step, 2, pipelined, kind)
+    assert isinstance(survivor, RankError) and isinstance(victim, RankError)
+    assert victim.kind == "Died"
+    assert survivor.kind == autopar.LostRankError.__name__, survivor.trace
+    assert "rank 0 stops" in survivor.message and "rank 1 ended" in survivor.message

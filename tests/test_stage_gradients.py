@@ -127,3 +127,47 @@ def test_a_stage_without_gradients_is_named() -> None:
     assert "pipeline ranks [0]" in second
     assert "clip_grad_norm_" in second
     assert [norm0, norm1] == pytest.approx([expected] * 2)
+
+
+def some_of_them(rank: int) -> tuple[int, list[str], list[float]]:
+    """What torch's norms say to a part of this rank's gradients, and what the module's own gives.
+
+    The last layer is on the second rank only: the first one calls with nothing.
+    """
+    model, x = tower()
+    constraints = {"pipeline": {"size": 2, "microbatches": 2, "cuts": ["layers.2"]}}
+    mesh = init_device_mesh("cpu", (2,))
+    parallel = autopar.parallelize(model, mesh, x, constraints=constraints, cache=False)
+    parallel.train_step(x)
+    last = [p for name, p in parallel.named_parameters() if name.startswith("layers.3.")]
+    matrices = [p for p in parallel.parameters() if p.dim() == 2]
+    messages = []
+    for norm in (NORMS["clip"], NORMS["clip-foreach"], NORMS["stacked-p"]):
+        for chosen in (last, matrices[:1]):
+            if chosen:
+                with pytest.raises(autopar.AutoparError) as caught:
+                    norm(chosen)
+                messages.append(str(caught.value))
+    own = [float(parallel.clip_grad_norm_(1e9, parameters=p)) for p in (last, matrices)]
+    # with the others' gradients gone, what is given is all
+    for p in set(parallel.parameters()) - set(matrices):
+        p.grad = None
+    own.append(float(torch.nn.utils.clip_grad_norm_(matrices, 1e9)))
+    return len(last), messages, own
+
+
+def test_a_norm_of_some_of_a_stages_gradients_is_refused_before_it_waits() -> None:
+    model, x = tower()
+    model(x).backward()
+    named = dict(model.named_parameters())
+    last = [p for name, p in named.items() if name.startswith("layers.3.")]
+    matrices = [p for p in named.values() if p.dim() == 2]
+    expected = [float(torch.nn.utils.clip_grad_norm_(p, 1e9)) for p in (last, matrices, matrices)]
+    (count0, messages0, own0), (count1, messages1, own1) = run_ranks(some_of_them, 2)
+    assert (count0, count1) == (0, 1)
+    assert len(messages0) == 3 and len(messages1) == 6
+    for message in messages0 + messages1:
+        assert "1 of the 3 gradients" in message
+        assert "clip_grad_norm_(max_norm, parameters=" in message
+    assert own0 == pytest.approx(expected, rel=1e-6)
+    assert own1 == pytest.approx(expected, rel=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -65,3 +66,66 @@ def _scaled_apart(rank: int) -> list[float]:
 
 def test_gradients_of_two_parameters_are_two_tensors() -> None:
     assert run_ranks(_scaled_apart, 1) == [[0.0, 0.0]]
+
+
+class SeveralScalars(nn.Module):
+    """A loss with a penalty in it, which is returned too, as routers of experts do."""
+
+    def __init__(self, names: tuple[str, str]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 16, dtype=torch.float64).reshape(4, 4))
+        self.names = names
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        logits = torch.tanh(x @ self.weight)
+        penalty = logits.abs().mean()
+        values = (logits.square().mean() + 0.1 * penalty, penalty)
+        return {"logits": logits, **dict(zip(self.names, values, strict=True))}
+
+
+def _scalars(rank: int, size: int) -> tuple[float, str, str]:
+    """How far train_step is from one device; what a sum with another scalar and no name say."""
+    x = torch.arange(16, dtype=torch.float64).reshape(4, 4) / 16
+    mesh = init_device_mesh("cpu", (2,))
+    single = SeveralScalars(("loss", "penalty"))
+    single(x)["loss"].backward()
+    pins = {"pipeline": {"size": 1, "microbatches": size}} if size > 1 else {"data": 2}
+    named = SeveralScalars(("loss", "penalty"))
+    parallel = autopar.parallelize(named, mesh, (x,), constraints=pins)
+
+    def apart() -> float:
+        gradient = parallel.weight.grad.full_tensor()
+        parallel.zero_grad()
+        return float(torch.dist(gradient, single.weight.grad))
+
+    parallel.train_step(x)
+    found = [apart()]
+    parallel(x)["loss"].backward()
+    found.append(apart())
+    messages = []
+    if size == 1:
+        output = parallel(x)
+        with pytest.raises(autopar.AutoparError) as caught:
+            (output["loss"] + output["penalty"]).backward()
+        messages.append(str(caught.value))
+        unnamed = autopar.parallelize(SeveralScalars(("total", "penalty")), mesh, (x,))
+        with pytest.raises(autopar.AutoparError) as caught:
+            unnamed.train_step(x)
+        messages.append(str(caught.value))
+        output = unnamed(x)  # as none is the loss, all have gradients
+        (output["total"] + 2 * output["penalty"]).backward()
+        single.weight.grad = None
+        output = single(x)
+        (output["loss"] + 2 * output["penalty"]).backward()
+        found.append(float(torch.dist(unnamed.weight.grad.full_tensor(), single.weight.grad)))
+    summed, nameless = messages or ["", ""]
+    return max(found), summed, nameless
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_the_scalar_called_loss_is_trained_and_another_sum_is_refused(microbatches: int) -> None:
+    for off, summed, unnamed in run_ranks(_scalars, 2, microbatches):
+        assert off < 1e-12
+        if microbatches == 1:
+            assert "['penalty']" in summed and "['loss'] alone" in summed
+            assert "['total'], ['penalty']" in unnamed and "`loss`" in unnamed

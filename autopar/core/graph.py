@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from autopar.core.flights import Flight
 
@@ -22,6 +23,7 @@ __all__ = [
     "Value",
     "dependents",
     "node_info",
+    "output_paths",
     "producer",
     "resolve",
     "tensor_meta",
@@ -152,6 +154,8 @@ class TracedModel:
         in_spec, out_spec: pytree structure of `(args, kwargs)` and of the user's output.
         training: traced in training mode, with gradients.
         loss_index: position of the scalar loss among the user outputs, if there is one.
+        beside: positions of outputs that depend on parameters and are no part of the gradients,
+            where the loss was told from other scalars by its name.
         tied: FQNs that share storage with a parameter, `(alias, owner)`.
         state_values: tensors lifted from the code, by FQN.
         repeats: blocks that the graph holds once for many; empty for a graph to run. A container
@@ -182,6 +186,7 @@ class TracedModel:
     flight: Flight = field(default_factory=Flight)
     batch_bytes: int = 0
     reduce_dtype: str | None = None
+    beside: tuple[int, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:
@@ -219,6 +224,13 @@ class TracedModel:
             digest.update(repr((node.name, node.args, node.kwargs)).encode())
             digest.update(repr(self.info.get(node.name)).encode())
         return digest.hexdigest()
+
+
+def output_paths(out_spec: Any) -> list[str]:
+    """Where each leaf of the user's output is in it, such as `.loss` or `[0]`; "" is all of it."""
+    tree = pytree.tree_unflatten(list(range(out_spec.num_leaves)), out_spec)
+    paths = {index: pytree.keystr(path) for path, index in pytree.tree_leaves_with_path(tree)}
+    return [paths[index] for index in range(out_spec.num_leaves)]
 
 
 def node_info(traced: TracedModel, node: fx.Node) -> NodeInfo:

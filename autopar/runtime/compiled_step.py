@@ -11,11 +11,12 @@ from torch.utils import _pytree as pytree
 
 from autopar.codegen.emit import Program
 from autopar.codegen.fusion import Fusion
-from autopar.core.graph import TracedModel
+from autopar.core.graph import TracedModel, output_paths
 from autopar.core.plan import Plan
+from autopar.errors import AutoparError
 from autopar.runtime.inductor import CompiledProgram
 
-__all__ = ["CompiledStep", "input_signature"]
+__all__ = ["CompiledStep", "input_signature", "position_of_loss"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,3 +50,30 @@ def input_signature(args: Any, kwargs: Any) -> Any:
         (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves
     )
     return described, str(spec)
+
+
+def position_of_loss(traced: TracedModel) -> int:
+    """The index of the loss among the user outputs.
+
+    Raises:
+        AutoparError: there is none, or one of several scalars that none of them is named.
+    """
+    if traced.loss_index is not None:
+        return traced.loss_index
+    nodes, paths = traced.nodes(), output_paths(traced.out_spec)
+    values = {
+        int(s.target): nodes[s.node].meta["val"]
+        for s in traced.outputs
+        if s.kind == "output" and s.node
+    }
+    scalars = [paths[i] for i, v in values.items() if not v.dim() and v.is_floating_point()]
+    if len(scalars) > 1:
+        raise AutoparError(
+            f"train_step needs one scalar loss, and the model returns {len(scalars)} scalars: "
+            f"{', '.join(scalars)}. Return the one to train in a field `loss`, or pass loss_fn= to "
+            "autopar.parallelize, which gets the output and returns it."
+        )
+    raise AutoparError(
+        "train_step needs a scalar loss among the model's outputs; pass loss_fn= to "
+        "autopar.parallelize, or labels to the model"
+    )

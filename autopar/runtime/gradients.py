@@ -17,14 +17,22 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
+from autopar.runtime.lost import naming_lost_ranks
 
-__all__ = ["clip_gradients", "global_norm", "local_gradients", "total_norm"]
+__all__ = ["clip_gradients", "collective_device", "global_norm", "local_gradients", "total_norm"]
 
 
 def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """This rank's part of each gradient that there is; writing to it writes to the gradient."""
     found = (p.grad for p in parameters)
     return [g.to_local() if isinstance(g, DTensor) else g for g in found if g is not None]
+
+
+def collective_device() -> torch.device:
+    """Where a rank without gradients makes the number that it adds to the others'."""
+    if dist.is_initialized() and "nccl" in dist.get_backend():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def global_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
@@ -45,14 +53,15 @@ def total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     if not norm_type > 0:
         raise AutoparError(f"the norm of order {norm_type} is not offered: give p > 0 or inf")
     parts = [_share(p.grad, norm_type) for p in parameters if p.grad is not None]
-    device = parts[0].device if parts else None
+    device = parts[0].device if parts else collective_device()
     total = torch.zeros((), dtype=torch.float64, device=device)
     infinite = math.isinf(norm_type)
     if parts:
         stacked = torch.stack([part.to(torch.float64) for part in parts])
         total = stacked.amax() if infinite else stacked.sum()
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
+        with naming_lost_ranks("in the norm of all gradients"):
+            dist.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
     return total if infinite else total ** (1.0 / norm_type)
 
 

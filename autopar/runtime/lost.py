@@ -17,19 +17,15 @@ from typing import Any
 import torch.distributed as dist
 
 from autopar._compat import cloned_store, default_store
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, LostRankError
 
-__all__ = ["LostRankError", "beat", "lost_ranks", "lost_text", "naming_lost_ranks"]
+__all__ = ["beat", "lost_ranks", "lost_text", "naming_lost_ranks"]
 
 _INTERVAL_S = 2.0
 _SILENCE_S = 10.0
 _VERDICT = "autopar/lost"
 _SIGNS = ("gloo", "NCCL", "Connection", "connection", "Socket", "recvValue", "Broken pipe")
 _beating: list[Any] = []  # the store that this process's thread writes to
-
-
-class LostRankError(AutoparError):
-    """Another rank has stopped: this one cannot go on."""
 
 
 def _key(rank: int) -> str:
@@ -101,8 +97,8 @@ def naming_lost_ranks(doing: str) -> Iterator[None]:
         if told is None:
             raise
         raise LostRankError(
-            f"rank {dist.get_rank()} stops {doing}, because {told}. Start all ranks again, and "
-            "load the last checkpoint."
+            f"rank {dist.get_rank()} stops {doing}, because {told}: see what it printed. "
+            "Start all ranks again, and load the last checkpoint."
         ) from error
 
 

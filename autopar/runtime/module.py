@@ -19,10 +19,10 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils import _pytree as pytree
 
 from autopar._compat import dtensor_like, module_has_hooks
-from autopar.core.placement import Layout, Replicate
+from autopar.core.placement import Layout
 from autopar.core.plan import Plan
 from autopar.errors import AutoparError
-from autopar.runtime.compiled_step import CompiledStep, input_signature
+from autopar.runtime.compiled_step import CompiledStep, input_signature, position_of_loss
 from autopar.runtime.data import ShardedLoader
 from autopar.runtime.gradients import clip_gradients
 from autopar.runtime.local_step import step_on_shares
@@ -37,6 +37,7 @@ from autopar.runtime.scaler import LossScaler
 from autopar.runtime.stage_gradients import count_all_stages
 from autopar.runtime.state import to_dtensor
 from autopar.runtime.step_text import step_text
+from autopar.runtime.trainable import check_still_frozen, fill, reserved_parameters
 
 if TYPE_CHECKING:
     from autopar.runtime.checkpoint import SaveHandle
@@ -77,6 +78,7 @@ class ParallelModule(nn.Module):
         self._parameter_order: list[str] = []
         self._owners: dict[str, tuple[nn.Module, str]] = {}
         self._reserved: dict[str, nn.Parameter] = {}
+        self._frozen: list[str] = []
         self.loss_scaler: LossScaler | None = None
         self.pending_save: SaveHandle | None = None
 
@@ -91,9 +93,9 @@ class ParallelModule(nn.Module):
         self._plan = step.plan
         beat()
         self._mesh, parameters, buffers = self._materialize(step.plan)
+        self._frozen = [name for name, p in parameters.items() if not p.requires_grad]
         for name, reserved in self._reserved.items():
-            # in place, so that an optimizer made before the first batch holds the real parameter
-            torch.utils.swap_tensors(reserved, parameters[name])
+            fill(reserved, parameters[name])
             parameters[name] = reserved
         values: dict[str, Tensor] = {**parameters, **buffers}
         for entry in self._names:
@@ -111,11 +113,7 @@ class ParallelModule(nn.Module):
 
     def reserve(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Register parameters without storage, for optimizers made before the first batch."""
-        whole: Layout = tuple(Replicate() for _ in range(mesh.ndim))
-        for name, parameter in model.named_parameters():
-            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-            tensor = to_dtensor(empty, tuple(parameter.shape), whole, mesh)
-            self._reserved[name] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+        self._reserved = reserved_parameters(model, mesh)
         for entry in self._names:
             if entry.owner in self._reserved:
                 register(self, entry.name, self._reserved[entry.owner], entry.persistent)
@@ -153,9 +151,7 @@ class ParallelModule(nn.Module):
     @property
     def coords(self) -> tuple[int, ...]:
         """This rank's coordinate on each mesh axis."""
-        found = self.mesh.get_coordinate()
-        assert found is not None
-        return tuple(found)
+        return tuple(self.mesh.get_coordinate() or ())
 
     @property
     def device(self) -> torch.device:
@@ -296,16 +292,11 @@ class ParallelModule(nn.Module):
         if not self.training:
             raise AutoparError("train_step in evaluation mode; call .train() first")
         step = self._step_for(args, kwargs)
-        index = step.traced.loss_index
-        if index is None:
-            raise AutoparError(
-                "train_step needs a scalar loss among the model's outputs; pass loss_fn= to "
-                "autopar.parallelize, or labels to the model"
-            )
+        index = position_of_loss(step.traced)
         if isinstance(step, CompiledStep) and step.traced.training and not self._has_hooks():
             return self._without_autograd(step, index, args, kwargs)
         output = self(*args, **kwargs)
-        loss = pytree.tree_leaves(output)[index] if not isinstance(output, Tensor) else output
+        loss = output if isinstance(output, Tensor) else pytree.tree_leaves(output)[index]
         (loss if self.loss_scaler is None else self.loss_scaler.scale(loss)).backward()
         return loss.detach()
 
@@ -372,14 +363,22 @@ class ParallelModule(nn.Module):
         print(step_text(self.first_step, rank), end="")
 
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        parameters: Iterable[Tensor] | None = None,
     ) -> Tensor:
-        """As `torch.nn.utils.clip_grad_norm_` on all parameters, with one all-reduce.
+        """As `torch.nn.utils.clip_grad_norm_`, with one all-reduce. Every rank calls it.
+
+        Args:
+            parameters: what this rank holds of those to clip, maybe nothing; default: all.
 
         Returns:
             The global norm before clipping, the same on every rank.
         """
-        return clip_gradients(self.parameters(), max_norm, norm_type, error_if_nonfinite)
+        chosen = self.parameters() if parameters is None else parameters
+        return clip_gradients(chosen, max_norm, norm_type, error_if_nonfinite)
 
     def shard_dataloader(self, loader: Iterable[Any]) -> Iterable[Any]:
         """Batches of `loader` of which this rank loads and holds only its share."""
@@ -397,4 +396,6 @@ class ParallelModule(nn.Module):
             if self._plan is None:
                 self.install(step, signature)
             self._steps[signature] = step
+        if self.training and torch.is_grad_enabled():
+            check_still_frozen({name: self.parameter(name) for name in self._frozen})
         return self._steps[signature]

@@ -1,8 +1,10 @@
-"""Optimizers of torch that would give wrong numbers are stopped before their first step.
+"""Optimizers that would give wrong numbers, or fail in torch, are stopped before their first step.
 
 `torch.optim.Adafactor` scales its update by `param.norm().item()` and `update.norm().item()`. On a
 sharded DTensor these are the norms of one rank's shard (torch 2.13), so ranks scale differently.
 `torch.optim.LBFGS` takes products over all parameters, and a rank of a pipeline has some of them.
+It puts plain zeros for the gradient of a frozen parameter, which do not go with DTensors. Neither
+do the states of `transformers.Adafactor`, which are plain.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ __all__ = ["guard_optimizers"]
 
 _READS_LOCAL_NORMS = (torch.optim.Adafactor,)
 _READS_ALL_PARAMETERS = (torch.optim.LBFGS,)
+_MAKES_PLAIN_STATES = {"transformers.optimization.Adafactor"}  # by name: it may not be installed
+_WORKING = "torch.optim.AdamW, SGD or another one that works element by element, or autopar.AdamW"
 
 
 @cache
@@ -37,7 +41,23 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             raise AutoparError(
                 f"torch.optim.{name} takes products over all parameters, and a rank of a pipeline "
                 "has those of its stages only. Plan without one, with "
-                "constraints={'pipeline': 'none'}, or use another optimizer."
+                f"constraints={{'pipeline': 'none'}}, or use {_WORKING}."
+            )
+        frozen = sum(not p.requires_grad for p in parameters)
+        if frozen and any(isinstance(p, DTensor) for p in parameters):
+            raise AutoparError(
+                f"torch.optim.{name} has {frozen} frozen parameters among {len(parameters)}, for "
+                "whose gradients it puts zeros that are no DTensors: make it from "
+                "[p for p in module.parameters() if p.requires_grad]."
+            )
+    if any(
+        f"{k.__module__}.{k.__qualname__}" in _MAKES_PLAIN_STATES for k in type(optimizer).mro()
+    ):
+        if any(isinstance(p, DTensor) for p in parameters):
+            raise AutoparError(
+                f"{type(optimizer).__module__}.{name} makes states that are no DTensors, as the "
+                f"parameters are. Use {_WORKING}; or torch.optim.Adafactor, on parameters that "
+                'are whole on every rank, as with constraints={"data": …, "zero": 0}.'
             )
     if isinstance(optimizer, _READS_LOCAL_NORMS):
         for parameter in parameters:
@@ -46,5 +66,5 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                     f"torch.optim.{name} takes the norm of each rank's shard "
                     f"for that of the parameter: a parameter of shape {tuple(parameter.shape)} is "
                     f"placed {list(parameter.placements)}. Keep parameters whole with "
-                    'constraints={"data": …, "zero": 0}, or use another optimizer.'
+                    f'constraints={{"data": …, "zero": 0}}, or use {_WORKING}.'
                 )

@@ -17,13 +17,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from autopar.codegen.fusion import Fusion
 from autopar.codegen.stages import Staged
 from autopar.codegen.turns import TurnProgram, emit_turns
 from autopar.core.flights import arrived
-from autopar.core.graph import TracedModel, tensor_meta
+from autopar.core.graph import TracedModel, output_paths, tensor_meta
 from autopar.core.plan import PipelinePlan, Plan
 from autopar.core.schedule import Action, actions
 from autopar.runtime.inductor import compile_parts
@@ -145,8 +144,7 @@ class PipelinedStep:
         dropped = [s for s in spec if s.node is not None and s.target not in kept]
         if not dropped or not self.traced.training or self.plan.constraints.get("pipeline"):
             return
-        tree = pytree.tree_unflatten(list(range(len(spec))), self.traced.out_spec)
-        paths = {index: pytree.keystr(path) for path, index in pytree.tree_leaves_with_path(tree)}
+        paths = output_paths(self.traced.out_spec)
         names = ", ".join(paths[int(s.target)] or "its output" for s in dropped)
         warnings.warn(
             f"the plan runs in {self.pipeline.microbatches} microbatches: a training step returns "

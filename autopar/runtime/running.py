@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar._compat import dtensor_placements
-from autopar.core.graph import InputSpec, TracedModel
+from autopar.core.graph import InputSpec, TracedModel, output_paths
 from autopar.core.placement import Layout, Replicate
 from autopar.errors import AutoparError
 from autopar.runtime.compiled_step import CompiledStep
@@ -35,16 +35,20 @@ class StepFunction(torch.autograd.Function):
         ctx.run = run
         # not save_for_backward: autograd would hold all of it until the backward has ended
         run.saved = list(saved)
-        differentiable = run.differentiable
+        # what has no gradient here says so when one arrives, as a sum without it would be wrong
+        attached = run.differentiable | set(run.step.traced.beside)
         outputs = tuple(results)
         ctx.mark_non_differentiable(
-            *(o for i, o in enumerate(outputs) if isinstance(o, Tensor) and i not in differentiable)
+            *(o for i, o in enumerate(outputs) if isinstance(o, Tensor) and i not in attached)
         )
         ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        for index in ctx.run.step.traced.beside:
+            if grads[index] is not None:
+                raise _not_the_loss(ctx.run.step.traced, index)
         gradients = ctx.run.backward(grads)
         return (None, *gradients)
 
@@ -80,6 +84,15 @@ def _called_twice() -> RuntimeError:
     return RuntimeError(
         "backward was called twice on one step of a parallel module: its activations are freed by "
         "the first call. Call the module again, or add the losses up first."
+    )
+
+
+def _not_the_loss(traced: TracedModel, index: int) -> AutoparError:
+    paths = output_paths(traced.out_spec)
+    return AutoparError(
+        f"backward reaches the output {paths[index]}, but the step has the gradients of "
+        f"{paths[traced.loss_index or 0]} alone, which it took for the loss by its name. Add them "
+        "up inside the model or in loss_fn, so that `loss` is all that is differentiated."
     )
 
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from autopar.errors import AutoparError
 from autopar.runtime.adamw import AdamW
-from autopar.runtime.gradients import local_gradients
+from autopar.runtime.gradients import collective_device, local_gradients
+from autopar.runtime.lost import naming_lost_ranks
 
 if TYPE_CHECKING:
     from autopar.runtime.module import ParallelModule
@@ -204,10 +205,11 @@ class LossScaler:
 
 def _overflow(gradients: Sequence[Tensor]) -> Tensor:
     """1 where a gradient of any rank is not finite, else 0: an all-reduce of one number."""
-    device = gradients[0].device if gradients else None
+    device = gradients[0].device if gradients else collective_device()
     found = torch.zeros((), device=device)
     for gradient in gradients:
         found = torch.maximum(found, (~torch.isfinite(gradient).all()).to(found))
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+        with naming_lost_ranks("where all ranks look for an overflow"):
+            dist.all_reduce(found, dist.ReduceOp.MAX)
     return found

@@ -3,6 +3,9 @@
 A rank of a pipeline holds some of the parameters, so `torch.nn.utils.clip_grad_norm_` on what it
 holds would clip each stage by a norm of its own. It takes the norm of each gradient, stacks these,
 and takes the norm of the stack: here that last one is of the stacks of all stages.
+
+All ranks must come to it, and a rank whose stages have none of the parameters in question does not.
+So some of a rank's gradients have no such norm: only where all of them are given do all ranks come.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ _KEEPING = {torch.stack, Tensor.to, Tensor.cpu, Tensor.cuda}  # of norms, what i
 _lines: Any = WeakTensorKeyDictionary()  # by parameter of a stage
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Line:
     """The ranks that hold the stages of one model.
 
@@ -42,6 +45,11 @@ class Line:
 
     group: dist.ProcessGroup
     without: tuple[int, ...] = ()
+
+    def num_gradients(self) -> int:
+        """How many gradients of this rank's stages there are now that are counted in a norm."""
+        own = [parameter for parameter, line in list(_lines.items()) if line is self]
+        return sum(isinstance(parameter.grad, StageGradient) for parameter in own)
 
 
 class StageGradient(DTensor):
@@ -71,9 +79,11 @@ class StageNorm(Tensor):
 
     Attributes:
         line: the ranks that hold the stages.
+        count: of how many gradients of this line; a stack holds other tensors' norms too.
     """
 
     line: Line
+    count: int
 
     @classmethod
     def __torch_function__(
@@ -81,7 +91,9 @@ class StageNorm(Tensor):
     ) -> Any:
         found = _plain(func, args, kwargs)
         if func in _KEEPING:
-            return _norm(found, _first(StageNorm, args, kwargs).line)
+            parts = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, StageNorm)]
+            line = parts[0].line
+            return _norm(found, line, sum(x.count for x in parts if x.line is line))
         if func not in _NORMS:
             return found
         norms = _first(StageNorm, args, kwargs)
@@ -89,6 +101,7 @@ class StageNorm(Tensor):
             return found
         given = {**dict(zip(("self", "ord"), args, strict=False)), **(kwargs or {})}
         order = given.get("ord", given.get("p", 2.0))
+        _check_all_are_there(norms)
         return _of_all_stages(found, 2.0 if order == "fro" else float(order), norms.line)
 
 
@@ -106,11 +119,25 @@ def _first(kind: type[T], args: Sequence[Any], kwargs: Any) -> T:
     return next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, kind))
 
 
-def _norm(value: Tensor, line: Line) -> StageNorm:
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
+def _norm(value: Tensor, line: Line, count: int = 1) -> StageNorm:
+    with naming_lost_ranks("in the norm of a gradient"):
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
     found = whole.as_subclass(StageNorm)
-    found.line = line
+    found.line, found.count = line, count
     return found
+
+
+def _check_all_are_there(norms: StageNorm) -> None:
+    """Stop where a norm is of some of this rank's gradients, before it waits for other ranks."""
+    given, there = norms.count, norms.line.num_gradients()
+    if given < there:
+        raise AutoparError(
+            f"a norm is asked for of {given} of the {there} gradients that rank {dist.get_rank()} "
+            "holds, and it cannot know whether ranks of other pipeline stages hold some of that "
+            "set too and take part. Pass all parameters to torch.nn.utils.clip_grad_norm_, or let "
+            "every rank call the parallel module's own clip_grad_norm_(max_norm, "
+            "parameters=[...]), with an empty list where it has none."
+        )
 
 
 def _of_all_stages(norm: Tensor, order: float, line: Line) -> Tensor:

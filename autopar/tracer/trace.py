@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from autopar.core.collector import paused_collector
-from autopar.core.graph import InputSpec, NodeInfo, OutputSpec, Repeat, TracedModel
+from autopar.core.graph import InputSpec, NodeInfo, OutputSpec, Repeat, TracedModel, output_paths
 from autopar.errors import TraceError
 from autopar.tracer.capture import PREFIX, Capture, export, normalize_inputs
 from autopar.tracer.cleanup import (
@@ -73,8 +73,9 @@ def trace(
         model: any module, on any device including meta.
         example_inputs: tuple or dict of tensors (real, fake or meta), global batch.
         training: trace the backward too; default: the module's own mode.
-        loss: "auto" takes the only scalar floating output as the loss and leaves the other
-            outputs without gradient; "none" gives every floating output a gradient.
+        loss: "auto" takes the only scalar floating output as the loss, or of several the one that
+            is called `loss`, and leaves the other outputs without gradient; "none" gives every
+            floating output a gradient.
         loss_fn: called as `loss_fn(output, target)`; `target` is then the keyword input of that
             name, or the last positional one, and is not passed to the model.
         fold: let one of many equal blocks stand for the others, where the model allows it: a graph
@@ -147,6 +148,7 @@ class _JointTrace:
         self.with_grad = with_grad
         self.loss_mode = loss
         self.loss_index: int | None = None
+        self.beside: tuple[int, ...] = ()
         self.grad_targets: list[str] = []
         self.output_kinds: list[OutputSpec] = []
         self.tangent_specs: list[InputSpec] = []
@@ -226,9 +228,11 @@ class _JointTrace:
             if isinstance(r, Tensor) and r.requires_grad and r.is_floating_point()
         ]
         scalars = [(i, r) for i, r in differentiable if r.dim() == 0]
-        if self.loss_mode == "auto" and len(scalars) == 1:
-            self.loss_index = scalars[0][0]
-            differentiable = scalars
+        if self.loss_mode == "auto" and (losses := self._losses(scalars)):
+            self.loss_index = losses[0][0]
+            if len(scalars) > 1:
+                self.beside = tuple(i for i, _ in differentiable if i != self.loss_index)
+            differentiable = losses
         trainable = [(s, p) for s, p in zip(specs, flat, strict=True) if s.trainable]
         if not differentiable or not trainable:
             return []
@@ -250,6 +254,13 @@ class _JointTrace:
         ]
         self.grad_targets = [target for target, _ in kept]
         return [g for _, g in kept]
+
+    def _losses(self, scalars: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
+        """The only scalar output, or of several the one that is called `loss`; else none."""
+        if len(scalars) <= 1:
+            return scalars
+        paths = output_paths(self.capture.notes.out_spec)
+        return [(i, r) for i, r in scalars if paths[i] in (".loss", "['loss']")]
 
     def _hook_backward(self, replay: Replay, roots: list[Tensor]) -> None:
         """Before each autograd node runs, note which forward op it differentiates."""
@@ -325,6 +336,7 @@ class _JointTrace:
             out_spec=self.capture.notes.out_spec,
             training=self.with_grad,
             loss_index=self.loss_index,
+            beside=self.beside,
             tied=tuple(tied_parameters(self.model)),
             state_values=self._constants(gm, inputs),
         )
