@@ -44,7 +44,7 @@ from tests import zoo
 from tests.dist import run_ranks
 from tests.test_block_recompute import errors
 from tests.test_folding import CASES, TEXT, cluster
-from tests.test_offload_matrix import InFloat64
+from tests.test_training_matrix import InFloat64
 
 LINK = 1e10  # bytes/s
 BATCH = {"input_ids": torch.arange(512).reshape(16, 32) % 32}

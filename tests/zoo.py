@@ -103,13 +103,13 @@ def resnet() -> tuple[nn.Module, dict[str, Any]]:
     }
 
 
-def t5() -> tuple[nn.Module, dict[str, Any]]:
+def t5(layers: int = 2) -> tuple[nn.Module, dict[str, Any]]:
     config = hf.T5Config(
         d_model=64,
         d_kv=8,
         d_ff=128,
-        num_layers=2,
-        num_decoder_layers=2,
+        num_layers=layers,
+        num_decoder_layers=layers,
         num_heads=8,
         vocab_size=128,
         dropout_rate=0.0,
@@ -122,7 +122,7 @@ def t5() -> tuple[nn.Module, dict[str, Any]]:
     }
 
 
-def mixtral() -> tuple[nn.Module, dict[str, Any]]:
+def mixtral(layers: int = 2) -> tuple[nn.Module, dict[str, Any]]:
     config = hf.MixtralConfig(
         num_hidden_layers=2,
         hidden_size=64,

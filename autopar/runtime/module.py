@@ -104,8 +104,8 @@ class ParallelModule(nn.Module):
         self._parameter_order = list(parameters)
         if isinstance(step, PipelinedStep):
             step.warn_of_dropped_outputs()
-        if isinstance(step, PipelinedStep) and step.pipeline.size > 1:
-            count_all_stages(self.parameters(), step.line())
+            if step.pipeline.size > 1:
+                count_all_stages(self.parameters(), step.line())
         step_on_shares(parameters.values())
         if step.plan.offload == "optimizer":
             offload(parameters.values())
