@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch  # noqa: F401  (its log handlers must not bind to the stderr of one test)
@@ -259,12 +260,20 @@ def test_runs_as_a_module() -> None:
 def test_frontier(capsys: pytest.CaptureFixture[str]) -> None:
     base = ["plan", "--model", "cli_models:deep", "--cluster", "h100-sxm"]
     base += ["--devices-per-node", "2"]
-    assert main([*base, "--frontier", "3", "--width", "100"]) == 0
+    assert main([*base, "--frontier", "3", "--width", "100", "--plot", "frontier.svg"]) == 0
+    picture = ElementTree.parse("frontier.svg")
     rows = [line for line in capsys.readouterr().out.splitlines() if "iB" in line]
     assert 2 <= len(rows) <= 3
     assert "1.000" in rows[0]
     slower = [float(row.split("│")[3]) for row in rows]
     assert slower == sorted(slower) and slower[-1] > 1
+    circles = [c.attrib for c in picture.iter("{http://www.w3.org/2000/svg}circle")]
+    assert len(circles) == len(rows)  # the slower, the higher and the further left
+    for axis, order in (("cx", -1), ("cy", -1)):
+        places = [order * float(c[axis]) for c in circles]
+        assert places == sorted(set(places))
+    assert main([*base, "--plot", "frontier.svg"]) == 2
+    assert "--frontier" in capsys.readouterr().err
     assert main([*base, "--frontier", "3", "--out", "plan.json"]) == 2
     assert "--frontier" in capsys.readouterr().err
 

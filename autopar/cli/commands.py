@@ -24,6 +24,9 @@ def plan(args: argparse.Namespace) -> None:
     constraints = dict(arguments.constraints(args.constraints) or {})
     cluster = _cluster(args)
     _check_folder("--out", args.out)
+    _check_folder("--plot", args.plot)
+    if args.plot is not None and args.frontier is None:
+        raise AutoparError("--plot draws the plans of --frontier N: give both")
     model, inputs, made = model_and_inputs(args)
     if args.frontier is not None:
         _frontier(args, model, cluster, inputs, constraints)
@@ -102,6 +105,7 @@ def _frontier(
     args: argparse.Namespace, model: nn.Module, cluster: Any, inputs: Any, constraints: Any
 ) -> None:
     from autopar.frontier import frontier, render_frontier
+    from autopar.report.frontier_plot import frontier_svg
 
     if args.frontier < 2 or args.out is not None or args.memory_limit is not None or args.pin:
         raise AutoparError(
@@ -116,6 +120,9 @@ def _frontier(
     }
     points = frontier(model, cluster, inputs, points=args.frontier, **options)
     print(render_frontier(points, args.width), end="")
+    if args.plot is not None:
+        args.plot.write_text(frontier_svg([point.plan for point in points]), "utf-8")
+        print(f"\nsaved to {args.plot}")
 
 
 def show(args: argparse.Namespace) -> None:
