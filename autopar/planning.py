@@ -29,7 +29,7 @@ from autopar.runtime.agree import agree
 from autopar.runtime.compiled_step import CompiledStep
 from autopar.runtime.inductor import compile_program
 from autopar.runtime.pipeline import PipelinedStep
-from autopar.runtime.pipeline_mesh import PipelineMesh
+from autopar.runtime.pipeline_mesh import PipelineMesh, check_ascending
 from autopar.scheduling import scheduled
 from autopar.tracer.fold import find_repeats
 from autopar.tracer.trace import trace
@@ -168,8 +168,9 @@ class Planner:
         if chosen.pipeline is not None:
             return self.pipeline_mesh(chosen).stage
         shape = chosen.mesh_shape
+        ranks = self.mesh.mesh.reshape(shape)
+        check_ascending(ranks)
         if shape not in self._mesh_of:
-            ranks = self.mesh.mesh.reshape(shape)
             self._mesh_of[shape] = DeviceMesh(
                 self.mesh.device_type, ranks, mesh_dim_names=chosen.axis_names
             )

@@ -229,7 +229,7 @@ class PipelineRun:
         work = dist.isend(
             value,
             group=self._group(t),
-            group_dst=self._rank_of(t.target),
+            group_dst=self.mesh.places[self._rank_of(t.target)],
             tag=self._tag(t, turn),
         )
         self.sending[action].append((work, value))
@@ -253,7 +253,7 @@ class PipelineRun:
             work = dist.irecv(
                 empty,
                 group=self._group(t),
-                group_src=self._rank_of(t.source),
+                group_src=self.mesh.places[self._rank_of(t.source)],
                 tag=self._tag(t, turn),
             )
             waiting.append(work)
@@ -277,7 +277,8 @@ class PipelineRun:
                 value = torch.empty(like.shape, dtype=like.dtype, device=self.step.device)
             if self.step.pipeline.size > 1:
                 value = value.contiguous()
-                dist.broadcast(value, group=self.mesh.line, group_src=self._rank_of(stage))
+                source = self.mesh.places[self._rank_of(stage)]
+                dist.broadcast(value, group=self.mesh.line, group_src=source)
             self.result.outputs[index] = value
 
     def _share_buffers(self) -> None:
@@ -295,7 +296,7 @@ class PipelineRun:
                 message = torch.cat([p.reshape(-1).view(torch.uint8) for p in parts])
             else:
                 message = torch.empty(sum(sizes), dtype=torch.uint8, device=self.step.device)
-            dist.broadcast(message, group=self.mesh.line, group_src=rank)
+            dist.broadcast(message, group=self.mesh.line, group_src=self.mesh.places[rank])
             if rank == self.mesh.rank:
                 continue
             for (name, like), part in zip(updated, message.split(sizes), strict=True):
