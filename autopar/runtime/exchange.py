@@ -59,9 +59,13 @@ def save_safetensors(
                 held[key] = whole
         if held:
             failure = _written(folder, name, partial(_save, held))
-    if dist.get_rank() == 0 and failure is None and len(files) > 1:
-        text = _index(model.tensors, files)
-        failure = _written(folder, _INDEX, lambda path: path.write_text(text))
+    if dist.get_rank() == 0 and failure is None:
+        if len(files) > 1:
+            text = _index(model.tensors, files)
+            failure = _written(folder, _INDEX, lambda path: path.write_text(text))
+        # of an earlier model here, that whoever reads the folder may prefer
+        stale = folder / (_SINGLE if len(files) > 1 else _INDEX)
+        failure = failure or _removed(stale)
     agreed(failure, {})
 
 
@@ -103,6 +107,15 @@ def _written(folder: Path, name: str, write: Callable[[Path], Any]) -> Exception
         scratch.replace(folder / name)
     except Exception as error:
         return CheckpointError(f"{folder / name} was not written: {reason(error)}")
+    return None
+
+
+def _removed(path: Path) -> Exception | None:
+    """Remove a file if it is there; what went wrong."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        return CheckpointError(f"{path} is of an earlier model and was not removed: {error}")
     return None
 
 
