@@ -210,6 +210,7 @@ def _resolved(found: Explanation, whole: Plan, traced: TracedModel) -> Explanati
                 without=without,
                 ports=ports,
                 offers=offers,
+                exposed=plan.solver.exposed,
             )
         except (ConstraintError, InfeasiblePlanError) as error:
             return Resolved(reason=str(error))

@@ -21,14 +21,13 @@ from autopar.core.stages import block_order
 from autopar.core.units import format_bytes, format_seconds
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError
+from autopar.one_piece import OnePiece
 from autopar.pipeline_shapes import Shapes
 from autopar.pipeline_stages import Stopped
-from autopar.scheduling import scheduled
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.memory_cuts import RECOMPUTED, RankBytes, cuts_within
 from autopar.solver.offers import Offers
 from autopar.solver.pipeline_shape import PipelineShape
-from autopar.solver.solve import solve
 from autopar.stage_planning import StagePlanner, on_the_clock
 
 __all__ = ["plan_step"]
@@ -95,6 +94,9 @@ class _Search:
         self.cuts: dict[PipelineShape, list[tuple[str, ...]]] = {}  # with which one may fit, tried
         self.offers = Offers(cluster, fused_shares(traced, self.fusion))
         self._planner: StagePlanner | None = None
+        self.whole = OnePiece(
+            traced, cluster, constraints, self.limit, optimizer, self.offers, self.kernels
+        )
 
     @property
     def planner(self) -> StagePlanner:
@@ -113,16 +115,16 @@ class _Search:
     def unasked(self) -> Plan:
         """The best plan in one piece, unless microbatches or a pipeline are faster."""
         if not self._may_pipeline():
-            return self._plain()
-        free = self._plain(UNLIMITED)
+            return self.whole.best()
+        free = self.whole.plan(UNLIMITED)
         fits = free.predicted.peak_memory_bytes <= self.limit
         plain = replace(free, memory_limit_bytes=self.limit) if fits else None
         shapes = Shapes(self.planner, PipelinePin(), short=not fits)
         for shape in shapes.known:
             if shape.size == 1:  # more turns, and else the same
                 shapes.raised(shape, free.solver.bound)
-        if plain is not None and shapes.open(_limit(plain)):
-            plain = scheduled(plain, self.traced)
+        if plain is not None:
+            plain = self.whole.best(plain)
         found = self._climb(shapes, _limit(plain))
         if not fits and (found is None or _seconds(found) >= free.solver.bound * (1 - _GAIN)):
             return self._against_limited(found, shapes)
@@ -131,7 +133,7 @@ class _Search:
     def _against_limited(self, found: Plan | None, shapes: Shapes) -> Plan:
         """A pipeline, or the plan in one piece that fits the limit."""
         try:
-            plain = scheduled(self._plain(), self.traced)
+            plain = self.whole.best()
         except InfeasiblePlanError as error:
             return self._reported(_or_raise(found, error), shapes, math.inf)
         best = found if found is not None and _seconds(found) < _limit(plain) else plain
@@ -140,7 +142,7 @@ class _Search:
     def asked(self, pin: PipelinePin) -> Plan:
         """The best plan with what is pinned of a pipeline."""
         if pin == NO_PIPELINE:
-            return self._plain()
+            return self.whole.best()
         shapes = Shapes(self.planner, pin, short=True)
         self.refused = shapes.refused
         best: Plan | None = None
@@ -151,18 +153,6 @@ class _Search:
                 self._noted(shape, found, shapes)
             best = _faster(best, found)
         return self._reported(_or_raise(best, self.refused or shapes.refused), shapes, math.inf)
-
-    def _plain(self, memory_limit: int | None = None) -> Plan:
-        """The plan in one piece."""
-        found = solve(
-            self.traced,
-            self.cluster,
-            constraints=replace(self.constraints, pipeline=None),
-            memory_limit=memory_limit or self.limit,
-            optimizer=self.optimizer,
-            offers=self.offers,
-        )
-        return replace(found, constraints=self.constraints.to_dict(), fusion=self.kernels)
 
     def _may_pipeline(self) -> bool:
         """A training step, and devices that no pin speaks of."""
@@ -289,7 +279,7 @@ class _Search:
         try:
             whole = shape.size == 1 and shape.microbatches == 1
             if whole:
-                return self._plain()
+                return self.whole.best()
             found = self.planner.plan(shape)
             return found if _is_free(found) else self._evened(shape, found, None)
         except ConstraintError as error:

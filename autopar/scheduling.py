@@ -1,7 +1,7 @@
 """`scheduled`: a plan with the communication that its program hides behind compute.
 
-The solver adds up seconds as if nothing overlapped. Here the program is emitted with its passes and
-simulated, and each planned collective gets the share of its seconds that was hidden::
+The solver has a rough rule of what overlaps (`solver/overlap.py`). Here the program is emitted
+with its passes and simulated; each planned collective gets the share of its seconds that hides::
 
     step = compute + Σ (seconds - hidden)        Σ hidden ≤ compute
 

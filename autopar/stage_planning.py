@@ -31,6 +31,7 @@ from autopar.pipeline_stages import Pipeliner
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.floor import Floors
 from autopar.solver.ideal import BlockWork
+from autopar.solver.ilp import Infeasible
 from autopar.solver.microbatch import split_in_time
 from autopar.solver.offers import Offers
 from autopar.solver.pins import with_roles
@@ -155,7 +156,14 @@ class StagePlanner:
         meshed = with_roles(cluster, assign_mesh(inside, cluster.mesh_shape))
         offers = self.offers.over(meshed)
         floors = Floors(body, inside, self.optimizer, offers, shape.early, parts)
-        return floored(self.work, floors, shape, cluster.num_devices)
+        try:
+            return floored(self.work, floors, shape, cluster.num_devices)
+        except Infeasible as error:
+            raise ConstraintError(
+                f"{floors.pins.describe()} cannot hold on the {cluster.num_devices} devices of "
+                f"each of {shape.size} pipeline ranks, with {shape.microbatches} microbatches: no "
+                "combination of placements connects the ops"
+            ) from error
 
     def micro(self, microbatches: int) -> tuple[dict[str, NodePlan], Microbatch]:
         """The step on one microbatch, and the placements of all ops over the microbatches.

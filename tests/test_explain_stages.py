@@ -81,7 +81,7 @@ def test_without_the_model_the_bound_is_of_the_stage(piped: Plan) -> None:
     found = explain(piped, param=name)
     assert found.alternative is not None and found.alternative.more_s >= 0
     text = render_explanation(found, 400)
-    assert "at most" in text and "per step of stage 2 before overlap, where this takes" in text
+    assert "at most per step of stage 2 as the search counts, where this takes" in text
 
 
 def test_ops_are_looked_for_in_the_stages(piped: Plan) -> None:

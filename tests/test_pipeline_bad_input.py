@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -121,3 +122,14 @@ def test_damaged_checkpoints_of_a_pipeline_are_refused_on_every_rank(tmp_path: P
             assert error == "CheckpointError"
             assert re.search(DAMAGES[kind], message), (kind, message)
             assert stayed or kind == "a hole"
+
+
+def test_pins_that_no_stage_can_hold_are_refused() -> None:
+    """17 tokens cannot be split over 4 devices, whatever the cuts and turns."""
+    model, inputs = zoo.vit()
+    cluster = autopar.Cluster.from_profile(
+        "h100-sxm", nodes=2, devices_per_node=4, mesh_shape=(2, 4)
+    )
+    pins = {"tensor": {"mode": "1d", "size": 4}, "sequence": "megatron", "pipeline": {"size": 2}}
+    with pytest.raises(autopar.ConstraintError, match=r"4 devices of each of 2 pipeline ranks"):
+        autopar.plan(model.train(), cluster, inputs, constraints=pins, cache=False)

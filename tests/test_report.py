@@ -171,7 +171,7 @@ def test_header_and_communication() -> None:
         "h100-sxm: H100 SXM5 80GB, 8 per node",
         "500 ms = compute 375 ms + exposed communication 125 ms (25.0%); 125 ms of communication",
         "3.00 GiB of 4.00 GiB (75.0%) per device: activations 2.00 GiB",
-        "optimal: of the 500 ms before overlap is taken off, no plan is below 500 ms (gap 0.00%)",
+        "optimal: of the 500 ms that the search counts, no plan is below 500 ms (gap 0.00%)",
         "the last solve took 1.5 s, with 10 variables and 20 constraints after reduction",
         "5,368,709,120  5.00 GiB",
         "5,368,711,168",

@@ -75,7 +75,8 @@ def test_communication_is_hidden_or_exposed(planned: Plan) -> None:
     assert predicted.step_time_s == pytest.approx(
         predicted.compute_time_s + predicted.exposed_time_s, rel=1e-8
     )
-    assert predicted.serial_time_s == pytest.approx(planned.solver.objective, rel=1e-6)
+    waited_s = predicted.serial_time_s - predicted.comm_time_s
+    assert waited_s <= planned.solver.objective <= predicted.serial_time_s
 
 
 def test_executions_follow_each_other(planned: Plan) -> None:

@@ -99,13 +99,17 @@ class Prediction:
 
     @property
     def serial_time_s(self) -> float:
-        """The step if no communication overlapped: what the solver minimises."""
+        """The step if no communication overlapped."""
         return self.compute_time_s + self.comm_time_s + self.offload_s + self.exposed_copy_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverReport:
-    """How good the plan is, proved: status, objective and bound in seconds, gap as a fraction."""
+    """How good the plan is, proved: status, objective and bound in seconds, gap as a fraction.
+
+    The objective leaves out what parameters and gradients may travel beside compute, all but the
+    share `exposed` at most (`solver/overlap.py`); 1 counts all communication, as in microbatches.
+    """
 
     status: str
     objective: float
@@ -114,6 +118,7 @@ class SolverReport:
     seconds: float
     variables: int
     constraints: int
+    exposed: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ def render_price_of(pins: Mapping[str, tuple[str, ...]], pinned: Plan, free: Pla
     what = ", ".join(f"{glob}=({', '.join(layout)})" for glob, layout in pins.items())
     a, b = free.predicted, pinned.predicted
     peak = f"{format_bytes(b.peak_memory_bytes)} against {format_bytes(a.peak_memory_bytes)}"
-    proof = f"gaps {pinned.solver.gap:.2%} and {free.solver.gap:.2%} before overlap"
+    proof = f"gaps {pinned.solver.gap:.2%} and {free.solver.gap:.2%}"
     return (
         f"pin {what}: {format_seconds(b.step_time_s)} against {format_seconds(a.step_time_s)} "
         f"without it, {_change(a.step_time_s, b.step_time_s, format_seconds)}; peak memory {peak}; "

@@ -48,7 +48,7 @@ class Explanation:
         op: the op, with seconds and collectives; None for a parameter.
         moves: seconds and executions of the collectives that bring a parameter to its readers and
             its gradient back, `(of which op, move)`.
-        alternative: best other choice if nothing else changed, an upper bound of the runner-up.
+        alternative: best other choice if nothing else changed; the runner-up costs no more, about.
         runner_up: best plan without the choice; None without the model.
         unlimited: best plan without the memory limit; None without the model.
         unpinned: best plan without the pins; None without the model or without pins.
@@ -77,7 +77,7 @@ class Explanation:
         """What seconds are counted for, in words."""
         several = self.pipeline is not None and len(self.pipeline.stages) > 1
         whose = f" of stage {self.stage}" if several else ""
-        return f"per step{whose} before overlap"
+        return f"per step{whose} as the search counts"
 
 
 def render_explanation(found: Explanation, width: int | None = None) -> str:
@@ -104,8 +104,8 @@ def _lines(found: Explanation) -> Iterator[tuple[str, str]]:
     elif found.alternative is not None:
         yield (
             "runner-up",
-            f"at most {format_seconds(step_s + found.alternative.more_s)} {found.per}, where this "
-            f"takes {format_seconds(step_s)}; the model (--model) is needed to find it",
+            f"about {format_seconds(step_s + found.alternative.more_s)} at most {found.per}, where "
+            f"this takes {format_seconds(step_s)}; the model (--model) is needed to find it",
         )
     if found.alternative is not None:
         other: NodePlan | Layout = found.alternative.outputs[0]

@@ -15,7 +15,7 @@ import numpy as np
 from torch import fx
 
 from autopar.core.graph import TracedModel
-from autopar.core.host import FROM_HOST
+from autopar.core.host import FROM_HOST, WITH_HOST
 from autopar.core.placement import Layout, Placement, Replicate, Shard, is_valid, shard_factor
 from autopar.core.strategy import TensorSpec
 from autopar.cost_model import Cluster, offload_seconds, optimizer_state_bytes
@@ -177,12 +177,13 @@ class _Builder:
                 raise self.pins.refuse(op)
             allowed = everything
         allowed = self.pins.prefer(op, allowed)
-        cost = offer.seconds
+        cost = np.maximum(0.0, offer.seconds - self.step.beside.get(op.name, 0.0))
+        if op.call.target not in WITH_HOST:
+            cost = offer.inner + self.step.weights.compute * (cost - offer.inner)
         if len(allowed) < len(offer.candidates):
             place = {id(c): k for k, c in enumerate(offer.candidates)}
             cost = cost[[place[id(c)] for c in allowed]]
         self.candidates[op.name] = allowed
-        cost = np.maximum(0.0, cost - self.step.beside.get(op.name, 0.0))
         self.problem.add_node(op.name, cost * self.count[op.name])
 
     def _inputs_ok(self, op: Op, candidate: Candidate) -> bool:
@@ -313,8 +314,10 @@ class _Builder:
             sample.setdefault(key, (value, op, index))
             runs[key] += self.step.blocks.weight(op.name)
         for key, times in uses.items():
-            matrix = self._edge(*sample[key]) * times + self._broken(*sample[key]) * runs[key]
-            self.problem.add_edge(key[0], key[2], matrix)
+            value, op, _ = sample[key]
+            moved = self._edge(*sample[key]) * self._weight(self.step.may_hide(value, op.name))
+            broken = self._broken(*sample[key]) * self.step.weights.compute
+            self.problem.add_edge(key[0], key[2], moved * times + broken * runs[key])
         self._add_gradient_ends()
         self._add_sends()
         for value in self.step.required:
@@ -357,6 +360,9 @@ class _Builder:
             matrix = np.where(np.array(known), matrix, np.inf)
         return matrix
 
+    def _weight(self, may_hide: bool) -> float:
+        return self.step.weights.hideable if may_hide else 1.0
+
     def _broken(self, value: Value, op: Op, index: int) -> Array | float:
         """Seconds of compute where a move of the operand breaks a fused kernel."""
         share, produced = self.step.shares.get(op.name), self.built.produced(value)
@@ -390,4 +396,4 @@ class _Builder:
                 known = np.array([[summed(p, s) for s in stored] for p in produced])
                 matrix = np.where(known, matrix, np.inf)
             matrix = self.gradient_sums.restrict(matrix, value, "", produced, stored)
-            self.problem.add_edge(key[0], key[2], matrix * count)
+            self.problem.add_edge(key[0], key[2], matrix * (count * self._weight(True)))

@@ -126,7 +126,7 @@ def _mixtures(
         mixer = _Mixer(cheap, strong, free, make)
         mixture = mixer.fewest() or mixer.fewest_as_strong()
         if mixture is not None:
-            priced.append((mixture.fit.price.total_s, mixture, mixer))
+            priced.append((mixture.fit.solution.objective, mixture, mixer))
     if not priced:
         return []
     _, first, mixer = min(priced, key=lambda row: row[0])

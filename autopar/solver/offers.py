@@ -25,10 +25,11 @@ __all__ = ["Offer", "Offers", "likeness"]
 
 
 class Offer(NamedTuple):
-    """Candidates of an op and the seconds of each, its own collectives included."""
+    """Candidates of an op, the seconds of each, and of these those of collectives inside it."""
 
     candidates: list[Candidate]
     seconds: Array
+    inner: Array
 
 
 class Offers:
@@ -64,8 +65,9 @@ class Offers:
         if known is None:
             plain = self._offers.get((key[0], None))
             candidates = plain.candidates if plain else expand(call, self.cluster.mesh_shape)
-            seconds = self.pricer.compute(call, candidates, share) + self.pricer.inner(candidates)
-            known = self._offers[key] = Offer(candidates, seconds)
+            inner = self.pricer.inner(candidates)
+            seconds = self.pricer.compute(call, candidates, share) + inner
+            known = self._offers[key] = Offer(candidates, seconds, inner)
         return known
 
     def seconds(

@@ -22,6 +22,7 @@ from autopar.solver.candidates import Candidate
 from autopar.solver.footprint import Footprint
 from autopar.solver.offers import Offers
 from autopar.solver.order import parts_of_turns, sums_of_turns
+from autopar.solver.overlap import Weights
 from autopar.solver.step import ALONE, Bucket, Op, Step, Value
 
 __all__ = ["Decision", "Price", "Pricing", "price"]
@@ -54,7 +55,8 @@ class Price:
 
     `pricing` and `footprint` are what they were found from. `phases` are seconds of the parts of a
     step in microbatches: "prepare" and "finish" once a step; "forward", "input" and "weight" (the
-    two parts of the backward) of one microbatch.
+    two parts of the backward) of one microbatch. `hideable_s` are the seconds of collectives that
+    may run beside compute: of parameters and gradients.
     """
 
     compute_s: float
@@ -66,10 +68,16 @@ class Price:
     offload_s: float = 0.0
     host_bytes: int = 0
     copies: HostCopies = field(default_factory=HostCopies)
+    hideable_s: float = 0.0
 
     @property
     def total_s(self) -> float:
         return self.compute_s + self.comm_s + self.offload_s + self.copies.exposed_s
+
+    def weighted_s(self, weights: Weights) -> float:
+        """The sum that a search with these weights minimises."""
+        less_s = (1.0 - weights.compute) * self.compute_s
+        return self.total_s - less_s - (1.0 - weights.hideable) * self.hideable_s
 
     @property
     def peak(self) -> PeakMemory:
@@ -94,6 +102,7 @@ class Pricing:
         self.sent: Counter[tuple[int, str]] = Counter()
         self.bytes: Counter[tuple[int, str]] = Counter()
         self.comm_s = 0.0
+        self.hideable_s = 0.0
         self.planned: dict[str, list[PlannedMove]] = defaultdict(list)
         self.flight = step.blocks.traced.flight
         self.sums = sums_of_turns(step)
@@ -115,13 +124,23 @@ class Pricing:
         return self.step.specs[value].num_bytes // shard_factor(layout, self.mesh)
 
     def add_moves(
-        self, value: Value, target: Layout, times: int, op: str, of: str, bucket: Bucket = ALONE
+        self,
+        value: Value,
+        target: Layout,
+        times: int,
+        op: str,
+        of: str,
+        bucket: Bucket = ALONE,
+        may_hide: bool = False,
     ) -> None:
+        before_s = self.comm_s
         sent = [m for m in self.moves(value, target) if m.kind != "slice" and self.mesh[m.axis] > 1]
         for position, move in enumerate(sent):
             num_bytes = self.step.specs[value].num_bytes * move.fraction
             shared = bucket.shared(move.kind, position)
             self.add(move.kind, move.axis, num_bytes, times, op, of, shared)
+        if may_hide:
+            self.hideable_s += self.comm_s - before_s
 
     def add(
         self, kind: str, axis: int, num_bytes: float, times: int, op: str, of: str, shared: int = 1
@@ -139,7 +158,9 @@ class Pricing:
             for value, layout in zip(op.operands, candidate.inputs, strict=True):
                 times = self.blocks.edge_weight(value[0], op.name)
                 bucket = self.step.bucket(value, op.name)
-                self.add_moves(value, layout, times, op.name, self.step.label(value[0]), bucket)
+                hides = self.step.may_hide(value, op.name)
+                label = self.step.label(value[0])
+                self.add_moves(value, layout, times, op.name, label, bucket, hides)
             for comm in candidate.comm:
                 times = self.blocks.weight(op.name)
                 self.add(comm.kind, comm.axis, comm.num_bytes, times, op.name, "")
@@ -147,9 +168,8 @@ class Pricing:
         own = {f"gradient of {self.step.parameters[name].target}" for name in self.step.gradients}
         for value, target, times, of in self.ends():
             bucket = self.step.reductions if of in own else ALONE
-            self.add_moves(
-                value, target, times, value[0] if value[0] in self.step.ops else last, of, bucket
-            )
+            op_name = value[0] if value[0] in self.step.ops else last
+            self.add_moves(value, target, times, op_name, of, bucket, of in own)
 
     def ends(self) -> Iterator[tuple[Value, Layout, int, str]]:
         """Values that leave the step, their layout, how often, and what they are."""
@@ -238,6 +258,7 @@ def price(
         offload_s=seconds,
         host_bytes=host_bytes + copies.num_bytes,
         copies=copies,
+        hideable_s=pricing.hideable_s,
     )
 
 

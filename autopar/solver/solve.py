@@ -31,6 +31,7 @@ from autopar.solver.input_layouts import input_layouts
 from autopar.solver.mixture import Make, free_blocks, mixtures, uniform_checkpoints
 from autopar.solver.modes import mode_names
 from autopar.solver.offers import Offers
+from autopar.solver.overlap import ALL, EXPOSED, Found, Weights, counted_seconds, least
 from autopar.solver.pins import with_roles
 from autopar.solver.rules.own_order import note_orders
 from autopar.solver.variant import Variant
@@ -55,6 +56,7 @@ def solve(
     without: Excluded | None = None,
     ports: Mapping[str, Layout] | None = None,
     offers: Offers | None = None,
+    exposed: float = EXPOSED,
 ) -> Plan:
     """Choose placements for every tensor of a traced step; see `solve_step`."""
     return solve_step(
@@ -66,6 +68,7 @@ def solve(
         without=without,
         ports=ports,
         offers=offers,
+        exposed=exposed,
     ).plan
 
 
@@ -106,6 +109,7 @@ def solve_step(
     without: Excluded | None = None,
     ports: Mapping[str, Layout] | None = None,
     offers: Offers | None = None,
+    exposed: float = EXPOSED,
 ) -> Solved:
     """Choose placements for every tensor of a traced step.
 
@@ -118,6 +122,8 @@ def solve_step(
         without: a choice that the plan must not make.
         ports: layouts of what goes between pipeline stages, where a stage before has settled them.
         offers: what is known of ops on these devices from earlier steps.
+        exposed: share of the seconds of gathers of parameters and of reductions of gradients that
+            compute waits for at least, in a step in one piece.
 
     Raises:
         ConstraintError: the constraints cannot hold, or nothing is left without `without`.
@@ -130,19 +136,27 @@ def solve_step(
     limit = planned.memory_bytes if memory_limit is None else int(memory_limit)
     known = (offers or Offers(planned)).over(planned)
 
-    def make(held: object, checkpoint: Checkpoint) -> Variant:
-        return Variant.search_for(traced, known, wanted, roles, held, checkpoint, limit, ports)
+    def search(weights: Weights) -> Found:
+        def make(held: object, checkpoint: Checkpoint) -> Variant:
+            return Variant.search_for(
+                traced, known, wanted, roles, held, checkpoint, limit, ports, weights
+            )
 
-    tried = _searched(_variants(traced, planned, wanted, optimizer), make, without)
-    if without is None and len(tried) > 1:
-        away = _may_leave(planned, wanted)
-        kinds = uniform_checkpoints(traced, wanted.checkpoint, away)
-        tried += mixtures(tried, kinds, free_blocks(traced, wanted.checkpoint), make)
-    best = min(tried, key=lambda f: f.seconds)
+        tried = _searched(_variants(traced, planned, wanted, optimizer), make, without)
+        if without is None and len(tried) > 1:
+            away = _may_leave(planned, wanted)
+            kinds = uniform_checkpoints(traced, wanted.checkpoint, away)
+            tried += mixtures(tried, kinds, free_blocks(traced, wanted.checkpoint), make)
+        best = min(tried, key=lambda f: f.seconds)
+        return Found(best, min(found.search.memory.bound for found in tried))
+
+    if traced.hoisted or ports is not None:
+        (best, bound), exposed = search(ALL), 1.0
+    else:
+        (best, _), bound = least(search, exposed)
     fit = best.search.memory.best
     assert fit is not None
-    bound = min(found.search.memory.bound for found in tried)
-    plan = _as_plan(best, bound, planned, wanted, limit, optimizer)
+    plan = _as_plan(best, bound, exposed, planned, wanted, limit, optimizer)
     return Solved(plan, best, fit)
 
 
@@ -229,6 +243,7 @@ def _no_offload_beats(tried: list[Variant], offloaded: Offloaded) -> bool:
 def _as_plan(
     found: Variant,
     bound: float,
+    exposed: float,
     planned: Cluster,
     wanted: Constraints,
     limit: int,
@@ -237,7 +252,8 @@ def _as_plan(
     traced, step, best = found.traced, found.step, found.search.memory.best
     assert best is not None
     report = best.solution
-    report = replace(report, bound=min(bound, report.objective))
+    objective = report.objective if exposed == 1.0 else counted_seconds(best.price, exposed)
+    report = replace(report, objective=objective, bound=min(bound, objective))
     nodes = {
         name: NodePlan(inputs=c.inputs, outputs=c.outputs, variants=c.variants)
         for name, c in best.decision.candidates.items()
@@ -269,10 +285,11 @@ def _as_plan(
             status=report.status,
             objective=report.objective,
             bound=report.bound,
-            gap=report.gap,
+            gap=max(0.0, 1 - report.bound / report.objective) if report.objective else 0.0,
             seconds=report.seconds,
             variables=report.variables,
             constraints=report.constraints,
+            exposed=exposed,
         ),
         constraints=wanted.to_dict(),
         memory_limit_bytes=limit,

@@ -19,6 +19,7 @@ from autopar.core.graph import InputSpec, TracedModel, Value, node_info, resolve
 from autopar.core.ops import NARROW, REARRANGING
 from autopar.core.strategy import OpCall, TensorSpec, op_call
 from autopar.core.work import is_away, is_view
+from autopar.solver.overlap import ALL, Weights
 from autopar.solver.shares import shares_of
 
 __all__ = [
@@ -114,6 +115,7 @@ class Step:
         outside: producers of values that come in any layout for nothing, of a part of a step.
         shares: of ops that will be in a fused kernel, what is left of their work.
         beside: of copies with host memory, seconds of compute that they hide behind.
+        weights: what seconds of ops, and of collectives that may hide, count in the search.
     """
 
     ops: dict[str, Op]
@@ -133,6 +135,7 @@ class Step:
     outside: frozenset[str] = frozenset()
     shares: Mapping[str, Share] = field(default_factory=dict)
     beside: Mapping[str, float] = field(default_factory=dict)
+    weights: Weights = ALL
     _buckets: dict[Block | None, Bucket] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -155,16 +158,26 @@ class Step:
             self._buckets[None] = Bucket(max(1, count), kinds, chained=True)
         return self._buckets[None]
 
+    def may_hide(self, value: Value, consumer: str) -> bool:
+        """True if the moves of a value on its way to an op run beside other ops.
+
+        Parameters are there before; gradients that are only cast or rearranged are not waited for.
+        """
+        return consumer in self.closing or self._owner(value) in self.parameters
+
+    def _owner(self, value: Value) -> str:
+        """The parameter that a value shows; else its own producer."""
+        return self.prepared.get(value[0]) or self.copies.get(value[0]) or value[0]
+
     def bucket(self, value: Value, consumer: str) -> Bucket:
         """What a value on its way to an op may share a bucket with.
 
         Gradients that are only cast or rearranged behind their reduction; parameters of one block.
         Nothing for all else and outside of blocks.
         """
-        name = value[0]
         if consumer in self.closing:
             return self.reductions
-        owner = self.prepared.get(name) or self.copies.get(name) or name
+        owner = self._owner(value)
         if owner not in self.parameters or owner not in self.blocks.place:
             return ALONE
         block, _ = self.blocks.place[owner]

@@ -20,6 +20,7 @@ from autopar.solver.fit import Fit, MemorySearch
 from autopar.solver.ilp import Infeasible, Solution
 from autopar.solver.liveness import Liveness
 from autopar.solver.offers import Offers
+from autopar.solver.overlap import ALL, Weights
 from autopar.solver.pins import Pins
 from autopar.solver.price import Decision, price
 from autopar.solver.problem import Assignment, evaluate
@@ -53,11 +54,12 @@ class Variant:
         checkpoint: Checkpoint,
         limit: int,
         ports: Mapping[str, Layout] | None,
+        weights: Weights = ALL,
     ) -> Variant:
         """States, costs and edges of the step with a kind of recomputation."""
         graph = recomputed(traced, checkpoint)
         step = build_step(graph, offers.fused)
-        step = replace(step, beside=run_beside(step, offers))
+        step = replace(step, beside=run_beside(step, offers), weights=weights)
         pins = Pins(wanted, roles, graph, step)
         built = build_problem(graph, step, offers.cluster, pins, optimizer, ports, offers)
         search = Search(step, offers, built, optimizer, pins, limit)
@@ -160,9 +162,10 @@ def _fitted(
         },
     )
     priced = price(step, offers.cluster, decision, optimizer, offers)
-    if not math.isclose(priced.total_s, solution.objective, rel_tol=1e-6, abs_tol=1e-9):
+    counted_s = priced.weighted_s(step.weights)
+    if not math.isclose(counted_s, solution.objective, rel_tol=1e-6, abs_tol=1e-9):
         raise AutoparError(
-            f"the plan costs {priced.total_s:.9f} s by its placements, but the solver claims "
+            f"the plan costs {counted_s:.9f} s by its placements, but the solver claims "
             f"{solution.objective:.9f} s: this is a defect of autopar"
         )
     return Fit(solution, decision, priced)

@@ -27,7 +27,13 @@ from autopar.codegen.passes.decompose import decompose
 from autopar.codegen.passes.in_place import mark_in_place, reduce_in_place
 from autopar.codegen.passes.lifetimes import Lifetimes
 from autopar.codegen.passes.order import reorder
-from autopar.codegen.passes.overlap import fetch_ahead, issue_early, prefetch, wait_late
+from autopar.codegen.passes.overlap import (
+    fetch_ahead,
+    follow_later,
+    issue_early,
+    prefetch,
+    wait_late,
+)
 from autopar.codegen.passes.sites import Key
 from autopar.errors import AutoparError
 
@@ -101,7 +107,7 @@ def run_passes(
             mark_in_place(graph, phase_of)
     orders: dict[str, Callable[[], None]] = {
         "prefetch": lambda: _prefetch(graph, block, int((1 - _SCRATCH) * budget), resident),
-        "early": lambda: issue_early(graph, budget, resident),
+        "early": lambda: _early(graph, budget, resident),
         "late": lambda: wait_late(graph, budget, resident),
     }
     for name, run in orders.items():
@@ -122,6 +128,11 @@ def _prefetch(
 ) -> None:
     prefetch(graph, block_of, budget, resident)
     fetch_ahead(graph, block_of, budget, resident)
+
+
+def _early(graph: fx.Graph, budget: int, resident: Mapping[str, int] | None) -> None:
+    issue_early(graph, budget, resident)
+    follow_later(graph, budget, resident)
 
 
 def run_last_passes(

@@ -28,7 +28,7 @@ from autopar.codegen.passes.lifetimes import Lifetimes, is_start, is_wait
 from autopar.codegen.passes.order import call_like, copied, is_packing, reorder, show_anew
 from autopar.codegen.passes.strides import is_contiguous
 
-__all__ = ["bucket", "is_gather_of_storage"]
+__all__ = ["bucket", "is_gather_of_storage", "leaving"]
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -115,6 +115,17 @@ def is_gather_of_storage(node: fx.Node) -> bool:
     return True
 
 
+def leaving(graph: fx.Graph) -> set[fx.Node]:
+    """Collectives, waits and packing whose results nobody but the caller reads."""
+    found: set[fx.Node] = set()
+    for node in reversed(list(graph.nodes)):
+        passes_on = is_packing(node) or is_wait(node) or is_start(node)
+        unread = bool(node.users) and found.issuperset(node.users)
+        if node.op == "output" or (passes_on and unread and "sent" not in node.meta):
+            found.add(node)
+    return found
+
+
 def _key(node: fx.Node) -> Hashable:
     """What members of a bucket have in common: kind, axis, how often, arguments, dtype, phase."""
     kind, axis, _, times = node.meta["collective"]
@@ -142,12 +153,7 @@ def _reductions(
     copy of it would not fit.
     """
     lifetimes = live(graph)
-    private: set[fx.Node] = set()
-    for node in reversed(list(graph.nodes)):
-        passes_on = is_packing(node) or is_wait(node) or is_start(node)
-        unread = bool(node.users) and private.issuperset(node.users)
-        if node.op == "output" or (passes_on and unread and "sent" not in node.meta):
-            private.add(node)
+    private = leaving(graph)
     depth: dict[fx.Node, int] = {}
     open_: dict[Hashable, list[fx.Node]] = defaultdict(list)
     closed: list[list[fx.Node]] = []

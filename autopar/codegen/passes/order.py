@@ -13,9 +13,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from autopar.codegen.fakes import fake_call
+from autopar.codegen.passes.lifetimes import is_wait
 from autopar.core.work import is_view
 
-__all__ = ["call_like", "copied", "feeding", "is_packing", "phase_starts", "reorder", "show_anew"]
+__all__ = [
+    "call_like",
+    "copied",
+    "feeding",
+    "is_packing",
+    "link",
+    "phase_starts",
+    "reorder",
+    "show_anew",
+]
 
 aten = torch.ops.aten
 _PACKING = (
@@ -33,11 +43,20 @@ def is_packing(node: fx.Node) -> bool:
 
 def feeding(start: fx.Node) -> list[fx.Node]:
     """A collective and the packing in front of it, in no order."""
+    return _back_to(start, is_packing)
+
+
+def link(start: fx.Node) -> list[fx.Node]:
+    """The same with the waits for collectives that it works on, and what is behind these."""
+    return _back_to(start, lambda node: is_packing(node) or is_wait(node))
+
+
+def _back_to(start: fx.Node, passes: Callable[[fx.Node], bool]) -> list[fx.Node]:
     found = {start: None}
     stack = [start]
     while stack:
         for source in stack.pop().all_input_nodes:
-            if source not in found and is_packing(source):
+            if source not in found and passes(source):
                 found[source] = None
                 stack.append(source)
     return list(found)

@@ -18,13 +18,13 @@ from types import MappingProxyType
 
 from torch import fx
 
-from autopar.codegen.passes.bucket import is_gather_of_storage
+from autopar.codegen.passes.bucket import is_gather_of_storage, leaving
 from autopar.codegen.passes.lifetimes import Lifetimes, is_start, is_wait
-from autopar.codegen.passes.order import feeding, phase_starts, reorder
+from autopar.codegen.passes.order import feeding, is_packing, link, phase_starts, reorder
 from autopar.core.host import ARRIVED, FROM_HOST
 from autopar.core.work import is_view
 
-__all__ = ["begin_early", "fetch_ahead", "issue_early", "prefetch", "wait_late"]
+__all__ = ["begin_early", "fetch_ahead", "follow_later", "issue_early", "prefetch", "wait_late"]
 
 Resident = Mapping[str, int] | None
 _BEFORE = 1e-4
@@ -41,18 +41,35 @@ def prefetch(
 
     Gathers are grouped by the block that reads them. Those of a group are issued behind the first
     of the group before, so that two groups are held at a time (Zhao et al. 2023, arXiv 2304.11277).
+    A gather of what is gathered again, over another axis, is issued a group earlier yet, so that
+    the second has something to work on.
     """
     lifetimes = Lifetimes(graph, resident)
     begins = phase_starts(lifetimes.nodes)
+    ahead = _gathers_behind(lifetimes.nodes)
     keys: dict[fx.Node, float] = {}
-    before = here = None
+    placed: dict[fx.Node, int] = {}
+    groups: list[int] = []
+    last = None
     for phase, group in _gather_groups(lifetimes.nodes, block_of):
-        before = here if here is not None and here[0] == phase else None
-        here = (phase, min(lifetimes.position[node] for node in group))
-        horizon = before[1] + 1 if before is not None else begins[phase]
+        groups = groups if phase == last else []
+        last = phase
         for start in group:
-            _move_up(lifetimes, start, horizon, budget, keys)
+            at = len(groups) - 1 - ahead[start]
+            horizon = groups[at] + 1 if at >= 0 else begins[phase]
+            chain = link(start)
+            placed[start] = _move_chain(lifetimes, start, chain, horizon, budget, keys, placed)
+        groups.append(min(lifetimes.position[node] for node in group))
     reorder(graph, keys)
+
+
+def _gathers_behind(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """How many gathers, one behind the other, work on what each gather of storage makes."""
+    found: dict[fx.Node, int] = {}
+    for node in reversed(nodes):
+        if (is_start(node) and is_gather_of_storage(node)) or is_wait(node) or is_packing(node):
+            found[node] = max((found[u] + is_start(u) for u in node.users if u in found), default=0)
+    return found
 
 
 def _gather_groups(
@@ -120,6 +137,41 @@ def issue_early(graph: fx.Graph, budget: int, resident: Resident = None) -> None
             first = max(behind, begins[node.meta["phase"]])
             placed = _move_up(lifetimes, node, first, budget, keys)
         behind = max(behind, placed)
+    reorder(graph, keys)
+
+
+def follow_later(graph: fx.Graph, budget: int, resident: Resident = None) -> None:
+    """Issue a reduction of what another one made, over another axis, behind the next collective.
+
+    Gradients only: right behind the first, compute would stand still for all of that.
+    """
+    lifetimes = Lifetimes(graph, resident)
+    private = leaving(graph)
+    starts = [node for node in lifetimes.nodes if is_start(node)]
+    order = {node: index for index, node in enumerate(starts)}
+    before = {
+        node: [s for n in link(node) for s in n.all_input_nodes if is_start(s) and s in private]
+        for node in starts
+        if node in private
+    }
+    keys: dict[fx.Node, float] = {}
+    for node, sources in before.items():
+        if not sources or node.meta.get("phase") != "backward":
+            continue
+        after = max(order[source] for source in sources)
+        behind = next((s for s in starts[after + 1 :] if s is not node and not before.get(s)), None)
+        if behind is None or lifetimes.position[behind] < lifetimes.position[node]:
+            continue
+        now, then = lifetimes.position[node], lifetimes.position[behind] + 1
+        held = sum(map(lifetimes.created, sources))
+        if lifetimes.live[now:then].max() + held > budget:
+            continue
+        lifetimes.live[now:then] += held
+        moved = {node}
+        for each in sorted(link(node), key=lifetimes.position.__getitem__, reverse=True):
+            if each is node or moved.issuperset(each.users):
+                moved.add(each)
+                keys[each] = then - 0.5
     reorder(graph, keys)
 
 

@@ -1,0 +1,178 @@
+"""The search counts gathers of parameters and reductions of gradients beside compute."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+import autopar
+from autopar.codegen.emit import written
+from autopar.codegen.passes.lifetimes import is_start
+from autopar.codegen.passes.order import link
+from autopar.core.constraints import Constraints, assign_mesh
+from autopar.core.graph import TracedModel
+from autopar.core.plan import Plan
+from autopar.cost_model import Cluster
+from autopar.cost_model.simulator import simulate
+from autopar.solver.build import build_problem
+from autopar.solver.meshes import meshes
+from autopar.solver.overlap import EXPOSED, Weights
+from autopar.solver.pins import Pins
+from autopar.solver.problem import ChoiceProblem
+from autopar.solver.solve import solve
+from autopar.solver.step import build_step
+from autopar.tracer.trace import trace
+
+
+class Product(nn.Module):
+    """One product, few enough states to try all."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x).mean()
+
+
+def _product(rows: int, width: int) -> TracedModel:
+    with torch.device("meta"):
+        return trace(Product(width), (torch.empty(rows, width),))
+
+
+def _sums(traced: TracedModel, cluster: Cluster, weights: Weights) -> ChoiceProblem:
+    wanted = Constraints()
+    step = replace(build_step(traced), weights=weights)
+    roles = assign_mesh(wanted, cluster.mesh_shape)
+    return build_problem(traced, step, cluster, Pins(wanted, roles, traced, step), "adamw").problem
+
+
+def _values(problems: Sequence[ChoiceProblem]) -> Iterator[tuple[float, ...]]:
+    """Of every assignment that is possible, its value in each problem of the same states."""
+    first = problems[0]
+    nodes = list(first.costs)
+    back = [
+        [(i, j) for i, j in first.edges if {i, j} <= {*nodes[: k + 1]} and node in (i, j)]
+        for k, node in enumerate(nodes)
+    ]
+
+    def extend(chosen: dict[Any, int], so_far: tuple[float, ...]) -> Iterator[tuple[float, ...]]:
+        if len(chosen) == len(nodes):
+            yield so_far
+            return
+        node = nodes[len(chosen)]
+        for state in range(len(first.costs[node])):
+            now = {**chosen, node: state}
+            values = tuple(
+                value
+                + float(p.costs[node][state])
+                + sum(float(p.edges[i, j][now[i], now[j]]) for i, j in back[len(chosen)])
+                for p, value in zip(problems, so_far, strict=True)
+            )
+            if math.isfinite(values[0]):
+                yield from extend(now, values)
+
+    yield from extend({}, (0.0,) * len(problems))
+
+
+@pytest.mark.parametrize("rows", [1 << 9, 1 << 12, 1 << 15, 1 << 18])
+def test_the_plan_is_the_best_of_all_as_counted(rows: int) -> None:
+    """Every assignment is priced by hand; from bound by communication to bound by compute."""
+    traced = _product(rows, 1024)
+    cluster = Cluster.from_profile("v100", devices_per_node=4)
+    # an infinite price times nothing is no number
+    weights = (Weights(), Weights(1e-6, 1.0), Weights(1.0, 1e-6))
+    best = math.inf
+    for total_s, less_s, apart_s in _values([_sums(traced, cluster, w) for w in weights]):
+        compute_s = (total_s - less_s) / (1 - 1e-6)
+        hideable_s = (total_s - apart_s) / (1 - 1e-6)
+        waited_s = max(EXPOSED * hideable_s, hideable_s - compute_s)
+        best = min(best, total_s - hideable_s + waited_s)
+    report = solve(traced, cluster).solver
+    assert report.bound <= best * (1 + 1e-9)
+    assert best * (1 - 1e-9) <= report.objective <= best * 1.01
+
+
+def test_what_hides_is_not_avoided() -> None:
+    """Gradients that travel beside compute cost less than activations that are waited for."""
+    traced = _product(1 << 15, 4096)
+    cluster = Cluster.from_profile("h100-sxm", devices_per_node=8)
+    found = solve(traced, cluster)
+    seen = solve(traced, cluster, exposed=1.0)
+    assert found.predicted.serial_time_s >= seen.predicted.serial_time_s * (1 - 1e-9)
+    assert found.solver.objective < seen.solver.objective
+    assert seen.solver.objective == pytest.approx(seen.predicted.serial_time_s, rel=1e-9)
+
+
+def _planned(mesh: tuple[int, ...], constraints: Any = None) -> Plan:
+    with torch.device("meta"):
+        model = Product(4096)
+        batch = (torch.empty(1 << 15, 4096),)
+    cluster = Cluster.from_profile("h100-sxm", nodes=4, devices_per_node=8, mesh_shape=mesh)
+    return autopar.plan(model, cluster, batch, constraints=constraints, cache=False)
+
+
+def test_axes_are_joined_where_that_is_faster() -> None:
+    """Data parallelism over two axes is that over one of all devices, and no slower."""
+    free = _planned((4, 8))
+    pinned = _planned((4, 8), {"data": 32, "zero": 0})
+    assert pinned.mesh_shape == (32,)
+    assert free.solver.objective <= pinned.solver.objective * (1 + 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted"),
+    [
+        ((8,), [(8,)]),
+        ((4, 2), [(4, 2), (8,)]),
+        ((1, 8), [(1, 8)]),
+        ((2, 2, 2), [(2, 2, 2), (8,), (4, 2), (2, 4)]),
+    ],
+)
+def test_meshes_with_joined_axes(shape: tuple[int, ...], wanted: list[tuple[int, ...]]) -> None:
+    cluster = Cluster.from_profile("h100-sxm", devices_per_node=8, mesh_shape=shape)
+    found = meshes(cluster, Constraints())
+    assert [c.mesh_shape for c in found] == wanted
+    assert all(len(c.axis_names) == len(c.mesh_shape) for c in found)
+
+
+@pytest.mark.parametrize("pins", [{"data": 2}, {"params": {"*": ["R", "R"]}}, {"zero": 1}])
+def test_pinned_axes_stay(pins: dict[str, Any]) -> None:
+    cluster = Cluster.from_profile("h100-sxm", devices_per_node=8, mesh_shape=(4, 2))
+    assert meshes(cluster, Constraints.parse(pins)) == [cluster]
+
+
+def test_collectives_over_two_axes_hide() -> None:
+    """Each of a chain has work to run beside: gathers before, reductions behind another one."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(Product(2048).up for _ in range(6)))
+        batch = (torch.empty(1 << 15, 2048), torch.empty(1 << 15, 2048))
+    cluster = Cluster.from_profile("h100-sxm", nodes=4, devices_per_node=8, mesh_shape=(4, 8))
+    traced = trace(model, batch, loss_fn=nn.functional.mse_loss)
+    plan = solve(traced, cluster, constraints=Constraints.parse({"params": {"*": ["S0/8", "S0"]}}))
+    exposed = {}
+    for passes in (["prefetch", "early", "late"], []):
+        program = written(traced, plan, [0, 0]).program(passes, {})
+        found = simulate(program.joint.graph, cluster)
+        exposed[bool(passes)] = sum(found.exposed_s) / sum(found.comm_s)
+        if passes:
+            _check_chains(program.joint.graph)
+    assert exposed[False] > 0.99
+    assert exposed[True] < 0.5
+
+
+def _check_chains(graph: fx.Graph) -> None:
+    starts = [node for node in graph.nodes if is_start(node)]
+    chained = 0
+    for node in starts:
+        (first,) = [s for n in link(node) for s in n.all_input_nodes if is_start(s)] or [None]
+        if first is not None and node.meta["phase"] == "backward":
+            chained += 1
+            assert starts.index(node) > starts.index(first) + 1 or first in starts[-2:]
+    assert chained == 6
