@@ -3,28 +3,34 @@
 The search counts on a share of the gathers of parameters and of the reductions of gradients to
 travel beside compute (`solver/overlap.py`). Where the simulated program hides much less, for memory
 or for collectives over several axes, the step is solved again with the share that it hides, and the
-faster of the two programs is taken.
+faster of the two programs is taken. Where it hides about that, and is still slower than the bound,
+programs of plain data parallelism are simulated, too: the rule does not know how each overlaps.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from autopar.core.constraints import Constraints
+from autopar.core.constraints import Constraints, assign_mesh
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
-from autopar.errors import InfeasiblePlanError
+from autopar.errors import ConstraintError, InfeasiblePlanError
 from autopar.scheduling import scheduled
 from autopar.solver.meshes import meshes
 from autopar.solver.offers import Offers
 from autopar.solver.overlap import EXPOSED
-from autopar.solver.solve import solve
+from autopar.solver.solve import NotBelow, solve
 
 __all__ = ["OnePiece"]
 
 _JOINED = 1e-3  # what a mesh with joined axes must save
 _HIDDEN = 0.8  # of what was counted on: less, and the step is solved again
+_SLOWER = 0.01  # than the bound: more, and plain data parallelism is looked at
+_STAGES = (0, 1, 3)  # of ZeRO
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +56,26 @@ class OnePiece:
             ConstraintError: the constraints cannot hold.
             InfeasiblePlanError: nothing fits, on any mesh.
         """
-        found: list[Plan] = []
+        best: Plan | None = None
+        bound = math.inf
         refused: list[InfeasiblePlanError] = []
-        for cluster in meshes(self.cluster, self.constraints):
+        # the given mesh comes last: few axes are soon searched, and say what it must beat
+        for cluster in reversed(meshes(self.cluster, self.constraints)):
+            own = cluster.mesh_shape == self.cluster.mesh_shape
+            # it is kept where joining its axes gains nothing to speak of
+            below_s = _objective(best) * (1 + _JOINED * own)
             try:
-                found.append(self._solved(cluster, memory_limit or self.limit, exposed))
+                found = self._solved(cluster, memory_limit or self.limit, exposed, below_s)
+            except NotBelow as error:
+                bound = min(bound, error.bound)
             except InfeasiblePlanError as error:
                 refused.append(error)
-        if not found:
+            else:
+                bound = min(bound, found.solver.bound)
+                best = found if found.solver.objective < below_s else best
+        if best is None:
             raise min(refused, key=lambda error: error.required_bytes or 0)
-        # the given mesh is kept where joining its axes gains nothing to speak of
-        best = min(found, key=lambda p: p.solver.objective * (1 - _JOINED * (p is found[0])))
-        objective, bound = best.solver.objective, min(p.solver.bound for p in found)
+        objective, bound = best.solver.objective, min(bound, best.solver.objective)
         gap = 1 - bound / objective if objective else 0.0
         return replace(best, solver=replace(best.solver, bound=bound, gap=gap))
 
@@ -79,19 +93,44 @@ class OnePiece:
         found = scheduled(first, self.traced)
         hoped_s = first.predicted.serial_time_s - first.solver.objective
         hidden_s = found.predicted.hidden_time_s
-        if hidden_s >= _HIDDEN * hoped_s:
-            return found
-        other = scheduled(self.plan(exposed=1 - (1 - EXPOSED) * hidden_s / hoped_s), self.traced)
-        return min(found, other, key=lambda p: p.predicted.step_time_s)
+        others: list[Plan] = []
+        if hidden_s < _HIDDEN * hoped_s:
+            others.append(self.plan(exposed=1 - (1 - EXPOSED) * hidden_s / hoped_s))
+        elif found.predicted.step_time_s > (1 + _SLOWER) * first.solver.bound:
+            others += self._data_parallel()
+        tried = [found, *(scheduled(plan, self.traced) for plan in others)]
+        return min(tried, key=lambda p: p.predicted.step_time_s)
 
-    def _solved(self, cluster: Cluster, limit: int, exposed: float) -> Plan:
+    def _data_parallel(self) -> Iterator[Plan]:
+        """Plans that split the batch over all devices, where no axis is pinned."""
+        free = all(r.name == "free" for r in assign_mesh(self.constraints, self.cluster.mesh_shape))
+        if not free or self.constraints.params or not self.traced.training:
+            return
+        for stage in _STAGES:
+            pinned = replace(self.constraints, data=self.cluster.num_devices, zero=stage)
+            with suppress(ConstraintError, InfeasiblePlanError):
+                yield self._solved(self.cluster, self.limit, EXPOSED, constraints=pinned)
+
+    def _solved(
+        self,
+        cluster: Cluster,
+        limit: int,
+        exposed: float,
+        below_s: float = math.inf,
+        constraints: Constraints | None = None,
+    ) -> Plan:
         found = solve(
             self.traced,
             cluster,
-            constraints=replace(self.constraints, pipeline=None),
+            constraints=replace(constraints or self.constraints, pipeline=None),
             memory_limit=limit,
             optimizer=self.optimizer,
             offers=self.offers,
             exposed=exposed,
+            below_s=below_s,
         )
         return replace(found, constraints=self.constraints.to_dict(), fusion=self.kernels)
+
+
+def _objective(plan: Plan | None) -> float:
+    return math.inf if plan is None else plan.solver.objective

@@ -36,7 +36,7 @@ from autopar.solver.pins import with_roles
 from autopar.solver.rules.own_order import note_orders
 from autopar.solver.variant import Variant
 
-__all__ = ["Solved", "in_other_flights", "solve", "solve_step"]
+__all__ = ["NotBelow", "Solved", "in_other_flights", "solve", "solve_step"]
 
 T = TypeVar("T")
 _BUCKETED = (
@@ -57,6 +57,7 @@ def solve(
     ports: Mapping[str, Layout] | None = None,
     offers: Offers | None = None,
     exposed: float = EXPOSED,
+    below_s: float = math.inf,
 ) -> Plan:
     """Choose placements for every tensor of a traced step; see `solve_step`."""
     return solve_step(
@@ -69,7 +70,20 @@ def solve(
         ports=ports,
         offers=offers,
         exposed=exposed,
+        below_s=below_s,
     ).plan
+
+
+class NotBelow(Exception):
+    """No plan of use was found.
+
+    Attributes:
+        bound: seconds that none is below.
+    """
+
+    def __init__(self, bound: float) -> None:
+        super().__init__(f"no plan is below {bound} s")
+        self.bound = bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +124,7 @@ def solve_step(
     ports: Mapping[str, Layout] | None = None,
     offers: Offers | None = None,
     exposed: float = EXPOSED,
+    below_s: float = math.inf,
 ) -> Solved:
     """Choose placements for every tensor of a traced step.
 
@@ -124,10 +139,12 @@ def solve_step(
         offers: what is known of ops on these devices from earlier steps.
         exposed: share of the seconds of gathers of parameters and of reductions of gradients that
             compute waits for at least, in a step in one piece.
+        below_s: seconds that the plan must stay below to be of use.
 
     Raises:
         ConstraintError: the constraints cannot hold, or nothing is left without `without`.
         InfeasiblePlanError: nothing fits; carries the smallest limit that would.
+        NotBelow: nothing is below `below_s`, whether or not anything fits.
     """
     wanted = constraints or Constraints()
     roles = assign_mesh(wanted, cluster.mesh_shape)
@@ -142,7 +159,8 @@ def solve_step(
                 traced, known, wanted, roles, held, checkpoint, limit, ports, weights
             )
 
-        tried = _searched(_variants(traced, planned, wanted, optimizer), make, without)
+        variants = _variants(traced, planned, wanted, optimizer)
+        tried = _searched(variants, make, without, below_s)
         if without is None and len(tried) > 1:
             away = _may_leave(planned, wanted)
             kinds = uniform_checkpoints(traced, wanted.checkpoint, away)
@@ -161,13 +179,17 @@ def solve_step(
 
 
 def _searched(
-    variants: Sequence[tuple[Checkpoint, object]], make: Make, without: Excluded | None
+    variants: Sequence[tuple[Checkpoint, object]],
+    make: Make,
+    without: Excluded | None,
+    below_s: float,
 ) -> list[Variant]:
     """Searched variants of a step, of which one fits the limit at least.
 
     Raises:
         ConstraintError: nothing is left without `without`.
         InfeasiblePlanError: nothing fits.
+        NotBelow: nothing that costs less than `below_s` was found.
     """
     tried: list[Variant] = []
     done: list[object] = []  # optimizers, where they are, of which an unlimited plan fits
@@ -181,7 +203,7 @@ def _searched(
             continue
         tried.append(found)
         price = max((f.search.memory.price for f in tried), default=0.0)
-        fit = found.search.start(_fastest(tried), price)
+        fit = found.search.start(min(below_s, _fastest(tried)), price)
         # what saves memory costs time: an unlimited plan is the fastest of its kind and the later
         if fit is not None and fit is found.search.memory.free:
             if len(tried) == 1:
@@ -191,8 +213,10 @@ def _searched(
         assert without is not None
         raise ConstraintError(f"the step has no {without.name}")
     for found in sorted(tried, key=lambda f: f.search.memory.bound):
-        found.search.memory.finish(_fastest(tried))
+        found.search.memory.finish(min(below_s, _fastest(tried)))
     best = min(tried, key=lambda f: f.seconds)
+    if best.search.memory.best is None and math.isfinite(below_s):
+        raise NotBelow(min(found.search.memory.bound for found in tried))
     if best.search.memory.best is None:
         raise min(tried, key=lambda f: f.search.memory.least().peak).search.does_not_fit()
     return tried
