@@ -129,7 +129,8 @@ def odd_steps(rank: int) -> None:
 
     def equal() -> None:
         for n, p in single.named_parameters():
-            assert relative_error(made.get_parameter(n).full_tensor(), p.detach()) <= BOUND, n
+            mine = made.get_parameter(n).detach().full_tensor()
+            assert relative_error(mine, p.detach()) <= BOUND, n
         for p in made.parameters():
             values = (p, p.grad, *ours.state[p].values())
             assert not any(isinstance(value, Summed) for value in values)

@@ -50,10 +50,11 @@ class Summed(DTensor):
 
 def _of_shards(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What a function yields, without communication where torch would gather shards."""
-    if func is Tensor.new_zeros and isinstance(args[0], DTensor) and len(args) == 2:
-        return _zeros(args[0], tuple(args[1]), kwargs)
-    if func in _PRODUCTS and (found := _outer(*args)) is not None:
-        return found
+    if len(args) == 2 and isinstance(args[0], DTensor):
+        if func is Tensor.new_zeros and isinstance(args[1], list | tuple):
+            return _zeros(args[0], tuple(args[1]), kwargs)
+        if func in _PRODUCTS and not kwargs and (found := _outer(*args)) is not None:
+            return found
     try:
         return func(*args, **kwargs)
     except NotImplementedError:
@@ -105,11 +106,14 @@ def _zeros(like: DTensor, shape: tuple[int, ...], options: dict[str, Any]) -> DT
     return to_dtensor(local.new_zeros(here, **options), shape, layout, like.device_mesh)
 
 
-def _outer(column: Any, row: Any) -> DTensor | None:
+def _outer(column: DTensor, row: Any) -> DTensor | None:
     """`(…, n, 1) @ (…, 1, m)` as each rank's product of its shards; None where it is not that."""
-    if not (isinstance(column, DTensor) and isinstance(row, DTensor)):
-        return None
-    if column.dim() != row.dim() or column.dim() < 2 or column.device_mesh != row.device_mesh:
+    if (
+        not isinstance(row, DTensor)
+        or column.dim() != row.dim()
+        or column.dim() < 2
+        or column.device_mesh != row.device_mesh
+    ):
         return None
     if column.shape[-1] != 1 or row.shape[-2] != 1 or column.shape[:-2] != row.shape[:-2]:
         return None
