@@ -1,4 +1,4 @@
-"""`torch.optim.Adafactor` on sharded parameters: what it sums over shards is that of one device."""
+"""Adafactor and Muon of torch on sharded parameters: what they sum over shards is whole."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Adafactor
+from torch.overrides import TorchFunctionMode
 
 import autopar
 from autopar.runtime.offload import is_offloaded
@@ -107,6 +109,17 @@ class Lamb(torch.optim.Optimizer):
                 p.add_(p.grad, alpha=-0.1 * ratio)
 
 
+class Unrounded(TorchFunctionMode):
+    """What Muon would compute in bfloat16 is in float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (Tensor.double if func is Tensor.bfloat16 else func)(*args, **(kwargs or {}))
+
+
+def muon(parameters: Any) -> torch.optim.Muon:
+    return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=1e-2)
+
+
 class Own(Adafactor):
     """A user's own, of torch's: hooks are run around both steps."""
 
@@ -114,7 +127,7 @@ class Own(Adafactor):
         return super().step(closure)
 
 
-def in_float64() -> dict[str, torch.Tensor]:
+def in_float64() -> dict[str, Tensor]:
     return {k: v.double() if v.is_floating_point() else v for k, v in hw.vectors().items()}
 
 
@@ -135,11 +148,12 @@ def odd_steps(rank: int) -> None:
             values = (p, p.grad, *ours.state[p].values())
             assert not any(isinstance(value, Summed) for value in values)
 
-    for make in (partial(Lamb, defaults={}), partial(Own, eps=(1e-8, 1e-3))):
+    for make in (partial(Lamb, defaults={}), muon, partial(Own, eps=(1e-8, 1e-3))):
         ours, theirs = make(made.parameters()), make(single.parameters())
         for module, optimizer in ((made, ours), (single, theirs)):
             module(**batch).backward()
-            optimizer.step()
+            with Unrounded():
+                optimizer.step()
         equal()
     for module, optimizer in ((made, ours), (single, theirs)):
 
