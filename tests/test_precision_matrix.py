@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.runtime.pipeline_run import PipelineRun
 from autopar.tracer.precision import call_in, low_dtype
-from tests.dist import run_ranks
+from tests.dist import RankError, run_ranks, try_ranks
 from tests.test_gloo import whole
 from tests.test_training_matrix import MODELS, PLANS, RANKS, STEPS, build
 
@@ -173,13 +173,18 @@ def trained(rank: int, name: str, plan: str, precision: str) -> tuple[dict[str, 
     ],
 )
 def test_three_steps_are_as_near_as_rounding_allows(name: str, plan: str, precision: str) -> None:
+    if name == "t5" and precision == "fp16" and "pipeline" in PLANS[plan]:
+        # in fp16 T5 clamps by whether anything in the batch is infinite, which no microbatch knows
+        for outcome in try_ranks(trained, RANKS, name, plan, precision, timeout=400.0):
+            assert isinstance(outcome, RankError) and outcome.kind == "ConstraintError"
+            assert "aten.any" in outcome.message and "needs the whole batch" in outcome.message
+        return
     ranks = run_ranks(trained, RANKS, name, plan, precision, timeout=400.0)
     checked = {key for errors, _ in ranks for key in errors}
     names = [n for n, p in build(name, plan)[0].named_parameters() if p.requires_grad]
     assert {f"movement of {n}" for n in names} <= checked
     assert {f"{STEPS - 1} gradient of {n}" for n in names} <= checked
     key, error = max((e for errors, _ in ranks for e in errors.items()), key=lambda e: e[1])
-    print(f"RATIO {name} {plan} {precision} {error:.3f} {key}")
     assert error <= 1, f"{key}: {error:.3g} of its bound"
     if precision == "fp16":
         assert_all_skip([told for _, told in ranks], build(name, plan)[0])
