@@ -124,7 +124,7 @@ def t5(layers: int = 2) -> tuple[nn.Module, dict[str, Any]]:
 
 def mixtral(layers: int = 2) -> tuple[nn.Module, dict[str, Any]]:
     config = hf.MixtralConfig(
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         hidden_size=64,
         intermediate_size=128,
         num_attention_heads=8,

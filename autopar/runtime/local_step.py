@@ -13,13 +13,15 @@ Torch's own `step` runs once, with its hooks: it is given more groups than there
 part of a group's parameters, and a bucket is made ready when the step reads them. Of torch's
 optimizers all of `_ELEMENTWISE` do so group by group.
 
+Other optimizers step on DTensors, whose sums over shards are whole at once: `summed`.
+
 `foreach` stays off unless it is asked for, as it is for DTensors: on an accelerator it is torch's
 default for plain tensors, and takes memory for temporary values of all parameters at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any, TypeVar
 
@@ -34,6 +36,7 @@ from torch.optim.optimizer import (
 from autopar.errors import AutoparError
 from autopar.runtime.offload import come_back, go_to_host, held_by, is_offloaded, link_for
 from autopar.runtime.stand_ins import StandIns
+from autopar.runtime.summed import dress, undress
 
 __all__ = ["elementwise", "own_parameters", "step_on_shares"]
 
@@ -81,19 +84,36 @@ def _register() -> None:
     register_optimizer_step_post_hook(_after)
 
 
-def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     _clear(optimizer)  # the step before raised
     come_back(optimizer, update=False)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    closure = len(args) > 1 or kwargs.get("closure") is not None
-    if closure and any(is_offloaded(p) for p in parameters):
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is not None and any(is_offloaded(p) for p in parameters):
         raise AutoparError(
             f"torch.optim.{type(optimizer).__name__}.step(closure) would compute gradients after "
             "they were copied to the host: compute them before, or plan with "
             'constraints={"offload": "none"}'
         )
-    if not closure and any(hasattr(p, _MARK) for p in parameters):
+    if not any(hasattr(p, _MARK) for p in parameters):
+        return None
+    if closure is None:
         setattr(optimizer, _INSIDE, _LocalStep(optimizer))
+    elif type(optimizer) not in _ELEMENTWISE and not isinstance(optimizer, optim.LBFGS):
+        return args[:1], {**kwargs, "closure": _dressing(optimizer, closure)}
+    return None
+
+
+def _dressing(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+    """The closure, behind which the optimizer goes on with tensors that are `Summed`."""
+
+    def call() -> Any:
+        undress(optimizer)
+        found = closure()
+        dress(optimizer)
+        return found
+
+    return call
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -102,6 +122,7 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _clear(optimizer: Optimizer) -> None:
+    undress(optimizer)
     inside: _LocalStep | None = optimizer.__dict__.pop(_INSIDE, None)
     if inside is not None:
         inside.stop()
@@ -137,6 +158,8 @@ class _LocalStep:
     def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not _is_elementwise(optimizer):
             go_to_host(optimizer)
+            if type(optimizer) not in _ELEMENTWISE:
+                dress(optimizer)
             return
         self.groups = optimizer.param_groups
         for group in self.groups:

@@ -1,8 +1,8 @@
 """Optimizer states by FQN: what a checkpoint keeps of an optimizer, whatever the plan.
 
-Torch numbers parameters by their place in the groups; names hold on any rank and mesh. A state of
-the parameter's shape is sharded as the parameter; tensors that are not DTensors (step counters)
-are the same on every rank that holds the parameter.
+Torch numbers parameters by their place in the groups; names hold on any rank and mesh. A state is
+sharded as the parameter, but on dims that it has summed to size 1; tensors that are not DTensors
+(step counters) are the same on every rank that holds the parameter.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from autopar._compat import dtensor_like, layout_of
-from autopar.core.placement import Replicate
+from autopar.core.host_link import HOST
+from autopar.core.placement import local_shape
 from autopar.errors import CheckpointError
 from autopar.runtime.offload import is_offloaded, on_host
 from autopar.runtime.pieces import evened
 from autopar.runtime.state import to_dtensor
+from autopar.runtime.summed import layout_of_sums
 
 __all__ = ["collect", "merged", "restore", "targets"]
 
@@ -120,15 +121,10 @@ def _empty(parameter: Tensor, entry: TensorStorageMetadata, plain: bool) -> Tens
     shape, dtype = tuple(entry.size), entry.properties.dtype
     if plain or not isinstance(parameter, DTensor):
         return torch.zeros(shape, dtype=dtype)
-    local, layout = parameter.to_local().detach(), layout_of(parameter.placements)
-    if is_offloaded(parameter) and shape == tuple(parameter.shape):
-        return dtensor_like(torch.empty(local.shape, dtype=dtype), parameter)
-    if shape == tuple(parameter.shape):
-        empty = torch.empty_like(local, dtype=dtype, memory_format=torch.contiguous_format)
-    else:
-        empty = torch.empty(shape, dtype=dtype, device=local.device)
-        layout = tuple(Replicate() for _ in layout)
-    return to_dtensor(empty, shape, layout, parameter.device_mesh)
+    mesh, layout = parameter.device_mesh, layout_of_sums(shape, parameter)
+    here = local_shape(shape, layout, tuple(mesh.shape))
+    device = HOST if is_offloaded(parameter) else parameter.to_local().device
+    return to_dtensor(torch.empty(here, dtype=dtype, device=device), shape, layout, mesh)
 
 
 def restore(

@@ -1,7 +1,5 @@
 """Optimizers that would give wrong numbers, or fail in torch, are stopped before their first step.
 
-`torch.optim.Adafactor` scales its update by `param.norm().item()` and `update.norm().item()`. On a
-sharded DTensor these are the norms of one rank's shard (torch 2.13), so ranks scale differently.
 `torch.optim.LBFGS` takes products over all parameters, and a rank of a pipeline has some of them.
 It puts plain zeros for the gradient of a frozen parameter, which do not go with DTensors. Neither
 do the states of `transformers.Adafactor`, which are plain.
@@ -21,7 +19,6 @@ from autopar.runtime.stage_gradients import is_of_a_stage
 
 __all__ = ["guard_optimizers"]
 
-_READS_LOCAL_NORMS = (torch.optim.Adafactor,)
 _READS_ALL_PARAMETERS = (torch.optim.LBFGS,)
 _MAKES_PLAIN_STATES = {"transformers.optimization.Adafactor"}  # by name: it may not be installed
 _WORKING = "torch.optim.AdamW, SGD or another one that works element by element, or autopar.AdamW"
@@ -56,15 +53,5 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(isinstance(p, DTensor) for p in parameters):
             raise AutoparError(
                 f"{type(optimizer).__module__}.{name} makes states that are no DTensors, as the "
-                f"parameters are. Use {_WORKING}; or torch.optim.Adafactor, on parameters that "
-                'are whole on every rank, as with constraints={"data": …, "zero": 0}.'
+                f"parameters are. Use torch.optim.Adafactor, {_WORKING}."
             )
-    if isinstance(optimizer, _READS_LOCAL_NORMS):
-        for parameter in parameters:
-            if isinstance(parameter, DTensor) and any(p.is_shard() for p in parameter.placements):
-                raise AutoparError(
-                    f"torch.optim.{name} takes the norm of each rank's shard "
-                    f"for that of the parameter: a parameter of shape {tuple(parameter.shape)} is "
-                    f"placed {list(parameter.placements)}. Keep parameters whole with "
-                    f'constraints={{"data": …, "zero": 0}}, or use {_WORKING}.'
-                )
