@@ -17,7 +17,6 @@ from autopar.core.collector import paused_collector
 from autopar.core.constraints import NO_PIPELINE, Constraints, PipelinePin, assign_mesh
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
-from autopar.core.stages import block_order
 from autopar.core.units import format_bytes, format_seconds
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError
@@ -99,14 +98,8 @@ class _Search:
     @property
     def planner(self) -> StagePlanner:
         if self._planner is None:
-            self._planner = StagePlanner(
-                self.traced,
-                self.cluster,
-                self.constraints,
-                self.limit,
-                self.optimizer,
-                self.offers,
-            )
+            given = (self.traced, self.cluster, self.constraints, self.limit, self.optimizer)
+            self._planner = StagePlanner(*given, self.offers)
         return self._planner
 
     # --- which plan ----------------------------------------------------------------------------
@@ -143,6 +136,16 @@ class _Search:
             return self._plain()
         shapes = Shapes(self.planner, pin, short=True)
         self.refused = shapes.refused
+        best = self._best_of(shapes)
+        if not shapes.known and pin.microbatches is None and pin.size != 1:
+            # what cannot be split, such as batch normalisation, may still be cut into stages
+            whole = Shapes(self.planner, replace(pin, microbatches=1), short=True)
+            best = self._best_of(whole)
+            shapes = whole if best is not None else shapes
+        return self._reported(_or_raise(best, self.refused or shapes.refused), shapes, math.inf)
+
+    def _best_of(self, shapes: Shapes) -> Plan | None:
+        """The fastest plan of any shape, if one has a plan."""
         best: Plan | None = None
         while (shape := shapes.most_promising(_seconds(best))) is not None:
             found = self._planned(shape, shapes)
@@ -150,7 +153,7 @@ class _Search:
                 found = self._with_schedule(shape, found, _seconds(best), shapes)
                 self._noted(shape, found, shapes)
             best = _faster(best, found)
-        return self._reported(_or_raise(best, self.refused or shapes.refused), shapes, math.inf)
+        return best
 
     def _plain(self, memory_limit: int | None = None) -> Plan:
         """The plan in one piece."""
@@ -171,7 +174,7 @@ class _Search:
         if self.constraints.params or self.constraints.pins_blocks:
             return False
         roles = assign_mesh(self.constraints, self.cluster.mesh_shape)
-        return any(r.name == "free" for r in roles) and bool(block_order(self.traced))
+        return any(r.name == "free" for r in roles) and bool(self.planner.work.names)
 
     def _climb(self, shapes: Shapes, limit_s: float) -> Plan | None:
         """Plans the most promising shapes, while that may help; None above the limit."""
