@@ -12,7 +12,6 @@ import math
 from dataclasses import replace
 
 from autopar.codegen.fusion import Fusion
-from autopar.codegen.shares import fused_shares
 from autopar.core.collector import paused_collector
 from autopar.core.constraints import NO_PIPELINE, Constraints, PipelinePin, assign_mesh
 from autopar.core.graph import TracedModel
@@ -25,12 +24,12 @@ from autopar.pipeline_stages import Stopped
 from autopar.scheduling import scheduled
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.memory_cuts import RECOMPUTED, RankBytes, cuts_within
-from autopar.solver.offers import Offers
 from autopar.solver.pipeline_shape import PipelineShape
-from autopar.solver.solve import solve
+from autopar.solver.solve import fits
 from autopar.stage_planning import StagePlanner, on_the_clock
+from autopar.step_limits import StepLimits
 
-__all__ = ["plan_step"]
+__all__ = ["plan_step", "plan_within"]
 
 _GAIN = 0.05  # what a pipeline must save unasked: stage programs overlap less than others
 _SCHEDULE_GAIN = 0.01  # what a schedule other than 1F1B must promise to be planned
@@ -41,7 +40,6 @@ _SPARE = 0.05  # of the limit, for what is only estimated
 _PROVED = 0.01  # shapes whose bounds are nearer to the best plan are not planned
 
 
-@paused_collector()
 def plan_step(
     traced: TracedModel,
     cluster: Cluster,
@@ -65,59 +63,54 @@ def plan_step(
         ConstraintError: a pinned pipeline is not possible, or other pins cannot hold.
         InfeasiblePlanError: nothing fits.
     """
-    search = _Search(traced, cluster, constraints, memory_limit, optimizer, fusion)
-    if constraints.pipeline is None:
-        return search.unasked()
-    return search.asked(constraints.pipeline)
+    known = StepLimits(traced, cluster, constraints, optimizer, fusion)
+    return plan_within(known, cluster.memory_bytes if memory_limit is None else int(memory_limit))
+
+
+@paused_collector()
+def plan_within(known: StepLimits, limit: int) -> Plan:
+    """`plan_step` for a step that is planned under several limits, in bytes per device."""
+    search = _Search(known, limit)
+    pin = known.constraints.pipeline
+    return search.unasked() if pin is None else search.asked(pin)
 
 
 class _Search:
-    def __init__(
-        self,
-        traced: TracedModel,
-        cluster: Cluster,
-        constraints: Constraints,
-        memory_limit: int | None,
-        optimizer: object,
-        fusion: Fusion | None = None,
-    ) -> None:
-        self.traced = traced
-        self.cluster = cluster
-        self.constraints = constraints
-        self.fusion = fusion or Fusion(kernels=frozenset())
-        self.kernels = tuple(sorted(self.fusion.kernels))
-        self.limit = cluster.memory_bytes if memory_limit is None else int(memory_limit)
-        self.optimizer = optimizer
+    def __init__(self, known: StepLimits, limit: int) -> None:
+        self.known = known
+        self.traced = known.traced
+        self.cluster = known.cluster
+        self.constraints = known.constraints
+        self.kernels = known.kernels
+        self.limit = limit
         self.refused: AutoparError | None = None
         self.large: list[PipelineShape] = []  # that do not fit as they are
         self.full: dict[PipelineShape, dict[int, RankBytes]] = {}  # ranks that were too large
         self.cuts: dict[PipelineShape, list[tuple[str, ...]]] = {}  # with which one may fit, tried
-        self.offers = Offers(cluster, fused_shares(traced, self.fusion))
         self._planner: StagePlanner | None = None
 
     @property
     def planner(self) -> StagePlanner:
         if self._planner is None:
-            given = (self.traced, self.cluster, self.constraints, self.limit, self.optimizer)
-            self._planner = StagePlanner(*given, self.offers)
+            self._planner = self.known.planner(self.limit)
         return self._planner
 
     # --- which plan ----------------------------------------------------------------------------
     def unasked(self) -> Plan:
         """The best plan in one piece, unless microbatches or a pipeline are faster."""
-        if not self._may_pipeline():
+        if not self._may_pipeline() or not self.known.holds_parameters(self.limit):
             return self._plain()
         free = self._plain(UNLIMITED)
-        fits = free.predicted.peak_memory_bytes <= self.limit
-        plain = replace(free, memory_limit_bytes=self.limit) if fits else None
-        shapes = Shapes(self.planner, PipelinePin(), short=not fits)
+        small = fits(free, self.cluster, self.limit)
+        plain = replace(free, memory_limit_bytes=self.limit) if small else None
+        shapes = Shapes(self.planner, PipelinePin(), short=not small)
         for shape in shapes.known:
             if shape.size == 1:  # more turns, and else the same
                 shapes.raised(shape, free.solver.bound)
         if plain is not None and shapes.open(_limit(plain)):
             plain = scheduled(plain, self.traced)
         found = self._climb(shapes, _limit(plain))
-        if not fits and (found is None or _seconds(found) >= free.solver.bound * (1 - _GAIN)):
+        if not small and (found is None or _seconds(found) >= free.solver.bound * (1 - _GAIN)):
             return self._against_limited(found, shapes)
         return self._reported(_or_raise(found or plain, None), shapes, free.solver.bound)
 
@@ -157,15 +150,7 @@ class _Search:
 
     def _plain(self, memory_limit: int | None = None) -> Plan:
         """The plan in one piece."""
-        found = solve(
-            self.traced,
-            self.cluster,
-            constraints=replace(self.constraints, pipeline=None),
-            memory_limit=memory_limit or self.limit,
-            optimizer=self.optimizer,
-            offers=self.offers,
-        )
-        return replace(found, constraints=self.constraints.to_dict(), fusion=self.kernels)
+        return self.known.in_one_piece(memory_limit or self.limit)
 
     def _may_pipeline(self) -> bool:
         """A training step, and devices that no pin speaks of."""
@@ -220,8 +205,8 @@ class _Search:
             found = self.planner.plan(least, free=shapes.pin == PipelinePin())
         except (ConstraintError, InfeasiblePlanError):
             return first
-        fits = found.predicted.peak_memory_bytes <= self.limit
-        return found if fits and _seconds(found) < _seconds(first) else first
+        small = fits(found, self.cluster, self.limit)
+        return found if small and _seconds(found) < _seconds(first) else first
 
     def _fitting(self, shape: PipelineShape, shapes: Shapes, below_s: float) -> Plan | None:
         """The plan of a shape without recomputation; None where it does not fit, or is slower.

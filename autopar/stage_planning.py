@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import replace
 
 from autopar.codegen.microbatch import Microbatch, localise
@@ -84,6 +85,12 @@ class StagePlanner:
         self._free: dict[object, Solved] = {}
         self.offers = offers
         self._turns: dict[tuple[int, int], Turn] = {}
+
+    def under(self, limit: int) -> StagePlanner:
+        """The planner with another memory limit, and with all that is known already."""
+        other = copy(self)
+        other.limit = limit
+        return other
 
     def plan(
         self, shape: PipelineShape, *, free: bool = False, below_s: float | None = None
@@ -192,7 +199,8 @@ class StagePlanner:
         model = parts.stages.models[kind]
         taken = {name: settled[name] for name in port_names(model) if name in settled}
         turns = (model.microbatches, model.flight)
-        key = (cuts, kind, *turns, cluster.mesh_shape, limit, tuple(taken.items()))
+        limits = (limit, limit or self.limit)  # to solve within, and to say in the plan
+        key = (cuts, kind, *turns, cluster.mesh_shape, limits, tuple(taken.items()))
         if key not in self._solved:
             try:
                 plan = self._plan(model, cluster, taken, limit, (cuts, kind))

@@ -19,15 +19,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
 
 from autopar.solver.branch import Part, Split, branch, split_states
+from autopar.solver.found import Fit, Met
 from autopar.solver.ilp import Infeasible, Prepared, Solution, solve_problem
 from autopar.solver.liveness import Liveness
 from autopar.solver.multipliers import Proposal, best_prices, heaviest_weights
-from autopar.solver.price import Decision, Price
 from autopar.solver.problem import Assignment, ChoiceProblem, evaluate
 from autopar.solver.reduce import reduce_problem
 from autopar.solver.relaxed import Allowed, Column, Relaxation
@@ -54,27 +53,6 @@ _ABSURD = 1e6  # times as long as the unlimited plan: nothing fits
 _CLOSE = 5e-3  # relative gap at which prices and local search stop
 _PROVED = 1e-2  # and branching
 _NEAR = 1.01  # rows may exceed the bytes that a plan is priced at
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """A plan with its price and its proof."""
-
-    solution: Solution
-    decision: Decision
-    price: Price
-
-    @property
-    def peak(self) -> int:
-        return self.price.peak.peak_bytes
-
-
-class Met(NamedTuple):
-    """A plan met on the way: its peak is that of the rows known, where it was not priced."""
-
-    chosen: Assignment
-    seconds: float
-    peak: float
 
 
 class MemorySearch:
@@ -153,7 +131,7 @@ class MemorySearch:
         fit = self.decide(solution)
         if self.limit >= UNLIMITED:
             return fit
-        self.relaxed.add_row(fit.price.peak.index)
+        self.relaxed.add_row(fit.row)
         if fit.peak <= self.limit and solution.objective < self.target:
             self.best = fit
         return fit
@@ -255,7 +233,7 @@ class MemorySearch:
         if math.isinf(beat):
             self.least()
         elif price:
-            self._prices = {free.price.peak.index: price}
+            self._prices = {free.row: price}
         if not self._is_hopeless():
             # the ILP waits until the bounds of all problems say which one to spend it on
             self._round(free, _FIRST_ROUNDS, recombine=False)

@@ -35,7 +35,7 @@ from autopar.solver.pins import with_roles
 from autopar.solver.rules.own_order import note_orders
 from autopar.solver.variant import Variant
 
-__all__ = ["Solved", "in_other_flights", "solve", "solve_step"]
+__all__ = ["Solved", "fits", "in_other_flights", "solve", "solve_step"]
 
 T = TypeVar("T")
 _BUCKETED = (
@@ -67,6 +67,13 @@ def solve(
         ports=ports,
         offers=offers,
     ).plan
+
+
+def fits(plan: Plan, cluster: Cluster, limit: int) -> bool:
+    """True if a plan keeps to a limit on the device's memory, and to what its host has."""
+    host = cluster.host_memory_bytes
+    on_host = plan.predicted.host_bytes
+    return plan.predicted.peak_memory_bytes <= limit and (host is None or on_host <= host)
 
 
 @dataclass(frozen=True, slots=True)
