@@ -101,6 +101,7 @@ def plan(
         precision=precision,
         reduce_dtype=reduce_dtype,
         fusion=fusion,
+        several=False,
     ).under(limit)
 
 
@@ -117,8 +118,9 @@ def step_plans(
     precision: str | None = None,
     reduce_dtype: str | None = None,
     fusion: bool | Mapping[str, Any] | None = None,
+    several: bool = True,
 ) -> StepPlans:
-    """Plans of one training step under several memory limits; arguments are those of `plan`."""
+    """Plans of one training step under memory limits, one or several; else arguments as `plan`."""
     described = cluster if isinstance(cluster, Cluster) else Cluster.from_mesh(cluster)
     parsed = Constraints.parse(constraints)
     traced = traced_for(
@@ -131,7 +133,7 @@ def step_plans(
         reduce_dtype=reduce_dtype,
     )
     fused = Fusion.parse(fusion, torch.device(described.device_type))
-    return StepPlans(traced, described, parsed, optimizer, cache, fused)
+    return StepPlans(traced, described, parsed, optimizer, cache, fused, several=several)
 
 
 def parallelize(

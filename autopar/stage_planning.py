@@ -42,7 +42,7 @@ from autopar.solver.pipeline_shape import (
     floored,
     stage_mesh,
 )
-from autopar.solver.solve import Solved, in_other_flights, solve_step
+from autopar.solver.solve import KnownVariants, Solved, in_other_flights, solve_step
 
 __all__ = ["StagePlanner", "on_the_clock", "port_names"]
 
@@ -85,6 +85,7 @@ class StagePlanner:
         self._free: dict[object, Solved] = {}
         self.offers = offers
         self._turns: dict[tuple[int, int], Turn] = {}
+        self.searches: dict[object, KnownVariants] | None = None  # of stages, to go on with
 
     def under(self, limit: int) -> StagePlanner:
         """The planner with another memory limit, and with all that is known already."""
@@ -200,10 +201,14 @@ class StagePlanner:
         taken = {name: settled[name] for name in port_names(model) if name in settled}
         turns = (model.microbatches, model.flight)
         limits = (limit, limit or self.limit)  # to solve within, and to say in the plan
-        key = (cuts, kind, *turns, cluster.mesh_shape, limits, tuple(taken.items()))
+        stage = (cuts, kind, *turns, cluster.mesh_shape, tuple(taken.items()))
+        key = (stage, limits)
         if key not in self._solved:
+            known: KnownVariants | None = None
+            if self.searches is not None and limit is not None:
+                known = self.searches.setdefault(stage, {})
             try:
-                plan = self._plan(model, cluster, taken, limit, (cuts, kind))
+                plan = self._plan(model, cluster, taken, limit, (cuts, kind), known)
                 self._solved[key] = replace(plan, memory_limit_bytes=limit or self.limit)
             except InfeasiblePlanError as error:
                 self._solved[key] = error
@@ -219,6 +224,7 @@ class StagePlanner:
         taken: Mapping[str, Layout],
         limit: int | None,
         name: object,
+        known: KnownVariants | None,
     ) -> Plan:
         """The plan of a stage; without a limit, schedules share its choices.
 
@@ -236,6 +242,7 @@ class StagePlanner:
             optimizer=self.optimizer,
             ports=taken,
             offers=self.offers,
+            known=known,
         )
         if limit is None and found.plan.checkpoint == "none":
             self._free[key] = found

@@ -18,7 +18,7 @@ from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.offers import Offers
-from autopar.solver.solve import solve
+from autopar.solver.solve import KnownVariants, solve
 from autopar.stage_planning import StagePlanner
 
 __all__ = ["StepLimits"]
@@ -33,6 +33,7 @@ class StepLimits:
         constraints: what is pinned, of the pipeline and inside its stages.
         optimizer: whose states count in memory.
         fusion: the kernels that ops will be fused in, and are priced in; default: none.
+        several: keep searches under a limit for others, which takes memory.
     """
 
     def __init__(
@@ -42,6 +43,8 @@ class StepLimits:
         constraints: Constraints,
         optimizer: object = "adamw",
         fusion: Fusion | None = None,
+        *,
+        several: bool = False,
     ) -> None:
         self.traced = traced
         self.cluster = cluster
@@ -52,6 +55,7 @@ class StepLimits:
         self.offers = Offers(cluster, fused_shares(traced, self.fusion))
         self._planner: StagePlanner | None = None
         self._free: Plan | None = None
+        self._searches: KnownVariants | None = {} if several else None
 
     def planner(self, limit: int) -> StagePlanner:
         """Of pipelines under a limit.
@@ -62,6 +66,7 @@ class StepLimits:
         if self._planner is None:
             given = (self.traced, self.cluster, self.constraints, limit, self.optimizer)
             self._planner = StagePlanner(*given, self.offers)
+            self._planner.searches = None if self._searches is None else {}
         return self._planner.under(limit)
 
     def in_one_piece(self, limit: int) -> Plan:
@@ -85,6 +90,7 @@ class StepLimits:
             memory_limit=limit,
             optimizer=self.optimizer,
             offers=self.offers,
+            known=None if limit >= UNLIMITED else self._searches,
         )
         return replace(found, constraints=self.constraints.to_dict(), fusion=self.kernels)
 

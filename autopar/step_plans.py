@@ -34,9 +34,12 @@ class StepPlans:
         optimizer: object,
         cache: bool,
         fusion: Fusion,
+        *,
+        several: bool = False,
     ) -> None:
         self.traced = traced
         self.given = (cluster, constraints, optimizer, fusion)
+        self.several = several
         self.plans = PlanCache() if cache else None
         self._known: StepLimits | None = None
 
@@ -56,7 +59,8 @@ class StepPlans:
         from autopar.step_limits import StepLimits
 
         if self._known is None:
-            self._known = StepLimits(self.traced, cluster, constraints, optimizer, fusion)
+            given = (self.traced, cluster, constraints, optimizer, fusion)
+            self._known = StepLimits(*given, several=self.several)
         found = plan_within(self._known, cluster.memory_bytes if limit is None else limit)
         found = scheduled(found, self.traced)
         if self.plans is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from autopar.core.block_kinds import Checkpoint
 from autopar.core.constraints import Constraints, assign_mesh
@@ -35,9 +35,11 @@ from autopar.solver.pins import with_roles
 from autopar.solver.rules.own_order import note_orders
 from autopar.solver.variant import Variant
 
-__all__ = ["Solved", "fits", "in_other_flights", "solve", "solve_step"]
+__all__ = ["KnownVariants", "Solved", "fits", "in_other_flights", "solve", "solve_step"]
 
 T = TypeVar("T")
+KnownVariants: TypeAlias = dict[tuple[str, bool], Variant]
+"""Searches by kind of recomputation of all blocks, and whether the optimizer is offloaded."""
 _BUCKETED = (
     CollectiveKind.ALL_REDUCE,
     CollectiveKind.REDUCE_SCATTER,
@@ -55,6 +57,7 @@ def solve(
     without: Excluded | None = None,
     ports: Mapping[str, Layout] | None = None,
     offers: Offers | None = None,
+    known: KnownVariants | None = None,
 ) -> Plan:
     """Choose placements for every tensor of a traced step; see `solve_step`."""
     return solve_step(
@@ -66,6 +69,7 @@ def solve(
         without=without,
         ports=ports,
         offers=offers,
+        known=known,
     ).plan
 
 
@@ -113,6 +117,7 @@ def solve_step(
     without: Excluded | None = None,
     ports: Mapping[str, Layout] | None = None,
     offers: Offers | None = None,
+    known: KnownVariants | None = None,
 ) -> Solved:
     """Choose placements for every tensor of a traced step.
 
@@ -125,6 +130,7 @@ def solve_step(
         without: a choice that the plan must not make.
         ports: layouts of what goes between pipeline stages, where a stage before has settled them.
         offers: what is known of ops on these devices from earlier steps.
+        known: searches of this step under other limits, to go on with; those of this one are added.
 
     Raises:
         ConstraintError: the constraints cannot hold, or nothing is left without `without`.
@@ -135,10 +141,19 @@ def solve_step(
     note_orders(traced.graph)
     planned = with_roles(cluster, roles)
     limit = planned.memory_bytes if memory_limit is None else int(memory_limit)
-    known = (offers or Offers(planned)).over(planned)
+    priced = (offers or Offers(planned)).over(planned)
+    before: KnownVariants = {} if known is None else known
 
     def make(held: object, checkpoint: Checkpoint) -> Variant:
-        return Variant.search_for(traced, known, wanted, roles, held, checkpoint, limit, ports)
+        key = (checkpoint, isinstance(held, Offloaded)) if isinstance(checkpoint, str) else None
+        found = before.get(key) if key is not None else None
+        if found is not None:
+            found.search.renew(limit)
+            return found
+        found = Variant.search_for(traced, priced, wanted, roles, held, checkpoint, limit, ports)
+        if key is not None:
+            before[key] = found
+        return found
 
     tried = _searched(_variants(traced, planned, wanted, optimizer), make, without)
     if without is None and len(tried) > 1:

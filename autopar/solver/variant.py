@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -94,12 +94,23 @@ class Search:
         self.optimizer = optimizer
         self.pins = pins
         granularity = self.cluster.device.allocation_granularity_bytes
-        host = self.cluster.host_memory_bytes
-        scale = limit / host if host is not None and limit < UNLIMITED else 0.0
+        scale = self._host_scale(limit)
         liveness = Liveness(step, built, optimizer, granularity, scale)
+        self.memory = MemorySearch(built.problem, liveness, self._pricer(scale), limit)
+
+    def renew(self, limit: int) -> None:
+        """Search within another limit; see `MemorySearch.renew`."""
+        scale = self._host_scale(limit)
+        self.memory.renew(limit, self._pricer(scale), scale)
+
+    def _host_scale(self, limit: int) -> float:
+        host = self.cluster.host_memory_bytes
+        return limit / host if host is not None and limit < UNLIMITED else 0.0
+
+    def _pricer(self, scale: float) -> Callable[[Solution], Fit]:
         # not a method of this: a cycle would keep all tables until the collector comes by
-        fitted = partial(_fitted, step, offers, built, optimizer, host_scale=scale)
-        self.memory = MemorySearch(built.problem, liveness, fitted, limit)
+        given = (self.step, self.offers, self.built, self.optimizer)
+        return partial(_fitted, *given, host_scale=scale)
 
     def start(self, beat: float, price: float) -> Fit | None:
         """A fast plan found within the limit, if it beats some seconds."""
