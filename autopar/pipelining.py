@@ -98,7 +98,7 @@ class _Search:
     # --- which plan ----------------------------------------------------------------------------
     def unasked(self) -> Plan:
         """The best plan in one piece, unless microbatches or a pipeline are faster."""
-        if not self._may_pipeline() or not self.known.holds_parameters(self.limit):
+        if not self.known.holds_parameters(self.limit) or not self._may_pipeline():
             return self._plain()
         free = self._plain(UNLIMITED)
         small = fits(free, self.cluster, self.limit)
