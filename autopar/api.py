@@ -22,7 +22,7 @@ from autopar.core.plan import Plan
 from autopar.core.units import parse_bytes
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, PlanMismatchError
-from autopar.planning import Planner, solved, traced_for
+from autopar.planning import Planner, traced_for
 from autopar.runtime.agree import agree
 from autopar.runtime.compiled_step import input_signature
 from autopar.runtime.inductor import check_backend
@@ -31,6 +31,7 @@ from autopar.runtime.names import names_of
 from autopar.runtime.optimizers import guard_optimizers
 from autopar.runtime.pipeline_mesh import own_plan
 from autopar.runtime.state import check_devices, materialize
+from autopar.step_plans import StepPlans
 from autopar.tracer.precision import low_dtype, sum_dtype
 from autopar.tracer.trace import normalize_inputs
 
@@ -88,6 +89,38 @@ def plan(
         InfeasiblePlanError: nothing fits; carries the smallest limit that would.
     """
     limit = _limit(memory_limit)
+    return step_plans(
+        model,
+        cluster,
+        example_inputs,
+        constraints=constraints,
+        optimizer=optimizer,
+        loss_fn=loss_fn,
+        training=training,
+        cache=cache,
+        precision=precision,
+        reduce_dtype=reduce_dtype,
+        fusion=fusion,
+        several=False,
+    ).under(limit)
+
+
+def step_plans(
+    model: nn.Module,
+    cluster: Cluster | DeviceMesh,
+    example_inputs: Any,
+    *,
+    constraints: ConstraintsLike = None,
+    optimizer: object = "adamw",
+    loss_fn: Callable[..., Any] | None = None,
+    training: bool = True,
+    cache: bool = True,
+    precision: str | None = None,
+    reduce_dtype: str | None = None,
+    fusion: bool | Mapping[str, Any] | None = None,
+    several: bool = True,
+) -> StepPlans:
+    """Plans of one training step under memory limits, one or several; else arguments as `plan`."""
     described = cluster if isinstance(cluster, Cluster) else Cluster.from_mesh(cluster)
     parsed = Constraints.parse(constraints)
     traced = traced_for(
@@ -100,7 +133,7 @@ def plan(
         reduce_dtype=reduce_dtype,
     )
     fused = Fusion.parse(fusion, torch.device(described.device_type))
-    return solved(traced, described, parsed, limit, optimizer, cache, fused)
+    return StepPlans(traced, described, parsed, optimizer, cache, fused, several=several)
 
 
 def parallelize(

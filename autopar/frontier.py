@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from autopar.api import plan
+from autopar.api import step_plans
 from autopar.core.block_kinds import checkpoint_text
 from autopar.core.plan import Plan
 from autopar.core.units import format_bytes, format_seconds
@@ -44,17 +44,18 @@ def frontier(
     """
     if points < 2:
         raise ValueError(f"a frontier has at least 2 points, got {points}")
-    free = plan(model, cluster, example_inputs, memory_limit=_UNLIMITED, **options)
+    plans = step_plans(model, cluster, example_inputs, **options)
+    free = plans.under(_UNLIMITED)
     most = free.predicted.peak_memory_bytes
     found = [FrontierPoint(limit_bytes=most, plan=free)]
     try:
-        plan(model, cluster, example_inputs, memory_limit=1, **options)
+        plans.under(1)
     except InfeasiblePlanError as error:
         least = min(error.required_bytes or most, most)
     for step in range(1, points):
         limit = round(most * (least / most) ** (step / (points - 1)))
         try:
-            here = plan(model, cluster, example_inputs, memory_limit=limit, **options)
+            here = plans.under(limit)
         except InfeasiblePlanError:
             continue
         while found and here.predicted.step_time_s <= found[-1].plan.predicted.step_time_s:

@@ -20,10 +20,11 @@ from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.errors import ConstraintError, InfeasiblePlanError
 from autopar.scheduling import scheduled
+from autopar.solver.fit import UNLIMITED
 from autopar.solver.meshes import meshes
 from autopar.solver.offers import Offers
 from autopar.solver.overlap import EXPOSED
-from autopar.solver.solve import NotBelow, solve
+from autopar.solver.solve import KnownVariants, NotBelow, solve
 
 __all__ = ["OnePiece"]
 
@@ -40,16 +41,16 @@ class OnePiece:
     traced: TracedModel
     cluster: Cluster
     constraints: Constraints
-    limit: int
     optimizer: object
     offers: Offers
     kernels: tuple[str, ...]
+    searches: KnownVariants | None = None
 
-    def plan(self, memory_limit: int | None = None, exposed: float = EXPOSED) -> Plan:
+    def plan(self, limit: int, exposed: float = EXPOSED) -> Plan:
         """The plan that counts least, on the mesh as given or with axes joined.
 
         Args:
-            memory_limit: bytes per device, if not the limit.
+            limit: bytes per device.
             exposed: see `solver.solve`.
 
         Raises:
@@ -65,7 +66,7 @@ class OnePiece:
             # it is kept where joining its axes gains nothing to speak of
             below_s = _objective(best) * (1 + _JOINED * own)
             try:
-                found = self._solved(cluster, memory_limit or self.limit, exposed, below_s)
+                found = self._solved(cluster, limit, exposed, below_s)
             except NotBelow as error:
                 bound = min(bound, error.bound)
             except InfeasiblePlanError as error:
@@ -79,29 +80,30 @@ class OnePiece:
         gap = 1 - bound / objective if objective else 0.0
         return replace(best, solver=replace(best.solver, bound=bound, gap=gap))
 
-    def best(self, plan: Plan | None = None) -> Plan:
+    def best(self, limit: int, plan: Plan | None = None) -> Plan:
         """A plan within the limit with what its program hides, or a faster one.
 
         Args:
+            limit: bytes per device.
             plan: that counts least.
 
         Raises:
             ConstraintError: the constraints cannot hold.
             InfeasiblePlanError: nothing fits.
         """
-        first = plan or self.plan()
+        first = plan or self.plan(limit)
         found = scheduled(first, self.traced)
         hoped_s = first.predicted.serial_time_s - first.solver.objective
         hidden_s = found.predicted.hidden_time_s
         others: list[Plan] = []
         if hidden_s < _HIDDEN * hoped_s:
-            others.append(self.plan(exposed=1 - (1 - EXPOSED) * hidden_s / hoped_s))
+            others.append(self.plan(limit, 1 - (1 - EXPOSED) * hidden_s / hoped_s))
         elif found.predicted.step_time_s > (1 + _SLOWER) * first.solver.bound:
-            others += self._data_parallel()
+            others += self._data_parallel(limit)
         tried = [found, *(scheduled(plan, self.traced) for plan in others)]
         return min(tried, key=lambda p: p.predicted.step_time_s)
 
-    def _data_parallel(self) -> Iterator[Plan]:
+    def _data_parallel(self, limit: int) -> Iterator[Plan]:
         """Plans that split the batch over all devices, where no axis is pinned."""
         free = all(r.name == "free" for r in assign_mesh(self.constraints, self.cluster.mesh_shape))
         if not free or self.constraints.params or not self.traced.training:
@@ -109,7 +111,7 @@ class OnePiece:
         for stage in _STAGES:
             pinned = replace(self.constraints, data=self.cluster.num_devices, zero=stage)
             with suppress(ConstraintError, InfeasiblePlanError):
-                yield self._solved(self.cluster, self.limit, EXPOSED, constraints=pinned)
+                yield self._solved(self.cluster, limit, EXPOSED, constraints=pinned)
 
     def _solved(
         self,
@@ -128,6 +130,7 @@ class OnePiece:
             offers=self.offers,
             exposed=exposed,
             below_s=below_s,
+            known=None if limit >= UNLIMITED or constraints else self.searches,
         )
         return replace(found, constraints=self.constraints.to_dict(), fusion=self.kernels)
 

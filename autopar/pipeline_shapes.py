@@ -87,7 +87,7 @@ class Shapes:
                     microbatches=turns,
                     schedule=schedule,
                     chunks=chunks,
-                    cuts=pin.cuts,
+                    cuts=pin.cuts and self.planner.work.named(pin.cuts),
                 )
 
     def _turns(self, size: int, unasked: bool) -> list[int]:

@@ -31,7 +31,10 @@ from autopar.cost_model.stages import (
     transfer_seconds,
 )
 from autopar.errors import ConstraintError, InfeasiblePlanError
+from autopar.solver.fit import UNLIMITED
 from autopar.solver.pipeline_shape import PipelineShape
+from autopar.solver.solve import fits
+from autopar.solver.variant import host_is_short
 
 if TYPE_CHECKING:
     from autopar.stage_planning import StagePlanner
@@ -122,7 +125,13 @@ class Pipeliner:
         highest = max(memory, key=lambda kinds: sum(kinds.values()))
         clock = pipelined_time(shifted, self.orders, transfer_s, turns, highest)
         peaks = tuple(sum(kinds.values()) for kinds in memory)
-        return self._assembled(time, self.cuts, shifted, clock, peaks)
+        found = self._assembled(time, self.cuts, shifted, clock, peaks)
+        if not fits(found, self.cluster, UNLIMITED) and (not self.free or self.below_s is not None):
+            raise host_is_short(
+                self.cluster, self.limit, found.predicted.host_bytes,
+                found.predicted.host_activation_bytes, found.predicted.peak_memory_bytes,
+            )  # fmt: skip
+        return found
 
     def _fitting(self) -> list[Plan]:
         """Plans of the stages, of which those of each rank fit the limit together.

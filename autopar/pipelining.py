@@ -12,25 +12,22 @@ import math
 from dataclasses import replace
 
 from autopar.codegen.fusion import Fusion
-from autopar.codegen.shares import fused_shares
 from autopar.core.collector import paused_collector
 from autopar.core.constraints import NO_PIPELINE, Constraints, PipelinePin, assign_mesh
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
-from autopar.core.stages import block_order
 from autopar.core.units import format_bytes, format_seconds
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError
-from autopar.one_piece import OnePiece
 from autopar.pipeline_shapes import Shapes
 from autopar.pipeline_stages import Stopped
-from autopar.solver.fit import UNLIMITED
 from autopar.solver.memory_cuts import RECOMPUTED, RankBytes, cuts_within
-from autopar.solver.offers import Offers
 from autopar.solver.pipeline_shape import PipelineShape
+from autopar.solver.solve import fits
 from autopar.stage_planning import StagePlanner, on_the_clock
+from autopar.step_limits import StepLimits
 
-__all__ = ["plan_step"]
+__all__ = ["plan_step", "plan_within"]
 
 _GAIN = 0.05  # what a pipeline must save unasked: stage programs overlap less than others
 _SCHEDULE_GAIN = 0.01  # what a schedule other than 1F1B must promise to be planned
@@ -41,7 +38,6 @@ _SPARE = 0.05  # of the limit, for what is only estimated
 _PROVED = 0.01  # shapes whose bounds are nearer to the best plan are not planned
 
 
-@paused_collector()
 def plan_step(
     traced: TracedModel,
     cluster: Cluster,
@@ -65,75 +61,61 @@ def plan_step(
         ConstraintError: a pinned pipeline is not possible, or other pins cannot hold.
         InfeasiblePlanError: nothing fits.
     """
-    search = _Search(traced, cluster, constraints, memory_limit, optimizer, fusion)
-    if constraints.pipeline is None:
-        return search.unasked()
-    return search.asked(constraints.pipeline)
+    known = StepLimits(traced, cluster, constraints, optimizer, fusion)
+    return plan_within(known, cluster.memory_bytes if memory_limit is None else int(memory_limit))
+
+
+@paused_collector()
+def plan_within(known: StepLimits, limit: int) -> Plan:
+    """`plan_step` for a step that is planned under several limits, in bytes per device."""
+    search = _Search(known, limit)
+    pin = known.constraints.pipeline
+    return search.unasked() if pin is None else search.asked(pin)
 
 
 class _Search:
-    def __init__(
-        self,
-        traced: TracedModel,
-        cluster: Cluster,
-        constraints: Constraints,
-        memory_limit: int | None,
-        optimizer: object,
-        fusion: Fusion | None = None,
-    ) -> None:
-        self.traced = traced
-        self.cluster = cluster
-        self.constraints = constraints
-        self.fusion = fusion or Fusion(kernels=frozenset())
-        self.kernels = tuple(sorted(self.fusion.kernels))
-        self.limit = cluster.memory_bytes if memory_limit is None else int(memory_limit)
-        self.optimizer = optimizer
+    def __init__(self, known: StepLimits, limit: int) -> None:
+        self.known = known
+        self.traced = known.traced
+        self.cluster = known.cluster
+        self.constraints = known.constraints
+        self.kernels = known.kernels
+        self.limit = limit
         self.refused: AutoparError | None = None
         self.large: list[PipelineShape] = []  # that do not fit as they are
         self.full: dict[PipelineShape, dict[int, RankBytes]] = {}  # ranks that were too large
         self.cuts: dict[PipelineShape, list[tuple[str, ...]]] = {}  # with which one may fit, tried
-        self.offers = Offers(cluster, fused_shares(traced, self.fusion))
         self._planner: StagePlanner | None = None
-        self.whole = OnePiece(
-            traced, cluster, constraints, self.limit, optimizer, self.offers, self.kernels
-        )
 
     @property
     def planner(self) -> StagePlanner:
         if self._planner is None:
-            self._planner = StagePlanner(
-                self.traced,
-                self.cluster,
-                self.constraints,
-                self.limit,
-                self.optimizer,
-                self.offers,
-            )
+            self._planner = self.known.planner(self.limit)
         return self._planner
 
     # --- which plan ----------------------------------------------------------------------------
     def unasked(self) -> Plan:
         """The best plan in one piece, unless microbatches or a pipeline are faster."""
-        if not self._may_pipeline():
-            return self.whole.best()
-        free = self.whole.plan(UNLIMITED)
-        fits = free.predicted.peak_memory_bytes <= self.limit
-        plain = replace(free, memory_limit_bytes=self.limit) if fits else None
-        shapes = Shapes(self.planner, PipelinePin(), short=not fits)
+        if not self.known.holds_parameters(self.limit) or not self._may_pipeline():
+            return self._plain()
+        free = self.known.free
+        small = fits(free, self.cluster, self.limit)
+        plain = replace(free, memory_limit_bytes=self.limit) if small else None
+        shapes = Shapes(self.planner, PipelinePin(), short=not small)
         for shape in shapes.known:
             if shape.size == 1:  # more turns, and else the same
                 shapes.raised(shape, free.solver.bound)
         if plain is not None:
-            plain = self.whole.best(plain)
+            plain = self._plain(plain)
         found = self._climb(shapes, _limit(plain))
-        if not fits and (found is None or _seconds(found) >= free.solver.bound * (1 - _GAIN)):
+        if not small and (found is None or _seconds(found) >= free.solver.bound * (1 - _GAIN)):
             return self._against_limited(found, shapes)
         return self._reported(_or_raise(found or plain, None), shapes, free.solver.bound)
 
     def _against_limited(self, found: Plan | None, shapes: Shapes) -> Plan:
         """A pipeline, or the plan in one piece that fits the limit."""
         try:
-            plain = self.whole.best()
+            plain = self._plain()
         except InfeasiblePlanError as error:
             return self._reported(_or_raise(found, error), shapes, math.inf)
         best = found if found is not None and _seconds(found) < _limit(plain) else plain
@@ -142,9 +124,19 @@ class _Search:
     def asked(self, pin: PipelinePin) -> Plan:
         """The best plan with what is pinned of a pipeline."""
         if pin == NO_PIPELINE:
-            return self.whole.best()
+            return self._plain()
         shapes = Shapes(self.planner, pin, short=True)
         self.refused = shapes.refused
+        best = self._best_of(shapes)
+        if not shapes.known and pin.microbatches is None and pin.size != 1:
+            # what cannot be split, such as batch normalisation, may still be cut into stages
+            whole = Shapes(self.planner, replace(pin, microbatches=1), short=True)
+            best = self._best_of(whole)
+            shapes = whole if best is not None else shapes
+        return self._reported(_or_raise(best, self.refused or shapes.refused), shapes, math.inf)
+
+    def _best_of(self, shapes: Shapes) -> Plan | None:
+        """The fastest plan of any shape, if one has a plan."""
         best: Plan | None = None
         while (shape := shapes.most_promising(_seconds(best))) is not None:
             found = self._planned(shape, shapes)
@@ -152,7 +144,11 @@ class _Search:
                 found = self._with_schedule(shape, found, _seconds(best), shapes)
                 self._noted(shape, found, shapes)
             best = _faster(best, found)
-        return self._reported(_or_raise(best, self.refused or shapes.refused), shapes, math.inf)
+        return best
+
+    def _plain(self, plan: Plan | None = None) -> Plan:
+        """The plan in one piece, maybe the given one."""
+        return self.known.whole.best(self.limit, plan)
 
     def _may_pipeline(self) -> bool:
         """A training step, and devices that no pin speaks of."""
@@ -161,7 +157,7 @@ class _Search:
         if self.constraints.params or self.constraints.pins_blocks:
             return False
         roles = assign_mesh(self.constraints, self.cluster.mesh_shape)
-        return any(r.name == "free" for r in roles) and bool(block_order(self.traced))
+        return any(r.name == "free" for r in roles) and bool(self.planner.work.names)
 
     def _climb(self, shapes: Shapes, limit_s: float) -> Plan | None:
         """Plans the most promising shapes, while that may help; None above the limit."""
@@ -207,8 +203,8 @@ class _Search:
             found = self.planner.plan(least, free=shapes.pin == PipelinePin())
         except (ConstraintError, InfeasiblePlanError):
             return first
-        fits = found.predicted.peak_memory_bytes <= self.limit
-        return found if fits and _seconds(found) < _seconds(first) else first
+        small = fits(found, self.cluster, self.limit)
+        return found if small and _seconds(found) < _seconds(first) else first
 
     def _fitting(self, shape: PipelineShape, shapes: Shapes, below_s: float) -> Plan | None:
         """The plan of a shape without recomputation; None where it does not fit, or is slower.
@@ -279,7 +275,7 @@ class _Search:
         try:
             whole = shape.size == 1 and shape.microbatches == 1
             if whole:
-                return self.whole.best()
+                return self._plain()
             found = self.planner.plan(shape)
             return found if _is_free(found) else self._evened(shape, found, None)
         except ConstraintError as error:

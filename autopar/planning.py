@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from autopar.cache import PlanCache
 from autopar.codegen.emit import emit
 from autopar.codegen.fusion import Fusion
 from autopar.codegen.passes import check_passes
 from autopar.codegen.stage_unfolding import unfolded_plan
-from autopar.core.collector import paused_collector
 from autopar.core.constraints import NO_PIPELINE, Constraints, PipelinePin
 from autopar.core.folding import every_instance, same_for_all_instances
 from autopar.core.graph import TracedModel
@@ -30,11 +28,11 @@ from autopar.runtime.compiled_step import CompiledStep
 from autopar.runtime.inductor import compile_program
 from autopar.runtime.pipeline import PipelinedStep
 from autopar.runtime.pipeline_mesh import PipelineMesh, check_ascending
-from autopar.scheduling import scheduled
+from autopar.step_plans import StepPlans
 from autopar.tracer.fold import find_repeats
 from autopar.tracer.trace import trace
 
-__all__ = ["Planner", "solved", "traced_for"]
+__all__ = ["Planner", "traced_for"]
 
 
 def traced_for(
@@ -57,43 +55,6 @@ def traced_for(
         precision=precision,
         reduce_dtype=reduce_dtype,
     )
-
-
-@paused_collector()
-def solved(
-    traced: TracedModel,
-    cluster: Cluster,
-    constraints: Constraints,
-    memory_limit: int | None,
-    optimizer: object,
-    cache: bool,
-    fusion: Fusion,
-) -> Plan:
-    """The plan from the cache, or solved and kept there; ops are priced as they will be fused.
-
-    The programs of a plan that is solved are written for their schedule, and checked against it.
-    """
-    plans = PlanCache() if cache else None
-    key = ""
-    if plans:
-        key = plans.key(traced, cluster, constraints, memory_limit, optimizer, fusion.kernels)
-    known = plans.get(key) if plans else None
-    if known is not None:
-        return known
-    from autopar.pipelining import plan_step
-
-    found = plan_step(
-        traced,
-        cluster,
-        constraints=constraints,
-        memory_limit=memory_limit,
-        optimizer=optimizer,
-        fusion=fusion,
-    )
-    found = scheduled(found, traced)
-    if plans is not None:
-        plans.put(key, found)
-    return found
 
 
 def may_fold(model: nn.Module, constraints: Constraints) -> bool:
@@ -307,15 +268,8 @@ class Planner:
         raise refused
 
     def _solved(self, traced: TracedModel, cluster: Cluster, constraints: Constraints) -> Plan:
-        return solved(
-            traced,
-            cluster,
-            constraints,
-            self.memory_limit,
-            self.optimizer,
-            self.cache,
-            self.fusion,
-        )
+        given = (traced, cluster, constraints, self.optimizer, self.cache, self.fusion)
+        return StepPlans(*given).under(self.memory_limit)
 
     def _check_given(self, chosen: Plan, traced: TracedModel) -> None:
         if chosen.num_devices != self.mesh.size():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import replace
 
 from autopar.codegen.microbatch import Microbatch, localise
@@ -42,7 +43,7 @@ from autopar.solver.pipeline_shape import (
     floored,
     stage_mesh,
 )
-from autopar.solver.solve import Solved, in_other_flights, solve_step
+from autopar.solver.solve import KnownVariants, Solved, in_other_flights, solve_step
 
 __all__ = ["StagePlanner", "on_the_clock", "port_names"]
 
@@ -85,6 +86,13 @@ class StagePlanner:
         self._free: dict[object, Solved] = {}
         self.offers = offers
         self._turns: dict[tuple[int, int], Turn] = {}
+        self.searches: dict[object, KnownVariants] | None = None  # of stages, to go on with
+
+    def under(self, limit: int) -> StagePlanner:
+        """The planner with another memory limit, and with all that is known already."""
+        other = copy(self)
+        other.limit = limit
+        return other
 
     def plan(
         self, shape: PipelineShape, *, free: bool = False, below_s: float | None = None
@@ -200,10 +208,15 @@ class StagePlanner:
         model = parts.stages.models[kind]
         taken = {name: settled[name] for name in port_names(model) if name in settled}
         turns = (model.microbatches, model.flight)
-        key = (cuts, kind, *turns, cluster.mesh_shape, limit, tuple(taken.items()))
+        limits = (limit, limit or self.limit)  # to solve within, and to say in the plan
+        stage = (cuts, kind, *turns, cluster.mesh_shape, tuple(taken.items()))
+        key = (stage, limits)
         if key not in self._solved:
+            known: KnownVariants | None = None
+            if self.searches is not None and limit is not None:
+                known = self.searches.setdefault(stage, {})
             try:
-                plan = self._plan(model, cluster, taken, limit, (cuts, kind))
+                plan = self._plan(model, cluster, taken, limit, (cuts, kind), known)
                 self._solved[key] = replace(plan, memory_limit_bytes=limit or self.limit)
             except InfeasiblePlanError as error:
                 self._solved[key] = error
@@ -219,6 +232,7 @@ class StagePlanner:
         taken: Mapping[str, Layout],
         limit: int | None,
         name: object,
+        known: KnownVariants | None,
     ) -> Plan:
         """The plan of a stage; without a limit, schedules share its choices.
 
@@ -236,6 +250,7 @@ class StagePlanner:
             optimizer=self.optimizer,
             ports=taken,
             offers=self.offers,
+            known=known,
         )
         if limit is None and found.plan.checkpoint == "none":
             self._free[key] = found

@@ -14,10 +14,11 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
+from autopar.core.cells import block_order
 from autopar.core.constraints import Constraints
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
-from autopar.core.stages import block_order, cut
+from autopar.core.stages import cut
 from autopar.cost_model import Cluster
 from autopar.errors import ConstraintError, InfeasiblePlanError
 from autopar.pipelining import plan_step

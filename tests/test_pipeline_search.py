@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.codegen.stage_unfolding import unfolded_plan
+from autopar.core.cells import block_order
 from autopar.core.constraints import Constraints
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan, SolverReport
 from autopar.core.stage_folding import outline
-from autopar.core.stages import block_order
 from autopar.cost_model import Cluster
 from autopar.errors import ConstraintError, InfeasiblePlanError
 from autopar.pipelining import plan_step

@@ -10,7 +10,13 @@ from typing import Any, TypeVar
 from torch import fx
 
 from autopar.codegen.microbatch import Microbatch, localise
-from autopar.core.block_kinds import Checkpoint, as_checkpoint, kinds_of, moved_checkpoint
+from autopar.core.block_kinds import (
+    RECOMPUTATIONS,
+    Checkpoint,
+    as_checkpoint,
+    kinds_of,
+    moved_checkpoint,
+)
 from autopar.core.blocks import Block, Blocks, block_of
 from autopar.core.flights import Flight, flights, most
 from autopar.core.graph import TracedModel
@@ -32,6 +38,7 @@ __all__ = [
 
 
 T = TypeVar("T")
+_STRENGTH: dict[str, int] = {kind: i for i, kind in enumerate(RECOMPUTATIONS)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +81,9 @@ class Staged:
             by = self.shifts[stage]  # of equal stages, all of whose blocks are of one container
             every = Blocks(self.model(stage)).every()
             blocks = [Block(b.container, b.number + by) for b in every]
-            found.update(kinds_of(plan.checkpoint, blocks))
+            for block, kind in kinds_of(plan.checkpoint, blocks).items():
+                # of a block that several stages share, the strongest kind
+                found[block] = max(found.get(block, kind), kind, key=_STRENGTH.__getitem__)
         order = list(dict.fromkeys(b.container for b in found))
         blocks = sorted(found, key=lambda b: (order.index(b.container), b.number))
         return as_checkpoint({block: found[block] for block in blocks})

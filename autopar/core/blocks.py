@@ -9,9 +9,10 @@ folded (`TracedModel.repeats`), the nodes of one block count for those that it s
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Hashable
 from copy import copy
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import fx
@@ -20,7 +21,9 @@ from torch.fx.node import map_aggregate
 from autopar.core import ops as _ops  # noqa: F401  (defines the autopar ops)
 from autopar.core.graph import InputSpec, Repeat, TracedModel, node_info, tensor_meta
 
-__all__ = ["Block", "Blocks", "block_of"]
+__all__ = ["Block", "Blocks", "block_of", "members_by"]
+
+Owner = TypeVar("Owner", bound=Hashable)
 
 _BLOCK = re.compile(r"^(.*?)\.(\d+)(?:\.|$)")
 _MANY = 3  # blocks; a skip connection leads to one
@@ -40,6 +43,35 @@ def block_of(path: str) -> Block | None:
     return Block(match.group(1), int(match.group(2))) if match else None
 
 
+def members_by(
+    traced: TracedModel, owner_of: Callable[[str], Owner | None]
+) -> dict[Owner, list[fx.Node]]:
+    """Nodes of each block, in graph order.
+
+    Args:
+        traced: the graph.
+        owner_of: block of a module or parameter, by FQN; None outside of blocks.
+    """
+    specs = {spec.node: spec for spec in traced.inputs}
+    members: dict[Owner, list[fx.Node]] = {}
+    inside: set[fx.Node] = set()
+    for node in traced.graph.nodes:
+        owner = None
+        if node.op == "placeholder":
+            spec = specs[node.name]
+            owner = owner_of(spec.target) if spec.kind in ("parameter", "buffer") else None
+        elif node.op == "call_function":
+            owner = owner_of(node_info(traced, node).module)
+        # an alias of what no block made (a mask) serves all blocks, though the first one asked
+        shared = node.target is torch.ops.aten.alias.default and not (
+            inside & set(node.all_input_nodes)
+        )
+        if owner is not None and not shared:
+            members.setdefault(owner, []).append(node)
+            inside.add(node)
+    return members
+
+
 class Blocks:
     """The blocks of one graph.
 
@@ -54,7 +86,7 @@ class Blocks:
         self.repeats: dict[str, list[Repeat]] = {}
         for repeat in traced.repeats:
             self.repeats.setdefault(repeat.container, []).append(repeat)
-        self.members = self._members()
+        self.members = members_by(traced, block_of)
         self.place: dict[str, tuple[Block, int]] = {
             node.name: (block, i)
             for block, nodes in self.members.items()
@@ -143,25 +175,6 @@ class Blocks:
             if source.container == into.container and into.unit(source.number) > 0:
                 return 1
         return into.times
-
-    def _members(self) -> dict[Block, list[fx.Node]]:
-        members: dict[Block, list[fx.Node]] = {}
-        inside: set[fx.Node] = set()
-        for node in self.traced.graph.nodes:
-            block = None
-            if node.op == "placeholder":
-                spec = self.specs[node.name]
-                block = block_of(spec.target) if spec.kind in ("parameter", "buffer") else None
-            elif node.op == "call_function":
-                block = block_of(node_info(self.traced, node).module)
-            # an alias of what no block made (a mask) serves all blocks, though the first one asked
-            shared = node.target is torch.ops.aten.alias.default and not (
-                inside & set(node.all_input_nodes)
-            )
-            if block is not None and not shared:
-                members.setdefault(block, []).append(node)
-                inside.add(node)
-        return members
 
     def _classes(self) -> dict[str, str]:
         owners: dict[Any, Block] = {}

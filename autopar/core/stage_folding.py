@@ -18,9 +18,9 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from autopar.core.blocks import Block, Blocks, block_of
+from autopar.core.cells import Cells
 from autopar.core.graph import InputSpec, NodeInfo, OutputSpec, Repeat, TracedModel
 from autopar.core.late_module import late_module
-from autopar.core.stages import block_order
 from autopar.errors import ConstraintError
 
 __all__ = ["Outline", "block_names", "extended", "outline", "renumbered"]
@@ -47,21 +47,21 @@ class Outline:
     periods: Mapping[str, tuple[int, ...]]
 
 
-def block_names(traced: TracedModel) -> list[tuple[Block, Block]]:
-    """Every block of the model in forward order, with the block of the graph that it is like.
+def block_names(traced: TracedModel, cells: Cells) -> list[tuple[str, str]]:
+    """Every cell of the model in forward order, with the cell of the graph that it is like.
 
     Raises:
         ConstraintError: blocks that repeat together do not follow each other.
     """
     repeats = {r.container: r for r in traced.repeats}
-    order = block_order(traced)
-    found: list[tuple[Block, Block]] = []
+    order = [block_of(name) for name in cells.names]
+    found: list[tuple[str, str]] = []
     position = 0
     while position < len(order):
         block = order[position]
-        repeat = repeats.get(block.container)
-        if repeat is None or not repeat.holds(block.number):
-            found.append((block, block))
+        repeat = repeats.get(block.container) if block is not None else None
+        if block is None or repeat is None or not repeat.holds(block.number):
+            found.append((cells.names[position],) * 2)
             position += 1
             continue
         period = order[position : position + repeat.period]
@@ -71,9 +71,12 @@ def block_names(traced: TracedModel) -> list[tuple[Block, Block]]:
                 "pipeline is not offered"
             )
         found += [
-            (Block(b.container, b.number + turn * repeat.period), b)
+            (
+                f"{block.container}.{repeat.first + i + turn * repeat.period}",
+                cells.names[position + i],
+            )
             for turn in range(repeat.times)
-            for b in period
+            for i in range(repeat.period)
         ]
         position += repeat.period
     return found
@@ -90,7 +93,8 @@ def outline(traced: TracedModel, cuts: Sequence[str]) -> Outline:
         ConstraintError: a cut is no block, or lies inside a period of blocks that repeat together.
     """
     repeats = {r.container: r for r in traced.repeats}
-    stages = _stages([b for b, _ in block_names(traced)], cuts)
+    cells = Cells(traced)
+    stages = _stages([name for name, _ in block_names(traced, cells)], cuts, cells)
     found = [_Stage.of(blocks, repeats) for blocks in stages]
     made: list[_Stage] = []
     kinds: list[int] = []
@@ -101,7 +105,7 @@ def outline(traced: TracedModel, cuts: Sequence[str]) -> Outline:
             twin = len(made)
             made.append(stage)
         kinds.append(twin)
-        shifts.append(stage.first.number - made[twin].first.number)
+        shifts.append(stage.number - made[twin].number)
     periods: dict[str, set[int]] = {name: {-2, -1, 0, r.times} for name, r in repeats.items()}
     for stage in made:
         for name, kept in stage.kept().items():
@@ -109,51 +113,45 @@ def outline(traced: TracedModel, cuts: Sequence[str]) -> Outline:
     return Outline(
         kinds=tuple(kinds),
         shifts=tuple(shifts),
-        starts=tuple(_name(s.first) for s in made[1:]),
+        starts=tuple(s.first for s in made[1:]),
         repeats=tuple(s.repeats(repeats) for s in made),
         periods={name: tuple(sorted(kept)) for name, kept in periods.items()},
     )
 
 
-def _name(block: Block) -> str:
-    return f"{block.container}.{block.number}"
-
-
-def _stages(order: list[Block], cuts: Sequence[str]) -> list[list[Block]]:
-    names = [_name(b) for b in order]
-    for cut in cuts:
-        if cut not in names:
-            raise ConstraintError(
-                f"pipeline cut {cut!r} is no block of the model; its blocks are "
-                f"{', '.join(names[:4])}{', …' if len(names) > 4 else ''}"
-            )
-    starts = [names.index(cut) for cut in cuts]
+def _stages(names: list[str], cuts: Sequence[str], cells: Cells) -> list[list[str]]:
+    begun = [cut if cut in names else cells.of_cut(cut) for cut in cuts]
+    for cut, cell in zip(cuts, begun, strict=True):
+        if cell not in names:
+            raise cells.no_cut(cut, names)
+    starts = [names.index(cell) for cell in begun]
     if starts != sorted(set(starts)) or (starts and starts[0] == 0):
         raise ConstraintError(
             f"pipeline cuts {list(cuts)} must be in forward order, behind the first block "
             f"{names[0]}"
         )
-    ends = [*starts, len(order)]
-    return [order[a:b] for a, b in zip([0, *starts], ends, strict=True)]
+    ends = [*starts, len(names)]
+    return [names[a:b] for a, b in zip([0, *starts], ends, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """Blocks of a stage; `runs` are the periods of each folded container, `inner` as below."""
+    """Cells of a stage; `runs` are the periods of each folded container, `inner` as below."""
 
-    first: Block
+    first: str
     runs: dict[str, tuple[int, int]]
     inner: bool  # it holds nothing but periods that the folded one stands for
 
     @classmethod
-    def of(cls, blocks: list[Block], repeats: Mapping[str, Repeat]) -> _Stage:
+    def of(cls, names: list[str], repeats: Mapping[str, Repeat]) -> _Stage:
         runs: dict[str, tuple[int, int]] = {}
         inner = True
         counts: dict[tuple[str, int], int] = {}
-        for block in blocks:
-            repeat = repeats.get(block.container)
-            period = (block.number - repeat.first) // repeat.period if repeat else -3
-            if repeat is None or not -2 <= period <= repeat.times:
+        for name in names:
+            block = block_of(name)
+            repeat = repeats.get(block.container) if block is not None else None
+            period = (block.number - repeat.first) // repeat.period if block and repeat else -3
+            if block is None or repeat is None or not -2 <= period <= repeat.times:
                 inner = False
                 continue
             inner &= 0 <= period < repeat.times
@@ -167,7 +165,13 @@ class _Stage:
                     f"{name}.{start} and the {repeats[name].period - 1} blocks behind it repeat "
                     "together: a pipeline cannot be cut between them"
                 )
-        return cls(blocks[0], runs, inner and len(runs) == 1)
+        return cls(names[0], runs, inner and len(runs) == 1)
+
+    @property
+    def number(self) -> int:
+        """Of the first block; 0 if there is none."""
+        block = block_of(self.first)
+        return block.number if block is not None else 0
 
     def equals(self, other: _Stage) -> bool:
         if not (self.inner and other.inner and self.runs.keys() == other.runs.keys()):
@@ -201,7 +205,7 @@ def renumbered(name: str, container: str, by: int) -> str:
     block = block_of(name)
     if block is None or block.container != container:
         return name
-    return f"{container}.{block.number + by}{name[len(_name(block)) :]}"
+    return f"{container}.{block.number + by}{name[len(f'{block.container}.{block.number}') :]}"
 
 
 def extended(traced: TracedModel, periods: Mapping[str, Sequence[int]]) -> TracedModel:

@@ -1,10 +1,10 @@
 """`cut`: from the graph of one microbatch to the graphs of pipeline stages.
 
-A stage is a run of blocks with what stands between them. Forward values flow from a stage to the
-next, backward values to the one before; a value that is needed further on is handed on. What no
-parameter reaches (masks, positions) is computed by every stage that needs it. A parameter is held
-by the first stage that reads it: other stages get what they read of it once a step, and send the
-sum of their contributions to its gradient once. So a tied weight is one tensor.
+A stage is a run of blocks (`cells.py`) with what stands between them. Forward values flow from a
+stage to the next, backward values to the one before; a value that is needed further on is handed
+on. What no parameter reaches (masks, positions) is computed by every stage that needs it. A
+parameter is held by the first stage that reads it: other stages get what they read of it once a
+step, and send the sum of their contributions to its gradient once. So a tied weight is one tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from autopar.core.blocks import Block, Blocks
+from autopar.core.cells import Cells
 from autopar.core.graph import (
     OutputSpec,
     TracedModel,
@@ -31,7 +31,7 @@ from autopar.core.stage_writer import Contribution, StageWriter
 from autopar.core.transfers import Transfer, TransferPhase, port_of
 from autopar.errors import ConstraintError
 
-__all__ = ["Stages", "block_order", "cut"]
+__all__ = ["Stages", "cut"]
 
 # what a sum of gradients may pass through: linear, element by element
 _LINEAR = REARRANGING | {torch.ops.aten.alias.default}
@@ -50,31 +50,13 @@ class Stages:
     transfers: tuple[Transfer, ...]
 
 
-def block_order(traced: TracedModel) -> list[Block]:
-    """Blocks in the order in which their forward begins."""
-    order: dict[Block, int] = {}
-    blocks = _place(traced)
-    for position, node in enumerate(traced.graph.nodes):
-        if node.op != "call_function" or node_info(traced, node).phase != "forward":
-            continue
-        if node.name in traced.hoisted:
-            continue
-        place = blocks.get(node.name)
-        if place is not None:
-            order.setdefault(place[0], position)
-    return sorted(order, key=order.__getitem__)
-
-
-def _place(traced: TracedModel) -> dict[str, tuple[Block, int]]:
-    return Blocks(traced).place
-
-
 def cut(traced: TracedModel, starts: Sequence[str]) -> Stages:
     """Cut the graph of a microbatch into `len(starts) + 1` stages.
 
     Args:
         traced: of one microbatch, with its hoisted ops (`codegen.microbatch.localise`).
-        starts: FQN of the block that each stage but the first begins with, in forward order.
+        starts: FQN of the block that each stage but the first begins with, in forward order, or of
+            a module that begins with it.
 
     Raises:
         ConstraintError: a start is no block, or they are not in forward order.
@@ -90,30 +72,28 @@ class _Cutter:
         self.nodes = [n for n in self.nodes if n.target is not operator.getitem]
         self.specs = {s.node: s for s in traced.inputs}
         self.count = len(starts) + 1
-        self.place = {name: block for name, (block, _) in _place(traced).items()}
-        self.stage_of_block = self._blocks(starts)
+        cells = Cells(traced)
+        self.place = cells.place
+        self.stage_of_block = self._blocks(cells, starts)
         self.weighted = dependents(traced, "parameter")
         self.loose = self._loose()
         self.stage: dict[str, int] = {}
         self.needs: list[set[fx.Node]] = [set() for _ in range(self.count)]
         self.extra: list[list[Contribution]] = [[] for _ in range(self.count)]
 
-    def _blocks(self, starts: Sequence[str]) -> dict[Block, int]:
-        order = block_order(self.traced)
-        names = [f"{b.container}.{b.number}" for b in order]
-        for start in starts:
-            if start not in names:
-                raise ConstraintError(
-                    f"pipeline cut {start!r} is no block of the model; its blocks are "
-                    f"{', '.join(names[:4])}{', …' if len(names) > 4 else ''}"
-                )
-        positions = [names.index(start) for start in starts]
+    def _blocks(self, cells: Cells, starts: Sequence[str]) -> dict[str, int]:
+        names = cells.names
+        begun = [cells.of_cut(start) for start in starts]
+        for start, cell in zip(starts, begun, strict=True):
+            if cell not in names:
+                raise cells.no_cut(start, names)
+        positions = [names.index(cell) for cell in begun]
         if positions != sorted(set(positions)) or (positions and positions[0] == 0):
             raise ConstraintError(
                 f"pipeline cuts {list(starts)} must be in forward order, behind the first block "
                 f"{names[0]}"
             )
-        return {block: sum(p <= i for p in positions) for i, block in enumerate(order)}
+        return {name: sum(p <= i for p in positions) for i, name in enumerate(names)}
 
     def _loose(self) -> set[str]:
         """Aliases that serve readers in several blocks: each stage makes its own."""

@@ -19,6 +19,7 @@ import numpy as np
 
 from autopar.cost_model.catalogue import load_profile, profile_names
 from autopar.cost_model.collectives import CollectiveKind, alpha_beta, axis_geometry
+from autopar.cost_model.host_memory import with_live_memory
 from autopar.cost_model.profile import (
     ClusterError,
     DeviceProfile,
@@ -135,7 +136,8 @@ class Cluster:
 
         The node size is ``LOCAL_WORLD_SIZE`` if set (torchrun does), else all devices share one
         node. Memory is what the device at hand has: on CPU, if ``LOCAL_WORLD_SIZE`` is set, the
-        machine's memory over its ranks, else the profile's figure.
+        machine's memory over its ranks, else the profile's figure. So is host memory: the machine's
+        over the devices of a node, on CPU likewise.
 
         Args:
             device_mesh: a mesh over consecutive ranks in row-major order.
@@ -162,7 +164,7 @@ class Cluster:
             )
         loaded = profile_for(device_mesh.device_type) if profile is None else load_profile(profile)
         _check_load(loaded, per_node)
-        device = _with_live_memory(loaded.device, device_mesh.device_type, local)
+        device = with_live_memory(loaded.device, device_mesh.device_type, local, per_node)
         return _of(loaded, device, per_node, shape, names)
 
     @classmethod
@@ -235,6 +237,11 @@ class Cluster:
     def memory_bytes(self) -> int:
         """Memory of each device."""
         return self.device.memory_bytes
+
+    @property
+    def host_memory_bytes(self) -> int | None:
+        """Each device's share of the memory of its host; None where it is not known."""
+        return self.device.host_memory_bytes
 
     def alpha_beta(self, kind: CollectiveKind, axis: int) -> tuple[float, float]:
         """``(a, b)`` with ``collective_seconds(kind, num_bytes, axis) == a + b * num_bytes``.
@@ -370,18 +377,3 @@ def profile_for(device_type: str) -> Profile:
         f"no profile matches device {found!r} of type {device_type!r}: pass profile= with one of "
         f"{', '.join(profile_names())}, or the path of your own .toml file"
     )
-
-
-def _with_live_memory(device: DeviceProfile, device_type: str, local_ranks: int) -> DeviceProfile:
-    """`device` with the memory that this process can have; as it is where that is not known."""
-    if device_type == "cuda":
-        import torch
-
-        if not torch.cuda.is_available():
-            return device
-        total = int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
-    elif device_type == "cpu" and local_ranks:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local_ranks
-    else:
-        return device
-    return replace(device, memory_bytes=total, sources={**device.sources, "memory_bytes": "live"})

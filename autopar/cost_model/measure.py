@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.cost_model.collectives import CollectiveKind
+from autopar.cost_model.host_memory import machine_memory_bytes
 from autopar.cost_model.probes import geometric_mean, probes
 from autopar.cost_model.profile import (
     ClusterError,
@@ -280,7 +281,8 @@ def _device(
     pointwise = next(c for c in curves if c.op_class == "pointwise")
     measured = (
         "peak_flops", "memory_bandwidth", "kernel_overhead_s", "view_overhead_s", "curves",
-        "concurrent_ranks", "cores", *(f"efficiency.{n}" for n in (*fractions, "matmul", "memory")),
+        "concurrent_ranks", "cores", "host_memory_bytes",
+        *(f"efficiency.{n}" for n in (*fractions, "matmul", "memory")),
     )  # fmt: skip
     return replace(
         base,
@@ -292,6 +294,7 @@ def _device(
         efficiency={**base.efficiency, **fractions, "matmul": whole, "memory": whole},
         concurrent_ranks=ranks,
         cores=cores,
+        host_memory_bytes=machine_memory_bytes() // ranks,
         curves=curves,
         sources={**base.sources, **dict.fromkeys(measured, source)},
     )

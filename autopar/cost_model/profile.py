@@ -174,6 +174,8 @@ class DeviceProfile:
         host_bandwidth: bytes/s each way between the device and host memory, while all devices of a
             node use it; 0 where the device's memory is the host's.
         host_memory_bandwidth: bytes/s, the device's share of the host memory's.
+        host_memory_bytes: the device's share of the host's memory; None where unknown, and then
+            not limited.
         curves: measured ops; the law of `compute.py` where there is none.
         sources: per figure, where it comes from: data sheet, paper, measured, or assumed.
     """
@@ -193,6 +195,7 @@ class DeviceProfile:
     cores: int = 0
     host_bandwidth: float = 0.0
     host_memory_bandwidth: float = 0.0
+    host_memory_bytes: int | None = None
     curves: tuple[Curve, ...] = ()
     sources: Mapping[str, str] = field(hash=False, default_factory=dict)
 
@@ -208,6 +211,10 @@ class DeviceProfile:
             (self.host_bandwidth > 0) == (self.host_memory_bandwidth > 0)
             and min(self.host_bandwidth, self.host_memory_bandwidth) >= 0,
             f"{where}: host_bandwidth and host_memory_bandwidth must both be positive, or both 0",
+        )
+        _require(
+            self.host_memory_bytes is None or self.host_memory_bytes > 0,
+            f"{where}: host_memory_bytes must be positive, or absent where it is not known",
         )
         keys = [(c.op_class, c.dtype) for c in self.curves]
         _require(len(set(keys)) == len(keys), f"{where}: two curves for one class and dtype")

@@ -14,7 +14,7 @@ def to_toml(table: Mapping[str, Any], comment: str = "") -> str:
     """TOML text of a table of numbers, strings, lists, tables and lists of tables.
 
     Args:
-        table: keys are written in their order, plain values before tables.
+        table: keys are written in their order, plain values before tables; None is left out.
         comment: stands on top; one line each with a "#".
     """
     lines = [f"# {line}" for line in comment.splitlines()]
@@ -25,7 +25,7 @@ def to_toml(table: Mapping[str, Any], comment: str = "") -> str:
 def _write(lines: list[str], table: Mapping[str, Any], path: tuple[str, ...]) -> None:
     inner = {k: v for k, v in table.items() if _is_table(v) or _is_tables(v)}
     for key, value in table.items():
-        if key not in inner:
+        if key not in inner and value is not None:
             lines.append(f"{_key(key)} = {_value(value)}")
     for key, value in inner.items():
         name = ".".join(_key(k) for k in (*path, key))

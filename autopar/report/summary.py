@@ -71,6 +71,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ("recomputation", checkpoint_text(plan.checkpoint)),
         *_offload(plan),
         *_away(plan),
+        *_host(plan),
         ("solver", _solver(plan)),
         ("pinned", pinned_text(plan)),
         *([("optimizer", plan.optimizer)] if plan.training else []),
@@ -121,6 +122,17 @@ def _away(plan: Plan) -> list[tuple[str, str]]:
         f"{format_seconds(p.exposed_copy_s)}"
     )
     return [("sent away", text)]
+
+
+def _host(plan: Plan) -> list[tuple[str, str]]:
+    used, device = plan.predicted.host_bytes, plan.cluster.get("device")
+    limit = device.get("host_memory_bytes") if isinstance(device, dict) else None
+    if not used:
+        return []
+    if limit is None:
+        return [("host memory", f"{format_bytes(used)} for each device, of an unknown number")]
+    of = f"{format_bytes(used)} of {format_bytes(limit)} for each device"
+    return [("host memory", f"{of} ({used / limit:.1%})")]
 
 
 def _header(plan: Plan) -> Table:

@@ -18,19 +18,18 @@ gap is left is closed by branching on the states of the nodes that weigh most (`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
 
 from autopar.solver.branch import Part, Split, branch, split_states
+from autopar.solver.found import Fit, Met
 from autopar.solver.ilp import Infeasible, Prepared, Solution, solve_problem
 from autopar.solver.liveness import Liveness
 from autopar.solver.multipliers import Proposal, best_prices, heaviest_weights
-from autopar.solver.price import Decision, Price
 from autopar.solver.problem import Assignment, ChoiceProblem, evaluate
 from autopar.solver.reduce import reduce_problem
-from autopar.solver.relaxed import Allowed, Column, Relaxation
+from autopar.solver.relaxed import Allowed, Column, Relaxation, unlike
 
 __all__ = ["UNLIMITED", "Fit", "MemorySearch"]
 
@@ -50,31 +49,11 @@ _PARTS = 24  # that branching bounds
 _PART_ROUNDS = 3
 _FAR = 0.05  # gap beyond which branching on single nodes is not begun
 _WORTH = 0.1  # of the gap: where a few parts close less, branching ends
+_SEEDS = 4  # plans met under other limits
 _ABSURD = 1e6  # times as long as the unlimited plan: nothing fits
 _CLOSE = 5e-3  # relative gap at which prices and local search stop
 _PROVED = 1e-2  # and branching
 _NEAR = 1.01  # rows may exceed the bytes that a plan is priced at
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """A plan with its price and its proof."""
-
-    solution: Solution
-    decision: Decision
-    price: Price
-
-    @property
-    def peak(self) -> int:
-        return self.price.peak.peak_bytes
-
-
-class Met(NamedTuple):
-    """A plan met on the way: its peak is that of the rows known, where it was not priced."""
-
-    chosen: Assignment
-    seconds: float
-    peak: float
 
 
 class MemorySearch:
@@ -110,9 +89,33 @@ class MemorySearch:
         self._solution: Solution | None = None
         self._rough: Fit | None = None
         self._least: Fit | None = None
+        self._lightest: Fit | None = None  # under any limit
+        self._is_spent = False  # nothing lighter is found by looking on
         self._has_spread = False
         self._root: Part | None = None
         self._prices: dict[int, float] = {}
+
+    def renew(self, limit: int, decide: Callable[[Solution], Fit], host_scale: float) -> None:
+        """Search within another limit, with the rows, plans and bounds that are known."""
+        kept = self.bound if limit <= self.limit else 0.0  # less memory never makes a step faster
+        self.limit, self.decide = limit, decide
+        self.relaxed.renew(host_scale)
+        known = (self.free, self._rough, self._lightest)
+        fits = [fit and replace(fit, host_scale=host_scale) for fit in known]
+        self.free, self._rough, self._lightest = fits
+        for fit in filter(None, fits):
+            self.relaxed.add_row(fit.row)
+        self.best, self._least, self._root = None, None, None
+        self.beat, self._has_spread, self._prices = math.inf, False, {}
+        if self._solution is not None:
+            self.bound = max(self._solution.bound, self.relaxed.bound(limit), kept)
+
+    def _seed_known(self) -> None:
+        """Consider the fastest of the plans met under other limits that keeps to this one."""
+        within = (c for c in self.relaxed.columns if c.num_bytes and c.peak <= self.limit)
+        for column in sorted(within, key=lambda c: c.seconds)[:_SEEDS]:
+            if self._keep(self._plan(column.chosen, "bounded")).peak <= self.limit:
+                return
 
     @property
     def target(self) -> float:
@@ -153,7 +156,7 @@ class MemorySearch:
         fit = self.decide(solution)
         if self.limit >= UNLIMITED:
             return fit
-        self.relaxed.add_row(fit.price.peak.index)
+        self.relaxed.add_row(fit.row)
         if fit.peak <= self.limit and solution.objective < self.target:
             self.best = fit
         return fit
@@ -214,8 +217,9 @@ class MemorySearch:
             return self._least
         self.relaxed.column(free.solution.chosen)
         weights: dict[int, float] = {}
-        lightest = free
-        for turn in range(_LEAST_ROUNDS):
+        met = (free, self._lightest, self.best)
+        lightest = min((f for f in met if f is not None), key=lambda f: f.peak)
+        for turn in range(0 if self._is_spent else _LEAST_ROUNDS):
             # where nothing fits, the least memory is what the user is told
             if lightest.peak <= self.limit or self.bound >= self.target:
                 break
@@ -228,7 +232,9 @@ class MemorySearch:
             self.bound = max(self.bound, (value - sum(weights.values()) * self.limit) / scale)
             fit = self._keep(self._plan(column.chosen, "least memory"))
             lightest = min(lightest, fit, key=lambda f: f.peak)
-        self._least = lightest
+        else:
+            self._is_spent = True  # no limit has been looked at
+        self._least = self._lightest = lightest
         return lightest
 
     def _is_hopeless(self) -> bool:
@@ -252,10 +258,11 @@ class MemorySearch:
             self.best = self.fastest()
             self.bound = max(self.bound, self.best.solution.bound)
             return self.best
+        self._seed_known()
         if math.isinf(beat):
             self.least()
         elif price:
-            self._prices = {free.price.peak.index: price}
+            self._prices = {free.row: price}
         if not self._is_hopeless():
             # the ILP waits until the bounds of all problems say which one to spend it on
             self._round(free, _FIRST_ROUNDS, recombine=False)
@@ -385,15 +392,6 @@ class MemorySearch:
         fitting = [c for c in columns if c.peak <= self.limit]
         ends += sorted(fitting, key=lambda c: c.seconds)[:1]
         near = sorted(columns, key=lambda c: abs(c.peak - self.limit))
-        known = _unlike((*ends, *near), 1e-9)[: _RECOMBINED // 2]
-        others = _unlike(sorted(columns, key=priced), _ALIKE)
-        return _unlike((*known, *others), 1e-9)[:_RECOMBINED]
-
-
-def _unlike(columns: Sequence[Column], step: float) -> list[Column]:
-    """The first of each group of plans whose seconds and bytes differ by less than a step."""
-    known: dict[tuple[int, ...], Column] = {}
-    for column in columns:
-        key = tuple(round(math.log(max(x, 1e-30)) / step) for x in (column.seconds, column.peak))
-        known.setdefault(key, column)
-    return list(known.values())
+        known = unlike((*ends, *near), 1e-9)[: _RECOMBINED // 2]
+        others = unlike(sorted(columns, key=priced), _ALIKE)
+        return unlike((*known, *others), 1e-9)[:_RECOMBINED]

@@ -17,7 +17,8 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from autopar.core.blocks import Block, Blocks
+from autopar.core.blocks import Blocks
+from autopar.core.cells import Cells
 from autopar.core.constraints import Constraints, assign_mesh
 from autopar.core.graph import Repeat, TracedModel, dependents
 from autopar.solver.build import build_problem
@@ -107,15 +108,16 @@ class Floors:
         roles = assign_mesh(constraints, offers.cluster.mesh_shape)
         self.pins = Pins(constraints, roles, body, self.step)
         self.blocks = _Alone(self.step.blocks)
+        self.cells = Cells(body)
         self._inputs = self._before_others()
         self._fed = dependents(body, "input", "seed")  # what is not, may run once a step
 
-    def of(self, blocks: Sequence[Block]) -> list[Floor]:
-        """Lower bounds of blocks.
+    def of(self, blocks: Sequence[str]) -> list[Floor]:
+        """Lower bounds of blocks, by FQN (`core/cells.py`).
 
         A block that has all the ops of another one, and more, takes no less: found once.
         """
-        parts = [self._only({n.name for n in self.blocks.members[block]}) for block in blocks]
+        parts = [self._only({n.name for n in self.cells.members[block]}) for block in blocks]
         shares = self.step.shares
         ops = [
             Counter((likeness(o.call), o.backward, shares.get(o.name)) for o in p.ops.values())
@@ -186,15 +188,15 @@ class Floors:
 
     def _before_others(self) -> set[str]:
         """Backward ops whose results go, by way of others of their block, to another block."""
-        place, ops = self.blocks.place, self.step.ops
+        place, ops = self.cells.place, self.step.ops
         found: set[str] = set()
         for op in reversed(ops.values()):
             if not op.backward or op.name not in place:
                 continue
-            mine = place[op.name][0]
+            mine = place[op.name]
             for name, _ in op.operands:
                 if name in ops and ops[name].backward and name in place:
-                    if place[name][0] != mine or op.name in found:
+                    if place[name] != mine or op.name in found:
                         found.add(name)
         return found
 

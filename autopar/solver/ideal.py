@@ -19,7 +19,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from autopar.core.blocks import Block
+from autopar.core.blocks import block_of
+from autopar.core.cells import Cells
 from autopar.core.fused import FusedShares, Share
 from autopar.core.graph import TracedModel, dependents, node_info
 from autopar.core.stage_folding import block_names
@@ -56,7 +57,8 @@ class BlockWork:
         fused: what fusion will leave of ops' work.
 
     Attributes:
-        names: FQN of every block of the model.
+        names: FQN of every block of the model (`core/cells.py`).
+        cells: of the graph.
         joint: True for a block that must stay with the one before: they repeat together.
         held: the blocks of the graph.
         like: for each of the model, which of these it is like.
@@ -68,15 +70,10 @@ class BlockWork:
         self, traced: TracedModel, cluster: Cluster, fused: FusedShares | None = None
     ) -> None:
         self.device = cluster.device
-        whole = block_names(traced)
-        self.names = [f"{b.container}.{b.number}" for b, _ in whole]
-        repeats = {r.container: r for r in traced.repeats}
-        self.joint = [
-            (repeat := repeats.get(b.container)) is not None
-            and -2 * repeat.period <= b.number - repeat.first < (repeat.times + 1) * repeat.period
-            and (b.number - repeat.first) % repeat.period > 0
-            for b, _ in whole
-        ]
+        self.cells = Cells(traced)
+        whole = block_names(traced, self.cells)
+        self.names = [name for name, _ in whole]
+        self.joint = [_is_joint(name, traced) for name in self.names]
         held = list(dict.fromkeys(captured for _, captured in whole))
         self.held = held
         self.like = np.array([held.index(captured) for _, captured in whole], dtype=int)
@@ -92,13 +89,13 @@ class BlockWork:
         self.saved_bytes, self.parameter_bytes = found[:, self.like]
 
     def _groups(
-        self, traced: TracedModel, held: list[Block], step: Step
+        self, traced: TracedModel, held: list[str], step: Step
     ) -> tuple[dict[tuple[str, str, str], list[_Work]], dict[str, int]]:
         """Work by kind, dtype and kind of fused kernel, and the block of each op."""
         weighted = dependents(traced, "parameter")
         fed = dependents(traced, "input", "seed")
         sums = set(step.gradients.values())
-        number = {f"{b.container}.{b.number}": i for i, b in enumerate(held)}
+        number = {name: i for i, name in enumerate(held)}
         nodes = traced.nodes()
         groups: dict[tuple[str, str, str], list[_Work]] = defaultdict(list)
         owners: dict[str, int] = {}
@@ -107,7 +104,7 @@ class BlockWork:
         for op in step.ops.values():
             info = node_info(traced, nodes[op.name])
             forward = info.phase == "forward"
-            inside = next((number[n] for n in _prefixes(info.module) if n in number), None)
+            inside = number.get(self.cells.of_module(info.module) or "")
             if inside is not None and forward:
                 current = inside
             if forward and inside is None:
@@ -141,6 +138,10 @@ class BlockWork:
                 )
             )
         return groups, owners
+
+    def named(self, cuts: Sequence[str]) -> tuple[str, ...]:
+        """Cuts by the blocks that stages begin with; as they are where no block begins."""
+        return tuple(cut if cut in self.names else self.cells.of_cut(cut) for cut in cuts)
 
     def run_of(self, cuts: Sequence[str], stage: int) -> tuple[int, int]:
         """First block of a stage, and the one behind its last."""
@@ -187,9 +188,14 @@ class BlockWork:
         return found[0, self.like], found[1, self.like]
 
 
-def _prefixes(path: str) -> list[str]:
-    parts = path.split(".")
-    return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
+def _is_joint(name: str, traced: TracedModel) -> bool:
+    """True for a block that repeats together with the one before."""
+    block = block_of(name)
+    repeats = {r.container: r for r in traced.repeats}
+    if block is None or (repeat := repeats.get(block.container)) is None:
+        return False
+    offset, period = block.number - repeat.first, repeat.period
+    return -2 * period <= offset < (repeat.times + 1) * period and offset % period > 0
 
 
 def _traffic(

@@ -5,6 +5,9 @@
 Node terms are storage, states and buffers born by then and still needed; edge terms are copies
 that a redistribution makes. A buffer counts until the last use of anything that shows it, so a row
 is never below what `price` finds at that op.
+
+Bytes in host memory are a row too, `HOST_ROW`, linear in the same choices. It is scaled such that
+the host's limit is the device's, so that whoever keeps rows below the limit keeps both.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from autopar.core.placement import Layout, shard_factor
 from autopar.core.redistribute import packing_fraction, path
 from autopar.core.strategy import TensorSpec
 from autopar.core.work import is_away
-from autopar.cost_model import optimizer_state_bytes
+from autopar.cost_model import host_state_bytes, optimizer_state_bytes
 from autopar.solver.build import StepProblem
 from autopar.solver.order import (
     FoldedSpan,
@@ -32,7 +35,10 @@ from autopar.solver.order import (
 from autopar.solver.problem import Array, ChoiceProblem, Row
 from autopar.solver.step import Op, Step, Value, input_bytes
 
-__all__ = ["Liveness", "priced"]
+__all__ = ["HOST_ROW", "Liveness", "priced"]
+
+HOST_ROW = -(1 << 30)
+"""Position of the row of host memory: of no op."""
 
 
 class Liveness:
@@ -43,15 +49,22 @@ class Liveness:
         built: the states of each class.
         optimizer: whose states count with a parameter.
         granularity_bytes: buffers are rounded up to it.
+        host_scale: what a byte of host memory counts; 0 where there is no limit to that.
     """
 
     def __init__(
-        self, step: Step, built: StepProblem, optimizer: object, granularity_bytes: int
+        self,
+        step: Step,
+        built: StepProblem,
+        optimizer: object,
+        granularity_bytes: int,
+        host_scale: float = 0.0,
     ) -> None:
         self.step = step
         self.built = built
         self.optimizer = optimizer
         self.granularity = granularity_bytes
+        self.host_scale = host_scale
         self.mesh = built.moves.cluster.mesh_shape
         self.order = ordered(step)
         self.position = {op.name: p for p, op in enumerate(self.order)}
@@ -177,7 +190,12 @@ class Liveness:
         return out
 
     def row(self, position: int) -> Row:
-        """Live bytes while the op at `position` of the order runs; before all if negative."""
+        """Live bytes while the op at `position` of the order runs; before all if negative.
+
+        That of `HOST_ROW` is the scaled bytes in host memory.
+        """
+        if position == HOST_ROW:
+            return self._on_host()
         residents = self.residents
         row = Row(residents.constant, dict(residents.nodes), dict(residents.edges))
         row.add_row(self.others[self._part(position)])
@@ -193,6 +211,24 @@ class Liveness:
             self._others(row, span, position)
         if self.step.in_turns and position >= len(self.order):
             self._finishing(row, position - len(self.order))
+        return row
+
+    def _on_host(self) -> Row:
+        """States of an offloaded optimizer, and activations of all microbatches that wait."""
+        row, step, scale = Row(), self.step, self.host_scale
+        for name in step.gradients:
+            spec, owner = step.parameters[name], self.built.classes[name]
+            whole = TensorSpec(spec.shape, spec.dtype).num_bytes
+            shares = [whole // shard_factor(x, self.mesh) for x in self.built.storages[owner]]
+            states = [host_state_bytes(self.optimizer, share, spec.dtype) for share in shares]
+            row.add(owner, scale * step.blocks.copies(name) * np.array(states, dtype=float))
+        turns = step.blocks.traced.flight.microbatches
+        for op in step.ops.values():
+            if is_away(op.call.target):
+                owner, size = self.built.classes[op.name], op.call.outputs[0].num_bytes
+                outputs = [c.outputs[0] for c in self.built.candidates[owner]]
+                held = np.array([size // shard_factor(x, self.mesh) for x in outputs], dtype=float)
+                row.add(owner, scale * turns * step.blocks.copies(op.name) * held)
         return row
 
     def _finishing(self, row: Row, turn: int) -> None:

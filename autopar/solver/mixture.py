@@ -32,7 +32,7 @@ from autopar.core.block_kinds import (
 from autopar.core.blocks import Block, Blocks
 from autopar.core.graph import TracedModel
 from autopar.errors import ConstraintError
-from autopar.solver.fit import Fit, Met
+from autopar.solver.found import Fit, Met
 from autopar.solver.problem import Assignment
 from autopar.solver.variant import Variant
 

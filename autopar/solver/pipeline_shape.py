@@ -288,7 +288,7 @@ def _balanced(
         together = "" if places == len(work.names) else f" in {places} groups that repeat"
         raise ConstraintError(
             f"a pipeline of {shape.size} ranks × {shape.chunks} chunks needs {count} blocks, the "
-            f"model has {len(work.names)}{together}"
+            f"model has {len(work.names)}{together}{_which(work.names)}"
         )
     if turn is None or shape.chunks > 1:
         short = runs_of(work.whole() if turn is None else turn.step)
@@ -296,6 +296,16 @@ def _balanced(
     found = cuts_that_fit(work, shape, turn, [np.zeros([len(turn.step) + 1] * 2)] * count)
     assert found is not None
     return found
+
+
+def _which(names: Sequence[str]) -> str:
+    """The few blocks that a model has, for a message."""
+    if not names:
+        return (
+            ": no modules follow each other such that few values cross between them; call the "
+            "parts that are to be stages one after the other, as submodules"
+        )
+    return f" ({', '.join(names[:8])}{', …' if len(names) > 8 else ''})"
 
 
 def cuts_that_fit(

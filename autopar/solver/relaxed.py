@@ -6,12 +6,13 @@ For prices λ ≥ 0 on the rows of `liveness`,
 
 has neither rows nor a limit, so that reductions and message passing solve it. Rows are made where
 plans peak. What no row touches is folded away once (`reduce`), and the prices act on what is left.
+Less the prices times a limit, that is a bound under the limit, whichever it is: rows know of none.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,11 +20,11 @@ from numpy.typing import NDArray
 
 from autopar.solver.descent import descend
 from autopar.solver.ilp import Prepared, solve_among, solve_problem
-from autopar.solver.liveness import Liveness, priced
+from autopar.solver.liveness import HOST_ROW, Liveness, priced
 from autopar.solver.problem import Assignment, ChoiceProblem, Row, evaluate
 from autopar.solver.reduce import Reduced, reduce_problem
 
-__all__ = ["Allowed", "Column", "Relaxation"]
+__all__ = ["Allowed", "Column", "Relaxation", "unlike"]
 
 _AMONG_GAP = 1e-3  # relative to the seconds of the fastest plan that fits
 _JOINED = 3  # plans
@@ -86,6 +87,24 @@ class Relaxation:
         self.columns: list[Column] = []
         self._core: _Core | None = None
         self._recombined: set[tuple[tuple[int, ...], ...]] = set()
+        self._bounds: list[tuple[float, float, float]] = []  # of priced costs, prices, scale
+
+    def renew(self, host_scale: float) -> None:
+        """Forget what holds for one limit only."""
+        self._recombined.clear()
+        self.liveness.host_scale = host_scale
+        if self.rows.pop(HOST_ROW, None) is not None:
+            self._core = None
+            for column in self.columns:
+                column.num_bytes.pop(HOST_ROW, None)
+
+    def bound(self, limit: float) -> float:
+        """Seconds that no plan within a limit can beat, by all prices tried so far."""
+        return max((self._at(limit, *known) for known in self._bounds), default=0.0)
+
+    @staticmethod
+    def _at(limit: float, value: float, prices: float, scale: float) -> float:
+        return (value - prices * limit) / scale
 
     def add_row(self, position: int) -> bool:
         """The row of the op at a position; False if it is known."""
@@ -134,7 +153,10 @@ class Relaxation:
         found = solve_problem(problem, exact=False, prepared=Prepared(reduced), known=known)
         column = self.column(core.reduced.expand(found.chosen))
         always = sum(price * core.rows[position].constant for position, price in prices.items())
-        return column, found.bound + scale * core.reduced.offset + always
+        value = found.bound + scale * core.reduced.offset + always
+        if not allowed and not prices.get(HOST_ROW):  # whose scale is another for each limit
+            self._bounds.append((value, sum(prices.values()), scale))
+        return column, value
 
     def _nearest(
         self, prices: Mapping[int, float], scale: float, allowed: Allowed
@@ -188,3 +210,12 @@ class Relaxation:
         gap = _AMONG_GAP * min(fitting or [c.seconds for c in columns])
         chosen = solve_among(core.reduced.problem, keep, core.rows.values(), limit, gap, below)
         return None if chosen is None else self.column(core.reduced.expand(chosen))
+
+
+def unlike(columns: Sequence[Column], step: float) -> list[Column]:
+    """The first of each group of plans whose seconds and bytes differ by less than a step."""
+    known: dict[tuple[int, ...], Column] = {}
+    for column in columns:
+        key = tuple(round(math.log(max(x, 1e-30)) / step) for x in (column.seconds, column.peak))
+        known.setdefault(key, column)
+    return list(known.values())

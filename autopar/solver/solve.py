@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from autopar.core.block_kinds import Checkpoint
 from autopar.core.constraints import Constraints, assign_mesh
@@ -36,9 +36,19 @@ from autopar.solver.pins import with_roles
 from autopar.solver.rules.own_order import note_orders
 from autopar.solver.variant import Variant
 
-__all__ = ["NotBelow", "Solved", "in_other_flights", "solve", "solve_step"]
+__all__ = [
+    "KnownVariants",
+    "NotBelow",
+    "Solved",
+    "fits",
+    "in_other_flights",
+    "solve",
+    "solve_step",
+]
 
 T = TypeVar("T")
+KnownVariants: TypeAlias = dict[tuple[str, bool, tuple[int, ...], Weights], Variant]
+"""Searches by recomputation of all blocks, offload of the optimizer, mesh and weights."""
 _BUCKETED = (
     CollectiveKind.ALL_REDUCE,
     CollectiveKind.REDUCE_SCATTER,
@@ -58,6 +68,7 @@ def solve(
     offers: Offers | None = None,
     exposed: float = EXPOSED,
     below_s: float = math.inf,
+    known: KnownVariants | None = None,
 ) -> Plan:
     """Choose placements for every tensor of a traced step; see `solve_step`."""
     return solve_step(
@@ -71,6 +82,7 @@ def solve(
         offers=offers,
         exposed=exposed,
         below_s=below_s,
+        known=known,
     ).plan
 
 
@@ -84,6 +96,13 @@ class NotBelow(Exception):
     def __init__(self, bound: float) -> None:
         super().__init__(f"no plan is below {bound} s")
         self.bound = bound
+
+
+def fits(plan: Plan, cluster: Cluster, limit: int) -> bool:
+    """True if a plan keeps to a limit on the device's memory, and to what its host has."""
+    host = cluster.host_memory_bytes
+    on_host = plan.predicted.host_bytes
+    return plan.predicted.peak_memory_bytes <= limit and (host is None or on_host <= host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +144,7 @@ def solve_step(
     offers: Offers | None = None,
     exposed: float = EXPOSED,
     below_s: float = math.inf,
+    known: KnownVariants | None = None,
 ) -> Solved:
     """Choose placements for every tensor of a traced step.
 
@@ -140,6 +160,7 @@ def solve_step(
         exposed: share of the seconds of gathers of parameters and of reductions of gradients that
             compute waits for at least, in a step in one piece.
         below_s: seconds that the plan must stay below to be of use.
+        known: searches of this step under other limits, to go on with; those of this one are added.
 
     Raises:
         ConstraintError: the constraints cannot hold, or nothing is left without `without`.
@@ -151,12 +172,23 @@ def solve_step(
     note_orders(traced.graph)
     planned = with_roles(cluster, roles)
     limit = planned.memory_bytes if memory_limit is None else int(memory_limit)
-    known = (offers or Offers(planned)).over(planned)
+    priced = (offers or Offers(planned)).over(planned)
+    before: KnownVariants = {} if known is None else known
 
     def search(weights: Weights) -> Found:
         def make(held: object, checkpoint: Checkpoint) -> Variant:
+            if not isinstance(checkpoint, str):
+                return made(held, checkpoint)
+            key = (checkpoint, isinstance(held, Offloaded), planned.mesh_shape, weights)
+            if key in before:
+                before[key].search.renew(limit)
+            else:
+                before[key] = made(held, checkpoint)
+            return before[key]
+
+        def made(held: object, checkpoint: Checkpoint) -> Variant:
             return Variant.search_for(
-                traced, known, wanted, roles, held, checkpoint, limit, ports, weights
+                traced, priced, wanted, roles, held, checkpoint, limit, ports, weights
             )
 
         variants = _variants(traced, planned, wanted, optimizer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,12 +13,13 @@ from autopar.core.graph import TracedModel
 from autopar.core.placement import Layout
 from autopar.core.recompute import recomputed
 from autopar.core.units import format_bytes
+from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError
 from autopar.solver.beside import run_beside
 from autopar.solver.build import StepProblem, build_problem
-from autopar.solver.fit import Fit, MemorySearch
+from autopar.solver.fit import UNLIMITED, Fit, MemorySearch
 from autopar.solver.ilp import Infeasible, Solution
-from autopar.solver.liveness import Liveness
+from autopar.solver.liveness import HOST_ROW, Liveness
 from autopar.solver.offers import Offers
 from autopar.solver.overlap import ALL, Weights
 from autopar.solver.pins import Pins
@@ -26,7 +27,7 @@ from autopar.solver.price import Decision, price
 from autopar.solver.problem import Assignment, evaluate
 from autopar.solver.step import Step, build_step
 
-__all__ = ["Search", "Variant"]
+__all__ = ["Search", "Variant", "host_is_short"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +96,23 @@ class Search:
         self.optimizer = optimizer
         self.pins = pins
         granularity = self.cluster.device.allocation_granularity_bytes
-        liveness = Liveness(step, built, optimizer, granularity)
+        scale = self._host_scale(limit)
+        liveness = Liveness(step, built, optimizer, granularity, scale)
+        self.memory = MemorySearch(built.problem, liveness, self._pricer(scale), limit)
+
+    def renew(self, limit: int) -> None:
+        """Search within another limit; see `MemorySearch.renew`."""
+        scale = self._host_scale(limit)
+        self.memory.renew(limit, self._pricer(scale), scale)
+
+    def _host_scale(self, limit: int) -> float:
+        host = self.cluster.host_memory_bytes
+        return limit / host if host is not None and limit < UNLIMITED else 0.0
+
+    def _pricer(self, scale: float) -> Callable[[Solution], Fit]:
         # not a method of this: a cycle would keep all tables until the collector comes by
-        fitted = partial(_fitted, step, offers, built, optimizer)
-        self.memory = MemorySearch(built.problem, liveness, fitted, limit)
+        given = (self.step, self.offers, self.built, self.optimizer)
+        return partial(_fitted, *given, host_scale=scale)
 
     def start(self, beat: float, price: float) -> Fit | None:
         """A fast plan found within the limit, if it beats some seconds."""
@@ -114,6 +128,11 @@ class Search:
     def does_not_fit(self) -> InfeasiblePlanError:
         """The error, with the least memory that some plan was found to need."""
         smallest = self.memory.least()
+        if smallest.row == HOST_ROW:
+            return host_is_short(
+                self.cluster, self.memory.limit, smallest.price.host_bytes,
+                smallest.price.copies.num_bytes, smallest.price.peak.peak_bytes,
+            )  # fmt: skip
         need = smallest.peak
         parts = ", ".join(
             f"{kind} {format_bytes(size)}" for kind, size in smallest.price.peak.breakdown[:4]
@@ -149,8 +168,39 @@ class Search:
         return _fitted(step, self.offers, self.built, self.optimizer, solution)
 
 
+def host_is_short(
+    cluster: Cluster, limit: int, num_bytes: int, activation_bytes: int, peak_bytes: int
+) -> InfeasiblePlanError:
+    """The error of plans that the host has too little memory for.
+
+    Args:
+        cluster: the devices.
+        limit: bytes per device.
+        num_bytes: of host memory per device, in the plan that needs least of what was found.
+        activation_bytes: of these, activations.
+        peak_bytes: that this plan needs on the device.
+    """
+    states = num_bytes - activation_bytes
+    return InfeasiblePlanError(
+        f"no plan fits {format_bytes(cluster.host_memory_bytes or 0)} of host memory per device, "
+        f"with {format_bytes(limit)} on the device itself, on mesh {cluster.mesh_shape}. The "
+        f"smallest found needs {format_bytes(num_bytes)} of the host for each device (optimizer "
+        f"states {format_bytes(states)}, activations {format_bytes(activation_bytes)}) and "
+        f"{format_bytes(peak_bytes)} on the device. Use more devices or fewer of them per host, "
+        "an optimizer with less state, or leave out the pins on offload and checkpoint; or give "
+        "the cluster's device the host_memory_bytes that its host has.",
+        memory_limit_bytes=limit,
+        required_bytes=max(peak_bytes, limit + 1),
+    )
+
+
 def _fitted(
-    step: Step, offers: Offers, built: StepProblem, optimizer: object, solution: Solution
+    step: Step,
+    offers: Offers,
+    built: StepProblem,
+    optimizer: object,
+    solution: Solution,
+    host_scale: float = 0.0,
 ) -> Fit:
     """The plan of a solution with its price, which must be what the solver says."""
     classes, chosen = built.classes, solution.chosen
@@ -168,4 +218,4 @@ def _fitted(
             f"the plan costs {counted_s:.9f} s by its placements, but the solver claims "
             f"{solution.objective:.9f} s: this is a defect of autopar"
         )
-    return Fit(solution, decision, priced)
+    return Fit(solution, decision, priced, host_scale)

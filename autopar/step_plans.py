@@ -1,0 +1,68 @@
+"""`StepPlans`: plans of one step under any memory limit, from the cache or solved."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from autopar.cache import PlanCache
+from autopar.codegen.fusion import Fusion
+from autopar.core.collector import paused_collector
+from autopar.core.constraints import Constraints
+from autopar.core.graph import TracedModel
+from autopar.core.plan import Plan
+from autopar.cost_model import Cluster
+from autopar.scheduling import scheduled
+
+if TYPE_CHECKING:
+    from autopar.step_limits import StepLimits
+
+__all__ = ["StepPlans"]
+
+
+class StepPlans:
+    """Plans of one step under any memory limit; what they have in common is found once.
+
+    They come from the cache, or are solved and kept there; ops are priced as they will be fused.
+    The programs of a plan that is solved are written for their schedule, and checked against it.
+    """
+
+    def __init__(
+        self,
+        traced: TracedModel,
+        cluster: Cluster,
+        constraints: Constraints,
+        optimizer: object,
+        cache: bool,
+        fusion: Fusion,
+        *,
+        several: bool = False,
+    ) -> None:
+        self.traced = traced
+        self.given = (cluster, constraints, optimizer, fusion)
+        self.several = several
+        self.plans = PlanCache() if cache else None
+        self._known: StepLimits | None = None
+
+    @paused_collector()
+    def under(self, limit: int | None) -> Plan:
+        """The plan under a limit in bytes per device; default: the device's memory."""
+        cluster, constraints, optimizer, fusion = self.given
+        key = ""
+        if self.plans:
+            key = self.plans.key(
+                self.traced, cluster, constraints, limit, optimizer, fusion.kernels
+            )
+        known = self.plans.get(key) if self.plans else None
+        if known is not None:
+            return known
+        from autopar.pipelining import plan_within
+        from autopar.step_limits import StepLimits
+
+        if self._known is None:
+            given = (self.traced, cluster, constraints, optimizer, fusion)
+            self._known = StepLimits(*given, several=self.several)
+        found = plan_within(self._known, cluster.memory_bytes if limit is None else limit)
+        found = scheduled(found, self.traced)
+        if self.plans is not None:
+            self.plans.put(key, found)
+        return found
