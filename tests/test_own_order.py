@@ -192,7 +192,7 @@ def test_rows_that_need_their_place_are_sorted_whole(kind: type[Routed]) -> None
 
 
 class Ranked(nn.Module):
-    """Sorts of many rows at once, whose values and places are read: they have no order in common."""
+    """Sorts of many rows at once, whose values and places are read."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
