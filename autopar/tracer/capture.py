@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import torch
@@ -105,7 +108,7 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with Spelled():
+            with Spelled(), _without_partial_graph():
                 exported = torch.export.export(capture, args, kwargs, strict=False)
             refuse_data_dependent(capture.wrapped, exported.graph_module)
             if capture.dtype is not None:
@@ -118,6 +121,22 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
     except Exception as error:
         raise TraceError(explain_failure(capture.wrapped, error)) from error
     return exported
+
+
+@contextmanager
+def _without_partial_graph() -> Iterator[None]:
+    """Of an export that fails, torch prints the graph so far, which would bury the message."""
+    printed = io.StringIO()
+    graph = None
+    try:
+        with redirect_stderr(printed):
+            yield
+    except Exception as error:
+        graph = getattr(error, "partial_fx_graph", None)
+        raise
+    finally:
+        text = printed.getvalue()
+        sys.stderr.write(text if graph is None else text.replace(f"{graph}\n", ""))
 
 
 def _changes_in_place(gm: fx.GraphModule) -> bool:
