@@ -22,6 +22,7 @@ that is what makes the modes' communication what their papers say.
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -80,12 +81,13 @@ class Pins:
         self.roles = tuple(roles)
         self.mesh_shape = tuple(r.size for r in roles)
         self.step = step
-        self.contractions = find_contractions(traced, step)
         # an axis of one device splits nothing, so there is nothing to pin on it
         split = [(i, r.name) for i, r in enumerate(roles) if r.size > 1]
         self.tensor_axes = [i for i, name in split if name.startswith("tensor")]
         self.data_axes = [i for i, name in split if name == "data"]
         self.sequence_axes = [i for i, name in split if name == "sequence"]
+        batch = math.prod(self.mesh_shape[i] for i in self.data_axes)
+        self.contractions = find_contractions(traced, step, batch)
         # the axes of N and K are interchangeable: the first contraction settles which is which
         self.first = next((c.op.name for c in self.contractions.values() if c.core), None)
         self.by_weight: dict[str, list[Contraction]] = {}
@@ -149,8 +151,7 @@ class Pins:
         x = candidate.inputs[c.activation_index]
         if any(x[axis].dim != c.batch_dim for axis in self.data_axes):
             return False
-        sequence_dim = c.batch_dim + _SEQUENCE_DIM
-        if not self._is_megatron() and any(x[a].dim != sequence_dim for a in self.sequence_axes):
+        if not self._is_megatron() and any(x[a].dim != c.sequence_dim for a in self.sequence_axes):
             return False
         if self._is_plain_tensor() and not self._as_pinned(c, candidate):
             return False
