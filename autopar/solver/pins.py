@@ -3,7 +3,7 @@
 A weight contraction has three kinds of dims: M (activation and output), N (weight and output) and
 K (contracted). On one mesh axis a candidate shards one of them, and the named modes say which:
 
-    1D         N (column) or K (row)
+    1D         N (column) or K (row); the groups of a grouped convolution
     2D         M on r, N on c; X arrives as (M, K), W is stored sharded on both axes
     2.5D       2D, with M also on the depth axis and W whole there
     3D         M on i; N on j and K on k, or K on j and N on k; W is stored sharded on all three
@@ -176,7 +176,8 @@ class Pins:
         tensor = "".join(kinds[axis] for axis in self.tensor_axes)
         allowed = {
             None: ("",),
-            "1d": ("N", "K"),
+            # a convolution of groups has no sum over ranks: its channels are of all three
+            "1d": ("N", "K", "B") if c is not None and _is_grouped(c) else ("N", "K"),
             "2d": ("MN",),
             "2.5d": ("MMN",),
             "3d": ("MNK",) if c is not None and c.op.name == self.first else ("MNK", "MKN"),
@@ -373,6 +374,10 @@ class Pins:
 
 def _shards(placement: Placement, dim: int) -> bool:
     return placement.is_shard and placement.dim == dim
+
+
+def _is_grouped(c: Contraction) -> bool:
+    return c.op.call.target is aten.convolution.default and c.op.call.args[8] != 1
 
 
 def _contracted_dim(c: Contraction) -> int:
