@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tests.bruteforce import Sample
 
@@ -171,4 +172,13 @@ for _dims in (2, 3):
             *(0, 0, False, [_keeps, True]),
         )
 
+for _dims in (2, 3):
+    _add(
+        f"max_unpool{_dims}d",
+        getattr(aten, f"max_unpool{_dims}d").default,
+        lambda dims=_dims: getattr(F, f"max_pool{dims}d")(
+            _x(4, 4, *[4] * dims), 2, return_indices=True
+        ),
+        *([4] * _dims,) if _dims == 2 else ([4] * 3, [2] * 3, [0] * 3),
+    )
 _add("col2im", aten.col2im.default, lambda: (_x(4, 16, 9),), [4, 4], [2, 2], [1, 1], [0, 0], [1, 1])

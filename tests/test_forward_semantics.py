@@ -292,6 +292,25 @@ def test_writes_through_views_reach_every_view() -> None:
         assert torch.equal(got, expected)
 
 
+def _powers(x: Tensor, exponent: Tensor) -> tuple[Tensor, ...]:
+    number, tensor, wide, shifted = (x.abs() + i for i in range(4))
+    number.pow_(3.0)
+    tensor.pow_(exponent)
+    wide.double().float_power_(2.0)
+    shifted.ldexp_(exponent)
+    return number, tensor, wide, shifted
+
+
+def test_writes_whose_functional_form_has_another_name() -> None:
+    x, exponent = torch.randn(4), torch.arange(4)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        traced = make_fx(_powers)(mode.from_tensor(x), mode.from_tensor(exponent))
+    remove_mutations(traced.graph)
+    traced.recompile()
+    for got, expected in zip(traced(x, exponent), _powers(x, exponent), strict=True):
+        assert torch.equal(got, expected)
+
+
 def test_a_write_to_one_part_of_a_split_is_refused_where_the_whole_is_read() -> None:
     def split(x: Tensor) -> tuple[Tensor, Tensor]:
         x = x.clone()

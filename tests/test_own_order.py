@@ -189,3 +189,21 @@ def test_rows_that_need_their_place_are_sorted_whole(kind: type[Routed]) -> None
     _, error, own = planned(kind(), 2, {"data": 2, "zero": 0})
     assert error < 1e-9
     assert not own
+
+
+class Ranked(nn.Module):
+    """Sorts of many rows at once, whose values and places are read."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.score = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, places = self.score(x).sort(dim=1, descending=True)
+        return (values + torch.take_along_dim(x, places, 1)).square().mean()
+
+
+def test_sorts_of_many_rows_have_no_order_in_common() -> None:
+    _, error, own = planned(Ranked(), 2, {"data": 2})
+    assert error < 1e-9
+    assert not own

@@ -17,7 +17,12 @@ from autopar.core.placement import Partial, Placement, Replicate, Shard
 from autopar.core.strategy import AxisStrategy, OpCall, op_call
 from autopar.solver.rules import registry
 from autopar.solver.rules.registry import registered_ops
-from tests import rule_samples, rule_samples_index, rule_samples_pointwise
+from tests import (
+    rule_samples,
+    rule_samples_index,
+    rule_samples_linalg,
+    rule_samples_pointwise,
+)
 from tests.bruteforce import (
     Captured,
     Sample,
@@ -46,6 +51,7 @@ SAMPLES: list[Sample] = [
     *rule_samples.PARTS,
     *rule_samples.FACTORIES,
     *rule_samples_index.SAMPLES,
+    *rule_samples_linalg.SAMPLES,
     *rule_samples_pointwise.SAMPLES,
     *_neural(),
 ]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from autopar.core.blocks import block_of
 from autopar.core.graph import TracedModel, node_info
-from autopar.solver.candidates import Candidate
-from autopar.solver.step import Op, Step, unview
+from autopar.core.placement import Shard
+from autopar.core.strategy import AxisStrategy
+from autopar.solver.candidates import Candidate, axis_rows
+from autopar.solver.step import Op, Step, Value, unview
 
 __all__ = [
     "Contraction",
@@ -33,7 +36,9 @@ class Contraction:
         weight: placeholder of the parameter.
         activation_index, weight_index: which operand is which.
         core: it stands inside a repeated block.
-        batch_dim: of the activation; behind the groups that a grouped linear has in front.
+        batch_dim: of the activation; behind the groups that a grouped linear has in front, and
+            behind the sequence where a model puts that first.
+        sequence_dim: of the activation, beside the batch.
     """
 
     op: Op
@@ -42,10 +47,19 @@ class Contraction:
     weight_index: int
     core: bool
     batch_dim: int = 0
+    sequence_dim: int = 1
 
 
-def find_contractions(traced: TracedModel, step: Step) -> dict[str, Contraction]:
-    """Contractions of a weight with what depends on the inputs, in the forward, by op name."""
+def find_contractions(
+    traced: TracedModel, step: Step, axis_size: int = 1
+) -> dict[str, Contraction]:
+    """Contractions of a weight with what depends on the inputs, in the forward, by op name.
+
+    Args:
+        traced, step: the model.
+        axis_size: devices that the batch is pinned to; 1 where it is not.
+    """
+    samples = _sample_dims(step, axis_size) if axis_size > 1 else {}
     nodes = {n.name: n for n in traced.graph.nodes}
     found: dict[str, Contraction] = {}
     fed = _fed_by_inputs(step)
@@ -61,13 +75,16 @@ def find_contractions(traced: TracedModel, step: Step) -> dict[str, Contraction]
         if len(weights) != 1 or sources[1 - weights[0]] not in fed:
             continue
         module = node_info(traced, nodes[op.name]).module
+        first = _batch_dim(op, weights[0])
+        batch = samples.get(op.operands[1 - weights[0]], first)
         found[op.name] = Contraction(
             op,
             sources[weights[0]],
             1 - weights[0],
             weights[0],
             block_of(module) is not None,
-            _batch_dim(op, weights[0]),
+            batch,
+            first + 1 if batch == first else first,
         )
     if found and not any(c.core for c in found.values()):
         found = {k: replace(c, core=True) for k, c in found.items()}
@@ -82,6 +99,33 @@ def _fed_by_inputs(step: Step) -> set[str]:
         if any(name in fed for name, _ in op.operands):
             fed.add(op.name)
     return fed
+
+
+def _sample_dims(step: Step, axis_size: int) -> dict[Value, int]:
+    """The dim of a value that counts samples, as far as the rules carry it from the inputs on.
+
+    What another stage sends is taken to have them first.
+    """
+    specs = [spec for spec in step.inputs.values() if spec.kind == "input" and spec.shape]
+    rows = specs[0].shape[:1] if specs else ()
+    found: dict[Value, int] = {(s.node, 0): 0 for s in specs if s.shape[:1] == rows}
+    found |= {(name, 0): 0 for name in step.ports if not step.is_hoisted(name)}
+    for op in step.ops.values():
+        held = {i: found[value] for i, value in enumerate(op.operands) if value in found}
+        if not op.forward or not held:
+            continue
+        rows_of_op = axis_rows(replace(op.call, axis_size=axis_size))
+        row = next((row for row in rows_of_op if _splits(row, held)), None)
+        for index, out in enumerate(row.outputs if row else ()):
+            if out.is_shard and out.split == 1 and not out.own:
+                found[op.name, index] = out.dim
+    return found
+
+
+def _splits(row: AxisStrategy, held: Mapping[int, int]) -> bool:
+    """True if a row shards each of these operands on its dim, and sums nothing."""
+    samples = all(row.inputs[i] == Shard(dim) for i, dim in held.items())
+    return samples and not any(p.is_partial for p in row.inputs)
 
 
 def _batch_dim(op: Op, weight_index: int) -> int:

@@ -255,7 +255,7 @@ def _resident_bytes(pricing: Pricing, optimizer: object) -> dict[str, int]:
 def _input_bytes(pricing: Pricing) -> int:
     """The global batch, which the caller holds, and the share of it that the step reads."""
     step = pricing.step
-    layouts = input_layouts(step, pricing.decision.candidates, len(pricing.mesh))
+    layouts = input_layouts(step, pricing.decision.candidates, pricing.mesh)
     total = step.blocks.traced.batch_bytes
     for name, spec in step.inputs.items():
         whole = step.specs[name, 0].num_bytes * step.blocks.copies(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopar.core.placement import Layout, Placement, Replicate
+from autopar.core.redistribute import path
 from autopar.solver.candidates import Candidate
 from autopar.solver.step import Step
 
@@ -12,9 +13,12 @@ __all__ = ["input_layouts"]
 
 
 def input_layouts(
-    step: Step, candidates: Mapping[str, Candidate], num_axes: int
+    step: Step, candidates: Mapping[str, Candidate], mesh_shape: tuple[int, ...]
 ) -> dict[str, Layout]:
-    """Shard an input on an axis where every use of it wants that same shard."""
+    """Shard an input on an axis where every use of it wants that same shard.
+
+    No use sends anything: the price counts none of it, each rank has the whole input.
+    """
     wanted: dict[str, list[Layout]] = {}
     for value, op, index in step.consumers():
         if value[0] in step.inputs:
@@ -23,10 +27,28 @@ def input_layouts(
     layouts: dict[str, Layout] = {}
     for name, spec in step.inputs.items():
         uses = wanted.get(name, [])
-        layouts[name] = tuple(_common(uses, axis) for axis in range(num_axes))
-        if spec.kind not in ("input", "tangent"):
-            layouts[name] = tuple(Replicate() for _ in range(num_axes))
+        layouts[name] = tuple(Replicate() for _ in mesh_shape)
+        if spec.kind in ("input", "tangent"):
+            layouts[name] = _shared(uses, mesh_shape)
     return layouts
+
+
+def _shared(uses: list[Layout], mesh_shape: tuple[int, ...]) -> Layout:
+    """The common shards of all axes, without the last ones until each use is a slice of them.
+
+    Where one use splits a dim on an outer axis too, its share is no part of an inner axis's.
+    """
+    layout = tuple(_common(uses, axis) for axis in range(len(mesh_shape)))
+    for axis in reversed(range(len(mesh_shape))):
+        if all(_is_slice(layout, use, mesh_shape) for use in uses):
+            break
+        layout = (*layout[:axis], Replicate(), *layout[axis + 1 :])
+    return layout
+
+
+def _is_slice(layout: Layout, use: Layout, mesh_shape: tuple[int, ...]) -> bool:
+    moves = path(layout, use, mesh_shape)
+    return moves is not None and all(move.kind == "slice" for move in moves)
 
 
 def _common(uses: list[Layout], axis: int) -> Placement:

@@ -3,7 +3,7 @@
 A weight contraction has three kinds of dims: M (activation and output), N (weight and output) and
 K (contracted). On one mesh axis a candidate shards one of them, and the named modes say which:
 
-    1D         N (column) or K (row)
+    1D         N (column) or K (row); the groups of a grouped convolution
     2D         M on r, N on c; X arrives as (M, K), W is stored sharded on both axes
     2.5D       2D, with M also on the depth axis and W whole there
     3D         M on i; N on j and K on k, or K on j and N on k; W is stored sharded on all three
@@ -22,6 +22,7 @@ that is what makes the modes' communication what their papers say.
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -80,12 +81,13 @@ class Pins:
         self.roles = tuple(roles)
         self.mesh_shape = tuple(r.size for r in roles)
         self.step = step
-        self.contractions = find_contractions(traced, step)
         # an axis of one device splits nothing, so there is nothing to pin on it
         split = [(i, r.name) for i, r in enumerate(roles) if r.size > 1]
         self.tensor_axes = [i for i, name in split if name.startswith("tensor")]
         self.data_axes = [i for i, name in split if name == "data"]
         self.sequence_axes = [i for i, name in split if name == "sequence"]
+        batch = math.prod(self.mesh_shape[i] for i in self.data_axes)
+        self.contractions = find_contractions(traced, step, batch)
         # the axes of N and K are interchangeable: the first contraction settles which is which
         self.first = next((c.op.name for c in self.contractions.values() if c.core), None)
         self.by_weight: dict[str, list[Contraction]] = {}
@@ -149,8 +151,7 @@ class Pins:
         x = candidate.inputs[c.activation_index]
         if any(x[axis].dim != c.batch_dim for axis in self.data_axes):
             return False
-        sequence_dim = c.batch_dim + _SEQUENCE_DIM
-        if not self._is_megatron() and any(x[a].dim != sequence_dim for a in self.sequence_axes):
+        if not self._is_megatron() and any(x[a].dim != c.sequence_dim for a in self.sequence_axes):
             return False
         if self._is_plain_tensor() and not self._as_pinned(c, candidate):
             return False
@@ -175,7 +176,8 @@ class Pins:
         tensor = "".join(kinds[axis] for axis in self.tensor_axes)
         allowed = {
             None: ("",),
-            "1d": ("N", "K"),
+            # a convolution of groups has no sum over ranks: its channels are of all three
+            "1d": ("N", "K", "B") if c is not None and _is_grouped(c) else ("N", "K"),
             "2d": ("MN",),
             "2.5d": ("MMN",),
             "3d": ("MNK",) if c is not None and c.op.name == self.first else ("MNK", "MKN"),
@@ -372,6 +374,10 @@ class Pins:
 
 def _shards(placement: Placement, dim: int) -> bool:
     return placement.is_shard and placement.dim == dim
+
+
+def _is_grouped(c: Contraction) -> bool:
+    return c.op.call.target is aten.convolution.default and c.op.call.args[8] != 1
 
 
 def _contracted_dim(c: Contraction) -> int:

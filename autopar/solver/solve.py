@@ -331,7 +331,7 @@ def _as_plan(
         shapes=whole({s.target: s.shape for s in parameters}),
         dtypes=whole({s.target: str(s.dtype).removeprefix("torch.") for s in parameters}),
         inputs={
-            **input_layouts(step, best.decision.candidates, len(planned.mesh_shape)),
+            **input_layouts(step, best.decision.candidates, planned.mesh_shape),
             **{name: best.decision.storages[name] for name in step.ports},
         },
         modes=whole(mode_names(step, found.pins, best.decision)),

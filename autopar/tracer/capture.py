@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ from autopar.errors import TraceError
 from autopar.tracer.diagnose import explain_failure, refuse_data_dependent, refuse_mixed
 from autopar.tracer.no_grad import mark_no_grad
 from autopar.tracer.precision import call_in
+from autopar.tracer.spelled import Spelled
 
 __all__ = ["PREFIX", "Capture", "export", "normalize_inputs"]
 
@@ -104,7 +108,8 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            exported = torch.export.export(capture, args, kwargs, strict=False)
+            with Spelled(), _without_partial_graph():
+                exported = torch.export.export(capture, args, kwargs, strict=False)
             refuse_data_dependent(capture.wrapped, exported.graph_module)
             if capture.dtype is not None:
                 refuse_mixed(capture.wrapped, exported.graph_module, capture.dtype)
@@ -116,6 +121,22 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
     except Exception as error:
         raise TraceError(explain_failure(capture.wrapped, error)) from error
     return exported
+
+
+@contextmanager
+def _without_partial_graph() -> Iterator[None]:
+    """Of an export that fails, torch prints the graph so far, which would bury the message."""
+    printed = io.StringIO()
+    graph = None
+    try:
+        with redirect_stderr(printed):
+            yield
+    except Exception as error:
+        graph = getattr(error, "partial_fx_graph", None)
+        raise
+    finally:
+        text = printed.getvalue()
+        sys.stderr.write(text if graph is None else text.replace(f"{graph}\n", ""))
 
 
 def _changes_in_place(gm: fx.GraphModule) -> bool:

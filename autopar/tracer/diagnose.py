@@ -17,6 +17,7 @@ from autopar.errors import TraceError
 
 __all__ = [
     "explain_failure",
+    "innermost_line",
     "refuse_data_dependent",
     "refuse_hooks",
     "refuse_mixed",
@@ -46,10 +47,11 @@ _REMEDY = (
 
 def _user_frame(error: BaseException) -> str:
     """`file:line in function: source` of the innermost frame outside torch and autopar."""
-    return _innermost(traceback.extract_tb(error.__traceback__))
+    return innermost_line(traceback.extract_tb(error.__traceback__))
 
 
-def _innermost(frames: traceback.StackSummary) -> str:
+def innermost_line(frames: traceback.StackSummary) -> str:
+    """`file:line in function: source` of the innermost frame outside torch and autopar."""
     for frame in reversed(frames):
         if frame.filename.startswith((_TORCH_DIR, _OWN_DIR, "<")) or frame.name in _MODES:
             continue
@@ -152,10 +154,11 @@ def refusing_tensor_hooks() -> Iterator[None]:
     original = torch.Tensor.register_hook
 
     def refuse(tensor: torch.Tensor, hook: Any) -> Any:
+        where = innermost_line(traceback.extract_stack())
         raise TraceError(
-            f"{_innermost(traceback.extract_stack())}\n  a tensor of shape {tuple(tensor.shape)} "
-            "gets a gradient hook. A compiled backward calls no hooks: use a "
-            "torch.autograd.Function that changes the gradient instead."
+            f"{where}\n  a tensor of shape {tuple(tensor.shape)} gets a gradient hook. "
+            "A compiled backward calls no hooks: use a torch.autograd.Function that changes the "
+            "gradient instead."
         )
 
     torch.Tensor.register_hook = refuse  # type: ignore[method-assign]

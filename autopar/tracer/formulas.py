@@ -16,13 +16,18 @@ from autopar.core.ops import ops
 
 __all__ = [
     "addbmm",
+    "affine_grid",
     "bilinear",
     "embedding_bag_backward",
     "exponential",
+    "glu",
     "histc",
+    "masked_scatter",
     "normal",
     "randint",
     "randint_from",
+    "rot90",
+    "trace",
     "uniform",
     "vdot",
     "weight_norm",
@@ -41,6 +46,60 @@ def addbmm(
     out = ops.einsum("byk,bkn->byn", a, b).sum(0)
     out = out if alpha == 1 else out * alpha
     return out if beta == 0 else out + (x if beta == 1 else x * beta)
+
+
+def glu(_rng: object, x: Tensor, dim: int = -1) -> Tensor:
+    value, gate = x.chunk(2, dim)
+    return value * gate.sigmoid()
+
+
+def rot90(_rng: object, x: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
+    first, second = dims
+    if k % 4 == 0:
+        return x.clone()
+    if k % 4 == 2:
+        return x.flip((first, second))
+    return x.flip(second if k % 4 == 1 else first).transpose(first, second)
+
+
+def trace(_rng: object, x: Tensor) -> Tensor:
+    return x.diagonal().sum()
+
+
+def affine_grid(
+    _rng: object, theta: Tensor, size: Sequence[int], align_corners: bool = False
+) -> Tensor:
+    """Places theta · (x, y, …, 1) that an affine map of the output's pixels reads.
+
+    theta (N, D, D + 1), size (N, C, *space) -> (N, *space, D), with D spatial dims, x first.
+    """
+    space = size[2:]
+    steps = []
+    for count in space:
+        edge = 1.0 if align_corners else 1.0 - 1.0 / count
+        line = torch.linspace(-edge, edge, count, dtype=theta.dtype, device=theta.device)
+        steps.append(line if count > 1 or not align_corners else torch.zeros_like(line))
+    places = torch.meshgrid(*steps, indexing="ij")
+    base = torch.stack([*reversed(places), torch.ones_like(places[0])], dim=-1)
+    flat = ops.einsum("pj,bij->bpi", base.flatten(0, -2), theta)
+    return flat.unflatten(1, list(space))
+
+
+def masked_scatter(_rng: object, x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    """The elements of `source` in order at the places of the mask, which counts them.
+
+    Where the mask is one for all features of a token, whole tokens are counted.
+    """
+    wide = mask.shape == x.shape and x.dim() > 1 and mask.stride(-1) == 0
+    if wide and source.shape[-1] == x.shape[-1]:
+        picked = mask.select(-1, 0)
+        rows = source.reshape(-1, x.shape[-1])
+        place = (picked.flatten().cumsum(0) - 1).view(picked.shape)
+        taken = rows[torch.where(picked, place, 0)]
+        return torch.where(picked.unsqueeze(-1), taken, x)
+    mask, x = torch.broadcast_tensors(mask, x)
+    place = (mask.flatten().cumsum(0) - 1).view(mask.shape)
+    return torch.where(mask, source.flatten()[torch.where(mask, place, 0)], x)
 
 
 def histc(_rng: object, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -153,10 +153,13 @@ def _functional(target: Any) -> Any:
     if not name[1].endswith("_"):
         return None
     packet = getattr(getattr(torch.ops, name[0]), name[1].rstrip("_"), None)
+    if packet is None:
+        return None
+    wanted = _parameters(target)
     same = getattr(packet, target._overloadname, None)
-    if same is not None or packet is None:
+    if same is not None and [t for _, t in _parameters(same)] == [t for _, t in wanted]:
         return same
-    wanted = _parameters(target)  # `transpose_` has no overload name where `transpose.int` has
+    # `pow_.Scalar` is `pow.Tensor_Scalar`, `transpose_` is `transpose.int`
     overloads = (getattr(packet, name) for name in packet.overloads())
     return next((op for op in overloads if _parameters(op) == wanted), None)
 

@@ -18,6 +18,7 @@ And in the joint graph:
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -125,8 +126,40 @@ def _with_meta(node: fx.Node, origin: fx.Node, value: torch.Tensor) -> fx.Node:
     return node
 
 
+def _joined_last(graph: fx.Graph, node: fx.Node) -> None:
+    """A view that flattens leading dims and joins heads at once becomes one view after the other.
+
+    ``(S, B, H, D) -> (S B, H D)`` is ``(S, B, H D)``, flattened; so is it of ``(S, B H, D)``.
+    """
+    if node.target not in _VIEWS:
+        return
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    inner, outer = _shape(source), _shape(node)
+    lead = _lead(inner, outer) if len(outer) == 2 else None
+    if lead is None:
+        return
+    wide_shape = [*lead, outer[1]]
+    value = node.meta["val"].new_empty(wide_shape)
+    with graph.inserting_before(node):
+        wide = graph.call_function(aten.reshape.default, (source, wide_shape))
+    node.args = (_with_meta(wide, node, value), *node.args[1:])
+
+
+def _lead(inner: tuple[int, ...], outer: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The dims that a view to two dims flattens into its first."""
+    for count in range(2, len(inner) - 1):
+        if math.prod(inner[-count:]) == outer[1]:
+            return inner[:-count]
+    if len(inner) == 3 and inner[2] < outer[1] and 1 < inner[0] < outer[0]:
+        return (inner[0], outer[0] // inner[0]) if outer[0] % inner[0] == 0 else None
+    return None
+
+
 def sink_flattening(graph: fx.Graph) -> None:
     """Move flattening views of a linear's input behind it, then cancel view pairs."""
+    for node in list(graph.nodes):
+        _joined_last(graph, node)
     for node in list(graph.nodes):
         if node.target not in _LINEARS:
             continue

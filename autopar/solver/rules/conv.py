@@ -139,6 +139,7 @@ _LINEAR = (
     "max_pool2d_with_indices_backward max_pool3d_with_indices_backward",
     "adaptive_max_pool2d_backward adaptive_max_pool3d_backward",
     "avg_pool2d_backward avg_pool3d_backward",
+    "max_unpool2d max_unpool3d",
     "_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward",
     " ".join(_PADS),
 )

@@ -91,8 +91,8 @@ def note_orders(graph: fx.Graph) -> None:
             node.meta[_KEY] = orders[node.args[1]] if orders else None
         elif _KEY not in node.meta and (node.target in _STARTS or _any(node.all_input_nodes)):
             found = _found(op_call(node, 2))
-            orders = found.orders if found else [None]
-            node.meta.update({_KEY: orders[0], "orders": orders})
+            orders = found.orders if found else []
+            node.meta.update({_KEY: orders[0] if orders else None, "orders": orders})
 
 
 def own_order_rows(call: OpCall) -> list[AxisStrategy]:

@@ -79,6 +79,8 @@ _NONLINEAR = [
     "xlogy.Tensor _prelu_kernel log_sigmoid_backward bitwise_left_shift.Tensor fill.Scalar",
     "bitwise_right_shift.Tensor heaviside hypot logaddexp erfinv lgamma digamma polygamma",
     "special_i0 special_entr masked_fill.Tensor addcmul addcdiv exponential frac deg2rad signbit",
+    "hardshrink hardshrink_backward softshrink_backward threshold sinc logaddexp2 i0 isposinf",
+    "isneginf copysign.Tensor copysign.Scalar special_erfcx special_i0e special_log_ndtr",
     "polar __and__.Tensor __or__.Tensor __xor__.Tensor __lshift__.Scalar __rshift__.Scalar",
 ]
 

@@ -1,0 +1,62 @@
+"""Matrices by themselves: the last two dims whole, all in front of them a batch; and distances."""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.core.strategy import AxisStrategy, OpCall
+from autopar.solver.rules.labels import Labels, by_labels, linear_rows, replicated_row
+from autopar.solver.rules.registry import rule
+
+aten = torch.ops.aten
+
+
+@rule(
+    aten.linalg_cholesky_ex.default,
+    aten.linalg_inv_ex.default,
+    aten.linalg_matrix_exp.default,
+    aten._linalg_det.default,
+    aten._linalg_slogdet.default,
+    aten._linalg_eigh.default,
+    aten._linalg_svd.default,
+    aten.linalg_qr.default,
+    aten.linalg_lu_factor_ex.default,
+    aten.linalg_lu_solve.default,
+    aten.linalg_solve_triangular.default,
+    aten._linalg_solve_ex.default,
+    aten.cholesky_solve.default,
+)
+def matrices_rule(call: OpCall) -> list[AxisStrategy]:
+    """Each matrix by itself; operands that broadcast over a batch are left whole."""
+    lead = call.operands[0].shape[:-2]
+    batch: list[str | None] = [f"d{i}" for i in range(len(lead))]
+    tensors = (*call.operands, *call.outputs)
+    # pivots are whole numbers, one for each row
+    same = all(len(s.shape) == len(lead) + 2 for s in call.operands if s.dtype != torch.int32)
+    if not same or any(spec.shape[: len(lead)] != lead for spec in tensors):
+        return [replicated_row(call)]
+    names: list[list[str | None]] = [
+        [*batch, *[None] * (len(spec.shape) - len(lead))] for spec in tensors
+    ]
+    count = len(call.operands)
+    return by_labels(call, names[:count], names[count:])
+
+
+@rule(aten._cdist_forward.default)
+def distances_rule(call: OpCall) -> list[AxisStrategy]:
+    """x (…, P, F), y (…, R, F) -> (…, P, R)."""
+    lead = [f"d{i}" for i in range(len(call.outputs[0].shape) - 2)]
+    if call.operands[0].shape[:-2] != call.operands[1].shape[:-2]:
+        return [replicated_row(call)]
+    return by_labels(call, [[*lead, "p", None], [*lead, "r", None]], [[*lead, "p", "r"]])
+
+
+@rule(aten._cdist_backward.default)
+def distances_backward_rule(call: OpCall) -> list[AxisStrategy]:
+    """(dy (…, P, R), x, y, distances) -> dx (…, P, F), a sum over R; linear in dy."""
+    lead = [f"d{i}" for i in range(len(call.outputs[0].shape) - 2)]
+    table: Labels = [*lead, "p", "r"]
+    x: Labels = [*lead, "p", None]
+    y: Labels = [*lead, "r", None]
+    rows = by_labels(call, [table, x, y, table], [x], summed=["r"])
+    return rows + linear_rows(call, [(0,)])

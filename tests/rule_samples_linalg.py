@@ -1,0 +1,103 @@
+"""Calls of ops on batches of matrices, and of distances between rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tests.bruteforce import Sample
+
+aten = torch.ops.aten
+_BATCHES = ((4,), (4, 2), ())
+
+
+def _matrices(*batch: int) -> Tensor:
+    """Symmetric, positive definite and well conditioned."""
+    x = torch.randn(*batch, 4, 4, dtype=torch.float64)
+    return x @ x.mT + 4 * torch.eye(4, dtype=torch.float64)
+
+
+def _lower(*batch: int) -> Tensor:
+    return torch.linalg.cholesky(_matrices(*batch))
+
+
+def _right(*batch: int) -> Tensor:
+    return torch.randn(*batch, 4, 2, dtype=torch.float64)
+
+
+_ONE: dict[str, Callable[[Tensor], object]] = {
+    "cholesky": lambda x: aten.linalg_cholesky_ex.default(x),
+    "inverse": lambda x: aten.linalg_inv_ex.default(x),
+    "matrix_exp": lambda x: aten.linalg_matrix_exp.default(x),
+    "det": lambda x: aten._linalg_det.default(x),
+    "slogdet": lambda x: aten._linalg_slogdet.default(x),
+    "eigh": lambda x: aten._linalg_eigh.default(x),
+    "svd": lambda x: aten._linalg_svd.default(x),
+    "qr": lambda x: aten.linalg_qr.default(x),
+    "lu_factor": lambda x: aten.linalg_lu_factor_ex.default(x),
+}
+SAMPLES: list[Sample] = []
+for _batch in _BATCHES:
+    for _name, _function in _ONE.items():
+        SAMPLES.append(
+            Sample(f"{_name}_{len(_batch)}", _function, lambda b=_batch: (_matrices(*b),))
+        )
+    SAMPLES += [
+        Sample(
+            f"solve_{len(_batch)}",
+            lambda a, b: aten._linalg_solve_ex.default(a, b),
+            lambda b=_batch: (_matrices(*b), _right(*b)),
+        ),
+        Sample(
+            f"solve_triangular_{len(_batch)}",
+            lambda a, b: aten.linalg_solve_triangular.default(a, b, upper=False),
+            lambda b=_batch: (_lower(*b), _right(*b)),
+        ),
+        Sample(
+            f"cholesky_solve_{len(_batch)}",
+            lambda b, factor: aten.cholesky_solve.default(b, factor),
+            lambda b=_batch: (_right(*b), _lower(*b)),
+        ),
+        Sample(
+            f"lu_solve_{len(_batch)}",
+            lambda lu, pivots, b: aten.linalg_lu_solve.default(lu, pivots, b),
+            lambda b=_batch: (*torch.linalg.lu_factor(_matrices(*b)), _right(*b)),
+        ),
+    ]
+SAMPLES.append(
+    Sample(
+        "solve_shared",
+        lambda a, b: aten.linalg_solve_triangular.default(a, b, upper=False),
+        lambda: (_lower(4), _right()),
+    )
+)
+
+
+def _rows(*batch: int) -> tuple[Tensor, Tensor]:
+    return (
+        torch.randn(*batch, 4, 3, dtype=torch.float64),
+        torch.randn(*batch, 8, 3, dtype=torch.float64),
+    )
+
+
+for _norm in (1.0, 2.0):
+    for _batch in ((), (4,)):
+        _tag = f"{_norm:.0f}_{len(_batch)}"
+        SAMPLES += [
+            Sample(
+                f"cdist_{_tag}",
+                lambda x, y, p=_norm: aten._cdist_forward.default(x, y, p, None),
+                lambda b=_batch: _rows(*b),
+            ),
+            Sample(
+                f"cdist_backward_{_tag}",
+                lambda dy, x, y, d, p=_norm: aten._cdist_backward.default(dy, x, y, p, d),
+                lambda b=_batch, p=_norm: (
+                    torch.randn(*b, 4, 8, dtype=torch.float64),
+                    *(rows := _rows(*b)),
+                    torch.cdist(*rows, p=p),
+                ),
+            ),
+        ]

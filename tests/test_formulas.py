@@ -1,0 +1,69 @@
+"""ATen calls spelled with other ops: the same values and gradients as the calls themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar.tracer.decompositions import REPLACEMENTS
+
+aten = torch.ops.aten
+_MASK = torch.tensor([[True, False, True], [False, False, True]])
+
+
+def _x(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+CALLS: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
+    "glu": (aten.glu.default, lambda: (_x(4, 6),)),
+    "glu dim": (aten.glu.default, lambda: (_x(4, 6, 3), 1)),
+    "trace": (aten.trace.default, lambda: (_x(4, 6),)),
+    "masked_scatter": (aten.masked_scatter.default, lambda: (_x(2, 3), _MASK, _x(5))),
+    "masked_scatter broadcast": (
+        aten.masked_scatter.default,
+        lambda: (_x(4, 2, 3), _MASK, _x(3, 4)),
+    ),
+    "masked_scatter tokens": (
+        aten.masked_scatter.default,
+        lambda: (_x(2, 3, 4), _MASK.unsqueeze(-1).expand(2, 3, 4), _x(1, 4, 4)),
+    ),
+    "masked_scatter flat source": (
+        aten.masked_scatter.default,
+        lambda: (_x(2, 3, 4), _MASK.unsqueeze(-1).expand(2, 3, 4), _x(16)),
+    ),
+    **{
+        f"rot90 {k}": (aten.rot90.default, lambda k=k: (_x(4, 6, 3), k, [0, 2]))
+        for k in range(-1, 5)
+    },
+    **{
+        f"affine_grid {size} {corners}": (
+            aten.affine_grid_generator.default,
+            lambda s=size, c=corners: (_x(2, len(s) - 2, len(s) - 1), s, c),
+        )
+        for size in ([2, 3, 5, 4], [2, 3, 1, 4], [2, 3, 3, 2, 4])
+        for corners in (False, True)
+    },
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_same_as_the_call(name: str) -> None:
+    torch.manual_seed(0)
+    op, inputs = CALLS[name]
+    given = inputs()
+    found, expected = REPLACEMENTS[op](None, *given), op(*given)
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    reads = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
+    weights = torch.randn_like(expected)
+    for a, b in zip(
+        torch.autograd.grad(found, reads, weights),
+        torch.autograd.grad(expected, reads, weights),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,130 @@
+"""Calls that torch.export cannot capture as they are: the numbers of one device, or a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autopar
+from autopar.errors import TraceError
+
+
+def _verified(model: nn.Module, inputs: Any) -> autopar.Verification:
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    plan = autopar.plan(model, cluster, inputs, constraints={"data": 2})
+    return autopar.verify(plan, model, inputs)
+
+
+class Counting(nn.Module):
+    """Rows summed by key, over how many there are of each; `bins` of them are asked for."""
+
+    def __init__(self, weighted: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.weighted = weighted
+
+    def forward(self, x: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+        rows = self.inner(x)
+        sums = rows.new_zeros(5, 8).index_add(0, keys, rows)
+        if self.weighted:
+            counts = torch.bincount(keys, weights, minlength=5)
+        else:
+            counts = keys.bincount(minlength=5).clamp(min=1)
+        return (sums / counts.unsqueeze(1)).square().mean()
+
+
+def _counted() -> tuple[Tensor, ...]:
+    keys = torch.tensor([0, 1, 1, 2, 2, 3, 4, 4])
+    return torch.randn(8, 8).double(), keys, torch.rand(8).double() + 0.1
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_counts_of_keys(weighted: bool) -> None:
+    torch.manual_seed(0)
+    assert _verified(Counting(weighted).double(), _counted()).worst[1] < 1e-9
+
+
+def test_a_key_beyond_the_counts_is_an_error() -> None:
+    torch.manual_seed(0)
+    model, (x, keys, weights) = Counting(False).double(), _counted()
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    plan = autopar.plan(model, cluster, (x, keys, weights), constraints={"data": 2})
+    with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
+        autopar.verify(plan, model, (x, keys + 1, weights))
+
+
+class Codebook(nn.Module):
+    """Vectors replaced by the nearest of a table, which follows them through `.data`."""
+
+    table: Tensor
+    count: Tensor
+
+    def __init__(self, size: int = 7, width: int = 8) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, width), nn.Linear(width, 8)
+        self.register_buffer("table", torch.randn(size, width))
+        self.register_buffer("count", torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.inner(x).flatten(0, -2)
+        nearest = torch.cdist(z.detach(), self.table).argmin(1)
+        hot = F.one_hot(nearest, len(self.table)).to(z.dtype)
+        found = hot @ self.table
+        if self.training:
+            self.count.data.mul_(0.9).add_(hot.sum(0), alpha=0.1)
+            self.table.data.mul_(0.9).add_(hot.t() @ z.detach(), alpha=0.1)
+        out = self.outer(z + (found - z).detach())
+        return F.mse_loss(out, x.flatten(0, -2)) + (z - found.detach()).square().mean()
+
+
+def test_buffers_written_through_data() -> None:
+    torch.manual_seed(0)
+    found = _verified(Codebook().double(), (torch.randn(4, 6, 8).double(),))
+    assert set(found.buffers) == {"table", "count"}
+    assert found.worst[1] < 1e-9
+
+
+class Covaried(nn.Module):
+    def __init__(self, correction: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.correction = correction
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cov(self.inner(x).t(), correction=self.correction).square().sum()
+
+
+@pytest.mark.parametrize("correction", [0, 1])
+def test_covariances(correction: int) -> None:
+    torch.manual_seed(0)
+    assert _verified(Covaried(correction).double(), (torch.randn(6, 8).double(),)).worst[1] < 1e-9
+
+
+def _penalty(x: Tensor, out: Tensor) -> Tensor:
+    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return (grad.norm(dim=-1) - 1).square().mean()
+
+
+def _backward(x: Tensor, out: Tensor) -> Tensor:
+    out.sum().backward(retain_graph=True)
+    return out.mean()
+
+
+@pytest.mark.parametrize("derive", [_penalty, _backward])
+def test_a_derivative_in_the_forward_is_refused(derive: Callable[..., Tensor]) -> None:
+    class Critic(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.detach().requires_grad_(True)
+            return derive(x, self.inner(x).tanh())
+
+    with pytest.raises(TraceError, match=r"test_spelled.py:\d+ in _(penalty|backward)"):
+        _verified(Critic(), (torch.randn(4, 8),))
