@@ -114,3 +114,67 @@ def test_a_model_on_meta_is_planned_like_one_with_values(name: str) -> None:
     assert meta.shapes == real.shapes
     # some code asks for the device, so the graphs may differ by a mask or a cast
     assert meta.predicted.step_time_s == pytest.approx(real.predicted.step_time_s, rel=0.05)
+
+
+def stage_from_meta(rank: int, pipeline: bool) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Modules that this rank initialises, and the parameters that it has then."""
+    with torch.device("meta"):
+        model = zoo.gpt2(layers=4)[0].train()
+    paths = {id(module): path for path, module in model.named_modules()}
+    seen: list[str] = []
+
+    def note(module: torch.nn.Module) -> None:
+        # a dry run on meta asks every module what it writes
+        if any(not p.is_meta for p in module.parameters(recurse=False)):
+            seen.append(paths[id(module)])
+
+    parallel = autopar.parallelize(
+        model,
+        init_device_mesh("cpu", (2,)),
+        {"input_ids": torch.zeros(4, 16, dtype=torch.int64),
+         "labels": torch.zeros(4, 16, dtype=torch.int64)},
+        constraints={"pipeline": {"size": 2, "microbatches": 2}} if pipeline else {"data": 2},
+        init_weights=note,
+        seed=5,
+    )  # fmt: skip
+    return seen, {n: whole(p.detach()).clone() for n, p in parallel.named_parameters()}
+
+
+def test_a_rank_of_a_pipeline_initialises_its_stage() -> None:
+    (_, wanted), _ = run_ranks(stage_from_meta, 2, False)
+    found = run_ranks(stage_from_meta, 2, True)
+    assert {n for _, own in found for n in own} == wanted.keys()
+    for seen, own in found:
+        blocks = {path.split(".")[2] for path in seen if path.startswith("transformer.h.")}
+        held = {n.split(".")[2] for n in own if n.startswith("transformer.h.")}
+        assert blocks == held and len(held) == 2
+        for name, value in own.items():
+            assert torch.equal(value, wanted[name]), name
+
+
+def uninitialised(rank: int) -> str:
+    """The message of a parameter of the last stage that nothing initialises."""
+    with torch.device("meta"):
+        model = zoo.gpt2(layers=4)[0].train()
+        model.transformer.h[3].mlp.extra = torch.nn.Module()
+        model.transformer.h[3].mlp.extra.shift = torch.nn.Parameter(torch.empty(64))
+        inner = model.transformer.h[3].mlp.c_proj
+        inner.register_forward_hook(
+            lambda _m, _i, out, own=model.transformer.h[3].mlp.extra: out + own.shift
+        )
+    tokens = torch.zeros(4, 16, dtype=torch.int64)
+    pins = {"pipeline": {"size": 2, "microbatches": 2}}
+    with pytest.raises(autopar.AutoparError) as raised:
+        autopar.parallelize(
+            model,
+            init_device_mesh("cpu", (2,)),
+            {"input_ids": tokens, "labels": tokens},
+            constraints=pins,
+        )
+    return str(raised.value)
+
+
+def test_what_one_stage_cannot_initialise_stops_all_ranks() -> None:
+    first, last = run_ranks(uninitialised, 2)
+    assert "extra.shift is on meta and nothing initialises it" in last
+    assert first.startswith("rank 1 failed") and "extra.shift" in first

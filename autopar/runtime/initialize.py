@@ -8,7 +8,7 @@ projections of each block), a dry run on meta finds out, and these modules are i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,12 +46,13 @@ class _Slot:
 
 
 def initial_values(
-    model: nn.Module, init_weights: InitWeights | None, seed: int
+    model: nn.Module, init_weights: InitWeights | None, seed: int, held: Container[str]
 ) -> Iterator[tuple[str, Tensor, str]]:
     """`(FQN, value, "parameter" or "buffer")` of each tensor, on the CPU; tied ones once.
 
     Each module runs its `reset_parameters`, then the model's `_init_weights`, then
-    `init_weights`, children first, as a constructor would. The model itself stays on meta.
+    `init_weights`, children first, as a constructor would. The model itself stays on meta. Left out
+    are modules without a buffer and without a parameter out of `held`, and such that go with them.
 
     Raises:
         AutoparError: nothing initialises a tensor.
@@ -61,7 +62,15 @@ def initial_values(
     for unit_index, written in enumerate(map(_dry_run, units)):
         for key in written & slots.keys():
             slots[key].writers.add(unit_index)
+    needed = {
+        writer
+        for slot in slots.values()
+        for writer in slot.writers
+        if slot.kind == "buffer" or slot.name in held
+    }
     for together in _components(len(units), slots):
+        if needed.isdisjoint(together):
+            continue
         yield from _initialise([units[i] for i in together], slots, set(together))
 
 

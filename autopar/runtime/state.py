@@ -14,6 +14,7 @@ from autopar._compat import dtensor_placements
 from autopar.core.placement import Layout
 from autopar.core.plan import Plan
 from autopar.errors import AutoparError
+from autopar.runtime.agree import agree
 from autopar.runtime.initialize import InitWeights, initial_values
 from autopar.runtime.shards import take_shard
 
@@ -72,15 +73,29 @@ def materialize(
     A rank of a pipeline has those of its stages, which `plan.parameters` then names.
 
     A model with values is sharded from those of the first rank. A model on meta is
-    initialised on the CPU a few modules at a time; what this rank does not hold is dropped.
+    initialised on the CPU a few modules at a time, those that this rank holds a share of.
+
+    Raises:
+        AutoparError: on all ranks, where a tensor of one is not initialised.
     """
     device = torch.device(mesh.device_type)
     on_meta = check_devices(model, mesh.device_type)
     trainable = {name: p.requires_grad for name, p in model.named_parameters()}
     parameters: dict[str, nn.Parameter] = {}
     buffers: dict[str, Tensor] = {}
-    source = initial_values(model, init_weights, seed) if on_meta else _broadcast(model, mesh)
-    for name, value, kind in source:
+
+    def values() -> Iterator[tuple[str, Tensor, str]]:
+        if not on_meta:
+            yield from _broadcast(model, mesh)
+            return
+        failure: Exception | None = None
+        try:
+            yield from initial_values(model, init_weights, seed, plan.parameters)
+        except Exception as error:  # of a user's initialiser, too: other ranks may not run it
+            failure = error
+        agree(failure, {})
+
+    for name, value, kind in values():
         if kind == "buffer":
             buffers[name] = value.to(device)
             continue
