@@ -18,6 +18,7 @@ from autopar.errors import InfeasiblePlanError
 from autopar.pipeline_shapes import Shapes
 from autopar.pipelining import _Search, plan_step
 from autopar.solver.pipeline_shape import PipelineShape
+from autopar.step_limits import StepLimits
 from autopar.tracer.trace import trace
 from tests.test_folding import llama
 
@@ -82,7 +83,7 @@ def test_a_shape_that_is_too_large_waits_for_its_turn_with_other_cuts() -> None:
     shape = PipelineShape(size=2, microbatches=4, schedule="1f1b")
     cluster = Cluster.from_profile("cpu-gloo", devices_per_node=2)
     limit = int(0.9 * max(peaks(planned(checkpoint="none"))))
-    search = _Search(traced(), cluster, Constraints(), limit, "adamw")
+    search = _Search(StepLimits(traced(), cluster, Constraints()), limit)
     shapes = Shapes(search.planner, PipelinePin(), short=True)
     while not shapes.is_close(shape):
         shapes.closer(shape)

@@ -257,7 +257,7 @@ def test_the_faster_of_recomputing_and_offloading_is_chosen(traced: Any) -> None
 @pytest.mark.parametrize("cluster", [FOUR, CPU], ids=["h100-sxm", "cpu-gloo"])
 def test_transfers_and_states_are_counted(traced: Any, cluster: Cluster) -> None:
     wanted = {"data": 2, "tensor": {"mode": "1d", "size": 2}, "zero": 1, "offload": "optimizer"}
-    plan = solve(traced, cluster, constraints=Constraints.parse(wanted))
+    plan = solve(traced, cluster, constraints=Constraints.parse(wanted), exposed=1.0)
     shares = [
         4 * math.prod(local_shape(plan.shapes[n], plan.parameters[n], plan.mesh_shape))
         for n in plan.parameters

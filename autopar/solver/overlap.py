@@ -29,7 +29,9 @@ EXPOSED = 0.1
 """Of the seconds that may hide, what does not: about what simulated programs show on one axis."""
 
 _NEAR = 1e-2  # gap at which no other sum is looked at
-_MOST = 3  # sums
+_MOST = 8  # sums
+_LIMITED = 3  # where each takes a search under the memory limit
+_SAME = 1e-4  # of t
 _LAST = 0.99  # of t, beyond which compute would be for nothing
 
 
@@ -60,11 +62,16 @@ def least(search: Callable[[Weights], Found], exposed: float) -> tuple[Found, fl
     """
     best = search(_at(0.0, exposed))
     bound, low, high = best.bound, _line(best, exposed), None
-    for _ in range(_MOST - 1):
+    memory = best.variant.search.memory
+    last = 0.0
+    for _ in range((_MOST if memory.best is memory.free else _LIMITED) - 1):
         now_s = _seconds(best, exposed)
         if low[1] <= 0 or bound >= now_s * (1 - _NEAR):
             break
         t = _LAST if high is None else _crossing(low, high)
+        if abs(t - last) < _SAME:
+            break
+        last = t
         found = search(_at(t, exposed))
         bound = max(bound, found.bound)
         line = _line(found, exposed)
