@@ -156,12 +156,15 @@ def test_two_meshes_in_one_process() -> None:
 
 # 5. A Partial value is reduced once.
 class Sums(nn.Module):
-    """Row-split linears whose partial sums meet in additions, one of them used twice."""
+    """Row-split linears whose partial sums meet in additions, one of them used twice.
+
+    The weights are wide enough for it to be cheaper to reduce the sums than to move the weights.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.a = nn.Linear(64, 64, bias=False)
-        self.b = nn.Linear(64, 64, bias=False)
+        self.a = nn.Linear(1024, 1024, bias=False)
+        self.b = nn.Linear(1024, 1024, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         a, b = self.a(x), self.b(x)
@@ -171,7 +174,7 @@ class Sums(nn.Module):
 
 def test_partial_sums_are_reduced_once() -> None:
     torch.manual_seed(0)
-    model, x = Sums().double(), torch.randn(8, 64, dtype=torch.float64)
+    model, x = Sums().double(), torch.randn(64, 1024, dtype=torch.float64)
     pins = {"tensor": "1d", "params": {"*.weight": ["Shard(1)"]}}
     plan = autopar.plan(model, cluster(4), (x,), constraints=pins)
     assert any(p.is_partial for n in plan.nodes.values() for out in n.outputs for p in out)
