@@ -46,16 +46,17 @@ class OnePiece:
     kernels: tuple[str, ...]
     searches: KnownVariants | None = None
 
-    def plan(self, limit: int, exposed: float = EXPOSED) -> Plan:
+    def plan(self, limit: int, exposed: float = EXPOSED, below_s: float = math.inf) -> Plan:
         """The plan that counts least, on the mesh as given or with axes joined.
 
         Args:
             limit: bytes per device.
-            exposed: see `solver.solve`.
+            exposed, below_s: see `solver.solve`.
 
         Raises:
             ConstraintError: the constraints cannot hold.
             InfeasiblePlanError: nothing fits, on any mesh.
+            NotBelow: nothing is below `below_s`.
         """
         best: Plan | None = None
         bound = math.inf
@@ -64,16 +65,18 @@ class OnePiece:
         for cluster in reversed(meshes(self.cluster, self.constraints)):
             own = cluster.mesh_shape == self.cluster.mesh_shape
             # it is kept where joining its axes gains nothing to speak of
-            below_s = _objective(best) * (1 + _JOINED * own)
+            to_beat_s = min(below_s, _objective(best) * (1 + _JOINED * own))
             try:
-                found = self._solved(cluster, limit, exposed, below_s)
+                found = self._solved(cluster, limit, exposed, to_beat_s)
             except NotBelow as error:
                 bound = min(bound, error.bound)
             except InfeasiblePlanError as error:
                 refused.append(error)
             else:
                 bound = min(bound, found.solver.bound)
-                best = found if found.solver.objective < below_s else best
+                best = found if found.solver.objective < to_beat_s else best
+        if best is None and math.isfinite(bound):
+            raise NotBelow(bound)
         if best is None:
             raise min(refused, key=lambda error: error.required_bytes or 0)
         objective, bound = best.solver.objective, min(bound, best.solver.objective)
@@ -95,23 +98,25 @@ class OnePiece:
         found = scheduled(first, self.traced)
         hoped_s = first.predicted.serial_time_s - first.solver.objective
         hidden_s = found.predicted.hidden_time_s
+        now_s = found.predicted.step_time_s
         others: list[Plan] = []
         if hidden_s < _HIDDEN * hoped_s:
-            others.append(self.plan(limit, 1 - (1 - EXPOSED) * hidden_s / hoped_s))
-        elif found.predicted.step_time_s > (1 + _SLOWER) * first.solver.bound:
-            others += self._data_parallel(limit)
+            with suppress(NotBelow):
+                others.append(self.plan(limit, 1 - (1 - EXPOSED) * hidden_s / hoped_s, now_s))
+        elif now_s > (1 + _SLOWER) * first.solver.bound:
+            others += self._data_parallel(limit, now_s)
         tried = [found, *(scheduled(plan, self.traced) for plan in others)]
         return min(tried, key=lambda p: p.predicted.step_time_s)
 
-    def _data_parallel(self, limit: int) -> Iterator[Plan]:
-        """Plans that split the batch over all devices, where no axis is pinned."""
+    def _data_parallel(self, limit: int, below_s: float) -> Iterator[Plan]:
+        """Plans below some seconds that split the batch over all devices, if no axis is pinned."""
         free = all(r.name == "free" for r in assign_mesh(self.constraints, self.cluster.mesh_shape))
         if not free or self.constraints.params or not self.traced.training:
             return
         for stage in _STAGES:
             pinned = replace(self.constraints, data=self.cluster.num_devices, zero=stage)
-            with suppress(ConstraintError, InfeasiblePlanError):
-                yield self._solved(self.cluster, limit, EXPOSED, constraints=pinned)
+            with suppress(ConstraintError, InfeasiblePlanError, NotBelow):
+                yield self._solved(self.cluster, limit, EXPOSED, below_s, pinned)
 
     def _solved(
         self,

@@ -237,6 +237,9 @@ def _searched(
         price = max((f.search.memory.price for f in tried), default=0.0)
         fit = found.search.start(min(below_s, _fastest(tried)), price)
         # what saves memory costs time: an unlimited plan is the fastest of its kind and the later
+        free_s = found.search.memory.approximate().bound
+        if len(tried) == 1 and free_s >= below_s:
+            raise NotBelow(free_s)
         if fit is not None and fit is found.search.memory.free:
             if len(tried) == 1:
                 break
