@@ -11,9 +11,7 @@ test accuracies should differ by less than seeds do: the convergence figure of W
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -28,6 +26,7 @@ import transformers as hf
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from benchmarks.provenance import provenance
 
 RESULTS = Path(__file__).parent / "results"
 PLANS: dict[str, tuple[int, dict[str, Any] | None]] = {
@@ -222,9 +221,8 @@ def main() -> None:
             flush=True,
         )
     about = {
-        "machine": f"{os.cpu_count()}-core CPU, gloo, one thread a rank",
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
+        **provenance(),
+        "ranks": "gloo, one thread a rank",
         "model": "ViT, 2 layers, width 64, 4 heads; AdamW, one-cycle learning rate",
         "batch": BATCH,
         "epochs": options.epochs,

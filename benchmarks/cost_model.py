@@ -25,7 +25,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
@@ -50,6 +49,7 @@ from autopar.cost_model.simulator import simulate
 from autopar.cost_model.timing import median_seconds
 from benchmarks.contenders import Contender
 from benchmarks.models import build
+from benchmarks.provenance import provenance
 
 RESULTS = Path(__file__).parent / "results"
 HELD_OUT_BYTES = (3 << 10, 40 << 10, 600 << 10, 3 << 20, 10 << 20)
@@ -311,9 +311,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     RESULTS.mkdir(exist_ok=True)
     everything: dict[str, Any] = {
-        "torch": torch.__version__,
-        "cores": os.cpu_count(),
-        "load_at_start": os.getloadavg()[0],
+        **provenance(),
         "quick": options.quick,
         "worlds": {},
     }

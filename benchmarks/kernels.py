@@ -14,7 +14,6 @@ Without a CUDA device it lists the rows, says that they are open, and exits with
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from autopar import kernels as _kernels  # noqa: F401  (registers the ops)
 from autopar.kernels.registry import KERNELS
+from benchmarks.provenance import provenance
 
 RESULTS = Path(__file__).parent / "results"
 COPY_BYTES = 1 << 30
@@ -292,8 +292,7 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     out = options.json or RESULTS / f"kernels_{device.split()[-1].lower()}.json"
     head = {
-        "device": device, "torch": torch.__version__, "triton": triton.__version__,
-        "date": datetime.date.today().isoformat(), "copy_gbps": copy_gbps,
+        **provenance(), "device": device, "triton": triton.__version__, "copy_gbps": copy_gbps,
     }  # fmt: skip
     out.write_text(json.dumps({**head, "rows": found}, indent=1))
 

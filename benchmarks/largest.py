@@ -36,6 +36,7 @@ from autopar.cost_model.ranks import on_ranks
 from autopar.errors import InfeasiblePlanError
 from autopar.solver.solve import solve
 from autopar.tracer.trace import trace
+from benchmarks.provenance import provenance
 
 __all__ = ["add_arguments", "least_bytes", "run"]
 
@@ -170,7 +171,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         if real["measured"] > _LIMIT_MB * 10**6:
             raise SystemExit("the measured peak is above the limit")
     if options.json:
-        about = {"torch": torch.__version__, "rows": rows, "real": real}
+        about = {**provenance(), "rows": rows, "real": real}
         options.json.write_text(json.dumps(about, indent=1) + "\n")
 
 

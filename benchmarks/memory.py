@@ -37,6 +37,7 @@ from autopar.cost_model.ranks import on_ranks
 from autopar.runtime.live import LiveBytes
 from autopar.runtime.pipeline import PipelinedStep
 from benchmarks import largest
+from benchmarks.provenance import provenance
 
 __all__ = ["measure", "predicted_of"]
 
@@ -220,7 +221,7 @@ def main() -> None:
         table.add_row(*_line(row))
     console.print(table)
     if options.json:
-        about = {"torch": torch.__version__, "ranks": WORLD, "rows": found}
+        about = {**provenance(), "ranks": WORLD, "rows": found}
         options.json.write_text(json.dumps(about, indent=1) + "\n")
     wrong = [r for r in found if not -BELOW <= r["predicted"] / r["measured"] - 1 <= ABOVE]
     if wrong:

@@ -24,7 +24,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
@@ -34,6 +33,7 @@ from torch.profiler import ProfilerActivity, profile
 import autopar
 from autopar.cost_model.ranks import on_ranks
 from benchmarks.models import build
+from benchmarks.provenance import provenance
 
 __all__ = ["exposure", "measure", "recorded"]
 
@@ -182,7 +182,7 @@ def main() -> None:
             rows = compare(name, PINS[plan], options.world_size, settings, options.rounds)
             show(f"{name}, {plan}, {options.world_size} ranks", rows)
             results.append({"model": name, "plan": plan, "rows": rows})
-    text = {"torch": torch.__version__, "world_size": options.world_size, "results": results}
+    text = {**provenance(), "world_size": options.world_size, "results": results}
     options.json.write_text(json.dumps(text, indent=1))
 
 

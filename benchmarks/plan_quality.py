@@ -23,6 +23,7 @@ from autopar.pipelining import plan_step
 from autopar.scheduling import scheduled
 from autopar.tracer.trace import trace
 from benchmarks.planner import ROWS, Row, fusion_of
+from benchmarks.provenance import provenance
 
 DEFAULT = [
     "gpt2-1.5b@8", "llama3-8b@8", "llama3-8b@32x8", "llama3-70b@32x8", "llama3-405b@64x8",
@@ -129,7 +130,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.json:
         with open(options.json, "w") as file:
-            file.write(json.dumps({"torch": torch.__version__}) + "\n")
+            file.write(json.dumps(provenance()) + "\n")
     for name in options.rows:
         results = compare(name)
         Console(width=110).print(_table(name, results))

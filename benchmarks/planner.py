@@ -42,6 +42,7 @@ from autopar.core.plan import PipelinePlan
 from autopar.pipelining import plan_step
 from autopar.scheduling import scheduled
 from autopar.tracer.trace import trace
+from benchmarks.provenance import provenance
 
 Inputs = dict[str, torch.Tensor]
 
@@ -332,14 +333,9 @@ def main() -> None:
     table.add_column("row")
     for column in _COLUMNS:
         table.add_column(column, justify="right")
-    about = {
-        "torch": torch.__version__,
-        "machine": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-    }
     if options.json:
         with open(options.json, "w") as file:
-            file.write(json.dumps(about) + "\n")
+            file.write(json.dumps(provenance()) + "\n")
     for name in names:
         load = os.getloadavg()[0]
         found = {"load": load} | _in_child(name, options.timeout, not options.unfused)

@@ -28,6 +28,7 @@ from autopar.cost_model.catalogue import load_profile
 from autopar.cost_model.measure import measure_profile, write_profile
 from autopar.cost_model.ranks import on_ranks
 from benchmarks.contenders import contenders
+from benchmarks.provenance import provenance
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -136,7 +137,7 @@ def main() -> None:
         show(found)
         results.append(found)
     out = options.json or RESULTS / f"step_time_{world}.json"
-    out.write_text(json.dumps({"torch": torch.__version__, "results": results}, indent=1))
+    out.write_text(json.dumps({**provenance(), "results": results}, indent=1))
 
 
 if __name__ == "__main__":

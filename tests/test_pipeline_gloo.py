@@ -183,8 +183,8 @@ def _order(rank: int, constraints: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "pins",
-    [{"schedule": "gpipe"}, {"schedule": "interleaved", "chunks": 2}],
-    ids=["gpipe", "interleaved"],
+    [{"schedule": "gpipe"}, {"schedule": "interleaved", "chunks": 2}, {"schedule": "zero-bubble"}],
+    ids=["gpipe", "interleaved", "zero-bubble"],
 )
 def test_what_is_sent_first_is_received_first(pins: dict[str, Any]) -> None:
     """NCCL looks at no tag: of a group, the first to be sent is the first to be received.

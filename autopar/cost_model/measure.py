@@ -46,6 +46,7 @@ from autopar.cost_model.toml_text import to_toml
 __all__ = [
     "Sample",
     "collective_calls",
+    "cpu_name",
     "measure_profile",
     "write_profile",
 ]
@@ -336,7 +337,7 @@ def _provenance(device_type: str, ranks: int, rounds: int) -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": str(os.cpu_count()),
         "ranks": f"{ranks} at once, {ranks / (os.cpu_count() or 1):g} per core",
         "rounds": str(rounds),
@@ -346,7 +347,8 @@ def _provenance(device_type: str, ranks: int, rounds: int) -> dict[str, str]:
     return found
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """What the processor calls itself."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
