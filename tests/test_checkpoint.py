@@ -270,7 +270,7 @@ def breaking(rank: int, path: str, kind: str) -> None:
     handle.result()
 
 
-@pytest.mark.parametrize("kind", ["dies", "full", "later"])
+@pytest.mark.parametrize("kind", ["dies", "full", pytest.param("later", marks=pytest.mark.slow)])
 def test_a_crash_while_saving_leaves_the_last_good_one(tmp_path: Path, kind: str) -> None:
     outcomes = try_ranks(breaking, 2, str(tmp_path), kind, timeout=90)
     assert outcomes[0].kind == "CheckpointError", outcomes[0].trace
@@ -365,7 +365,7 @@ def with_optimizer(
 
 @pytest.mark.parametrize(
     "name",
-    ["adafactor", *(pytest.param(n, marks=pytest.mark.slow) for n in ("momentum", "amsgrad"))],
+    ["momentum", *(pytest.param(n, marks=pytest.mark.slow) for n in ("adafactor", "amsgrad"))],
 )
 def test_any_optimizer_buffers_and_the_scaler(tmp_path: Path, name: str) -> None:
     expected, states = run_ranks(with_optimizer, 4, str(tmp_path), name, 4, False)[0]

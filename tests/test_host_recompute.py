@@ -98,7 +98,7 @@ slow = pytest.mark.slow
     ("name", "dropout", "pins"),
     [
         ("gpt2", 0.0, {"checkpoint": MIXED, "tensor": "1d"}),
-        ("llama", 0.0, {"pipeline": ONE_F_ONE_B}),
+        pytest.param("llama", 0.0, {"pipeline": ONE_F_ONE_B}, marks=slow),
         pytest.param("gpt2", 0.0, {"data": 2, "zero": 3}, marks=slow),
         pytest.param(
             "gpt2",

@@ -101,7 +101,7 @@ def check(name: str, plan: Plan) -> None:
 
 
 # these models in all modes and all models in these modes; the others are in the slow run
-_IN_ALL = ("gpt2", "llama", "vit")
+_IN_ALL = ("gpt2", "llama")
 _FOR_ALL = ("dp", "zero3", "1d")
 
 
@@ -130,7 +130,7 @@ def test_mode(name: str, mode: str) -> None:
 
 
 # a search under a limit takes long; what these leave out is in the slow run
-_LIMITED = ("gpt2", "vit")
+_LIMITED = ("vit",)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def peaks(rank: int, world: int, name: str, constraints: Any, **shape: int) -> t
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(
     "name",
-    ["gpt2", "resnet", *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)],
+    ["gpt2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("resnet", *SLOW))],
 )
 def test_the_predicted_peak_is_true(name: str, plan: str) -> None:
     world, constraints = PLANS[plan]

@@ -35,7 +35,10 @@ from tests.test_matrix import MODES, REFUSED, traced_model
 
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 SEQUENCE = ("megatron-sp", "ulysses", "ring")
-FAST = [("gpt2", mode) for mode in SEQUENCE]
+FAST = [
+    ("gpt2", "megatron-sp"),
+    *(("mlp", mode) for mode in ("dp", "zero3", "1d", "2d", "megatron")),
+]
 MOVING = PASSES[1:]
 # what is cut into pieces is then moved by none, by each and by all of the others
 SUBSETS = [
@@ -413,7 +416,7 @@ def sent(graph: fx.Graph) -> dict[tuple[str, int], int]:
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        pytest.param(n, m, marks=[] if n == "mlp" or (n, m) in FAST else [pytest.mark.slow])
+        pytest.param(n, m, marks=[] if (n, m) in FAST else [pytest.mark.slow])
         for n in ("mlp", "vit", "gpt2")
         for m in MODES
         if (n, m) not in REFUSED and not (n == "mlp" and m in SEQUENCE)

@@ -90,7 +90,7 @@ def pinned(traced: TracedModel, blocks: list[str], turns: tuple[int, ...]) -> li
     [
         ("stack", None, (4,)),
         ("uneven", None, (4,)),
-        ("stack", 1.02, (4,)),
+        pytest.param("stack", 1.02, (4,), marks=pytest.mark.slow),
         *(pytest.param(n, s, (2, 4, 8), marks=pytest.mark.slow)
           for n, s in [("uneven", 1.02), ("folded", None), ("gpt2", None), ("llama", 1.02)]),
     ],

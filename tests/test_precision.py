@@ -51,7 +51,7 @@ def distance(one: torch.Tensor, other: torch.Tensor, floor: float) -> float:
     [
         ("gpt2", MIXED),
         ("vit", {"tensor": {"mode": "2d", "size": 4}}),
-        ("resnet", {"data": 4, "zero": 3}),
+        pytest.param("resnet", {"data": 4, "zero": 3}, marks=pytest.mark.slow),
         pytest.param("llama", {"tensor": {"mode": "1d", "size": 4}, "sequence": "megatron"},
                      marks=pytest.mark.slow),
         pytest.param("t5", MIXED, marks=pytest.mark.slow),

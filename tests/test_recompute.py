@@ -31,7 +31,7 @@ def dropped_out() -> tuple[nn.Module, dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", ["selective", "full"])
 @pytest.mark.parametrize(
-    "name", ["gpt2", "vit", "resnet", pytest.param("t5", marks=pytest.mark.slow)]
+    "name", ["gpt2", "vit", *(pytest.param(n, marks=pytest.mark.slow) for n in ("resnet", "t5"))]
 )
 def test_gradients_are_those_of_the_module(name: str, kind: str) -> None:
     torch.manual_seed(0)

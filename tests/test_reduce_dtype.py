@@ -67,7 +67,8 @@ def summed_gradients(plan: autopar.Plan, model: nn.Module, inputs: Any) -> list[
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("reduce_dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(
-    ("name", "pins"), [("mlp", DATA), ("mlp", HYBRID), ("gpt2", HYBRID)],
+    ("name", "pins"),
+    [("mlp", DATA), ("mlp", HYBRID), pytest.param("gpt2", HYBRID, marks=pytest.mark.slow)],
     ids=["mlp-data", "mlp-hybrid", "gpt2-hybrid"],
 )  # fmt: skip
 def test_sums_are_in_it_and_gradients_keep_their_accuracy(

@@ -35,7 +35,7 @@ SLOW = pytest.mark.slow
     ("name", "pins", "host_bytes"),
     [
         ("heavy", {"pipeline": "none"}, None),
-        ("heavy", {"pipeline": "none"}, 70_000),
+        pytest.param("heavy", {"pipeline": "none"}, 70_000, marks=SLOW),
         pytest.param("heavy", {}, None, marks=SLOW),
         pytest.param("heavy", {"pipeline": {"size": 2}}, 70_000, marks=SLOW),
         pytest.param("deep", {"pipeline": "none"}, None, marks=SLOW),

@@ -46,9 +46,7 @@ PLANS: dict[str, dict[str, Any]] = {
 _QUICK = (
     ("gpt2", "offload-dp2-tp2"),
     ("vit", "offload-zero3"),
-    ("llama", "pp4-interleaved"),
     ("mixtral", "zero-bubble-tp2"),
-    ("t5", "pp2-full"),
 )
 
 

@@ -48,8 +48,12 @@ def sharded_bytes(model: torch.nn.Module, plan: Plan) -> int:
 @pytest.mark.parametrize(
     ("name", "stage"),
     [
-        *(("gpt2", stage) for stage in range(4)),
-        pytest.param("t5", 2, marks=pytest.mark.slow),
+        ("gpt2", 1),
+        ("gpt2", 3),
+        *(
+            pytest.param(n, s, marks=pytest.mark.slow)
+            for n, s in [("gpt2", 0), ("gpt2", 2), ("t5", 2)]
+        ),
     ],
 )
 def test_every_stage_has_the_gradients_of_one_device(name: str, stage: int) -> None:
