@@ -23,7 +23,7 @@ from autopar.pipelining import plan_step
 from autopar.tracer.trace import trace
 from autopar.verification import verify
 from tests import zoo
-from tests.test_folding import ShiftedStack, gemma, gpt2, llama
+from tests.test_folding import ShiftedStack, gemma, gpt2, llama, t5
 
 
 class Block(nn.Module):
@@ -201,13 +201,18 @@ def test_folded_stages_cost_what_whole_ones_do(shape: str, kind: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["llama", "buffers", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "gemma"))],
+    [
+        "llama",
+        "buffers",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "gemma", "t5")),
+    ],
 )
 def test_folded_stages_give_the_same_numbers(name: str) -> None:
     build: dict[str, Callable[[], nn.Module]] = {
         "llama": lambda: llama(9),
         "gpt2": lambda: gpt2(8),
         "gemma": lambda: gemma(14),
+        "t5": lambda: t5(18),
         "buffers": lambda: ShiftedStack(9),
     }
     torch.manual_seed(0)

@@ -272,8 +272,10 @@ class _Extender:
     def run(self) -> TracedModel:
         order = list(self.traced.graph.nodes)
         inputs = self._placeholders(order)
-        forward = [n for n in self.folded if self._is_forward(n)]
-        backward = [n for n in self.folded if n.op == "call_function" and not self._is_forward(n)]
+        calls = [n for n in self.folded if n.op == "call_function"]
+        # a constant of the backward may count as forward, as no microbatch changes it
+        turn = next((i for i, n in enumerate(calls) if not self._is_forward(n)), len(calls))
+        forward, backward = calls[:turn], calls[turn:]
         last = len(self.inner) - 1
         for node in order:
             if node.op != "call_function":
@@ -298,8 +300,6 @@ class _Extender:
         )
 
     def _is_forward(self, node: fx.Node) -> bool:
-        if node.op != "call_function":
-            return False
         info = self.traced.info.get(node.name)
         return info is None or info.phase == "forward"
 
