@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
+from autopar.tracer.checks import passing_checks, warn_of
 from autopar.tracer.diagnose import explain_failure, refuse_data_dependent, refuse_mixed
 from autopar.tracer.no_grad import mark_no_grad
 from autopar.tracer.precision import call_in
@@ -106,7 +107,7 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
                 "Detach it, or register it as an nn.Parameter of the model."
             )
     try:
-        with warnings.catch_warnings():
+        with passing_checks() as passed, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Spelled(), _without_partial_graph():
                 exported = torch.export.export(capture, args, kwargs, strict=False)
@@ -120,6 +121,7 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
         raise
     except Exception as error:
         raise TraceError(explain_failure(capture.wrapped, error)) from error
+    warn_of(passed)
     return exported
 
 

@@ -16,8 +16,10 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from autopar.errors import TraceError
 
 __all__ = [
+    "MODES",
     "explain_failure",
     "innermost_line",
+    "is_outside",
     "refuse_data_dependent",
     "refuse_hooks",
     "refuse_mixed",
@@ -36,12 +38,12 @@ _DATA_DEPENDENT = re.compile(
 )
 
 
-_MODES = ("__torch_function__", "__torch_dispatch__")  # they pass on what another line calls
+MODES = ("__torch_function__", "__torch_dispatch__")  # they pass on what another line calls
 
 _REMEDY = (
     "The value of a tensor decides what runs or how large a result is, so there is no one "
     "graph to plan. Use torch.where, a mask or torch.cond there, or compute that part "
-    "outside the model."
+    "outside the model. A check that does no more than raise, `if tensor: raise`, may stay."
 )
 
 
@@ -53,10 +55,14 @@ def _user_frame(error: BaseException) -> str:
 def innermost_line(frames: traceback.StackSummary) -> str:
     """`file:line in function: source` of the innermost frame outside torch and autopar."""
     for frame in reversed(frames):
-        if frame.filename.startswith((_TORCH_DIR, _OWN_DIR, "<")) or frame.name in _MODES:
-            continue
-        return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+        if is_outside(frame.filename) and frame.name not in MODES:
+            return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
     return "(no line outside torch)"
+
+
+def is_outside(filename: str) -> bool:
+    """True for a file that is not of torch or autopar."""
+    return not filename.startswith((_TORCH_DIR, _OWN_DIR, "<"))
 
 
 _FRAME = re.compile(
@@ -67,8 +73,7 @@ _FRAME = re.compile(
 def user_line(node: fx.Node) -> str:
     """`file:line in function: source` of the call that an exported node comes from."""
     for frame in reversed(list(_FRAME.finditer(node.meta.get("stack_trace") or ""))):
-        skipped = frame["file"].startswith((_TORCH_DIR, _OWN_DIR, "<")) or frame["name"] in _MODES
-        if not skipped:
+        if is_outside(frame["file"]) and frame["name"] not in MODES:
             return f"{frame['file']}:{frame['line']} in {frame['name']}: {frame['code']}"
     return "(no line outside torch)"
 
