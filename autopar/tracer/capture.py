@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
-from autopar.tracer.checks import passing_checks, warn_of
+from autopar.tracer.checks import drop_assertions, passing_checks, warn_of
 from autopar.tracer.diagnose import explain_failure, refuse_data_dependent, refuse_mixed
 from autopar.tracer.no_grad import mark_no_grad
 from autopar.tracer.precision import call_in
@@ -111,6 +111,7 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
             warnings.simplefilter("ignore")
             with Spelled(), _without_partial_graph():
                 exported = torch.export.export(capture, args, kwargs, strict=False)
+            checks = {**passed, **dict.fromkeys(drop_assertions(exported.graph_module))}
             refuse_data_dependent(capture.wrapped, exported.graph_module)
             if capture.dtype is not None:
                 refuse_mixed(capture.wrapped, exported.graph_module, capture.dtype)
@@ -121,7 +122,7 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
         raise
     except Exception as error:
         raise TraceError(explain_failure(capture.wrapped, error)) from error
-    warn_of(passed)
+    warn_of(checks)
     return exported
 
 

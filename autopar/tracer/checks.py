@@ -25,17 +25,22 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autopar.errors import UncheckedWarning
-from autopar.tracer.diagnose import MODES, is_outside
+from autopar.tracer.diagnose import MODES, is_outside, user_line
 
-__all__ = ["passing_checks", "warn_of"]
+__all__ = ["drop_assertions", "passing_checks", "warn_of"]
 
 _CAPTURE = str(Path(__file__).with_name("capture.py"))  # it calls the model
 _BETWEEN = ("CACHE", "COPY", "EXTENDED_ARG", "NOP", "TO_BOOL")
+_ASSERTIONS = (
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten._assert_async.default,
+    torch.ops.aten._assert_async.msg,
+)
 _warned: set[str] = set()
 
 
@@ -74,6 +79,23 @@ def passing_checks() -> Iterator[Mapping[str, None]]:
     finally:
         del torch.Tensor.__bool__
         torch.SymBool.__bool__ = of_number  # type: ignore[method-assign]
+
+
+def drop_assertions(gm: fx.GraphModule) -> Iterator[str]:
+    """Take out what `torch._check` left in an exported graph; yields the lines."""
+    parts = [part for part in gm.modules() if isinstance(part, fx.GraphModule)]
+    for graph in (part.graph for part in parts):
+        for node in reversed(graph.nodes):
+            if node.target in _ASSERTIONS:
+                yield _source(node)
+                graph.erase_node(node)
+
+
+def _source(node: fx.Node) -> str:
+    """The line of an assertion, or else that of what it is about."""
+    while (line := user_line(node)).startswith("(no line") and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return line
 
 
 def warn_of(passed: Iterable[str]) -> None:
