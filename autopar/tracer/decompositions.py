@@ -29,6 +29,7 @@ from autopar.tracer.formulas import (
     normal,
     randint,
     randint_from,
+    randperm,
     rot90,
     trace,
     uniform,
@@ -264,6 +265,7 @@ REPLACEMENTS: Mapping[Any, Replacement] = {
     aten.normal_functional.default: normal,
     aten.randint.default: randint,
     aten.randint.low: randint_from,
+    aten.randperm.default: randperm,
 }
 
 

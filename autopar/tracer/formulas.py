@@ -26,6 +26,7 @@ __all__ = [
     "normal",
     "randint",
     "randint_from",
+    "randperm",
     "rot90",
     "trace",
     "uniform",
@@ -181,3 +182,9 @@ def randint(rng: Any, high: int, size: Sequence[int], **options: Any) -> Tensor:
 def randint_from(rng: Any, low: int, high: int, size: Sequence[int], **options: Any) -> Tensor:
     drawn = torch.floor(rng.uniform(size, torch.float64) * (high - low)) + low
     return drawn.to(options.get("dtype") or torch.int64)
+
+
+def randperm(rng: Any, n: int, **options: Any) -> Tensor:
+    """The order of n uniforms."""
+    order = rng.uniform([n], torch.float64).argsort()
+    return order.to(options.get("dtype") or torch.int64)

@@ -5,28 +5,50 @@
   value beyond them is an error when it runs.
 - ``cov`` compares weights that it was not given.
 
-A derivative that the forward itself takes is refused: there would be a second one behind it.
+A derivative that the forward itself takes is refused: there would be a second one behind it. What
+may be refused later is noted with its line: torch keeps those of methods called `forward` alone.
 """
 
 from __future__ import annotations
 
 import traceback
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import TraceError
-from autopar.tracer.diagnose import innermost_line
+from autopar.tracer.diagnose import SYMBOLIC, innermost_line
 
 __all__ = ["Spelled"]
 
+_apis: Any = torch._functorch.apis
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 class Spelled(TorchFunctionMode):
-    """Says what runs inside in a way that can be captured."""
+    """Says what runs inside in a way that can be captured.
+
+    Args:
+        lines: filled with the user's line of each number that depends on values, of each function
+            that draws random numbers, and of `vmap`, by name.
+    """
+
+    def __init__(self, lines: dict[str, str]) -> None:
+        super().__init__()
+        self.lines = lines
+
+    def __enter__(self) -> Any:
+        self._vmap: Any = _apis.vmap_impl
+        _apis.vmap_impl = self._noting_vmap
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _apis.vmap_impl = self._vmap
+        super().__exit__(*error)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -44,7 +66,34 @@ class Spelled(TorchFunctionMode):
                 "derivative, and training would take one of that: autopar traces one backward. "
                 "Compute a gradient penalty outside the model, or write the derivative out."
             )
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._note(func, result)
+        return result
+
+    def _note(self, func: Any, result: Any) -> None:
+        """Keep the line of what may be refused."""
+        name = getattr(func, "__name__", "")
+        unknown = [name] if _draws(name) else []
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, (Tensor, *SYMBOLIC)):
+                unknown += map(str, free_unbacked_symbols(value))
+        for each in unknown:
+            if each not in self.lines:
+                self.lines[each] = innermost_line(traceback.extract_stack())
+
+    def _noting_vmap(self, *args: Any, **kwargs: Any) -> Any:
+        self.lines.setdefault("vmap", innermost_line(traceback.extract_stack()))
+        return self._vmap(*args, **kwargs)
+
+
+@cache
+def _draws(name: str) -> bool:
+    """True for the name of an op that draws random numbers."""
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return False
+    overloads = (getattr(packet, overload) for overload in packet.overloads())
+    return any(torch.Tag.nondeterministic_seeded in op.tags for op in overloads)
 
 
 def _bincount(func: Any, x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
