@@ -3,6 +3,7 @@
 - ``x.data`` is ``x.detach()``: the same memory without a gradient.
 - ``bincount(x, minlength=n)`` has as many bins as the largest value asks for; here it has n, and a
   value beyond them is an error when it runs.
+- ``ctc_loss`` makes a tensor whose shape depends on the longest target, for its own backward.
 - ``cov`` compares weights that it was not given.
 
 A derivative that the forward itself takes is refused: there would be a second one behind it. What
@@ -18,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from autopar.core.ops import ops
 from autopar.errors import TraceError
 from autopar.tracer.diagnose import SYMBOLIC, innermost_line
 
@@ -60,6 +63,8 @@ class Spelled(TorchFunctionMode):
             return _bincount(func, *args, **kwargs)
         if func is torch.cov:
             return _cov(*args, **kwargs)
+        if func in (F.ctc_loss, torch.ctc_loss):
+            return _ctc_loss(*args, **kwargs)
         if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward):
             raise TraceError(
                 f"cannot trace {innermost_line(traceback.extract_stack())}\n  The forward takes a "
@@ -114,3 +119,26 @@ def _cov(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     centred = x - x.mean(1, keepdim=True)
     divisor = max(0, x.shape[1] - kwargs.get("correction", 1))
     return centred @ centred.mH / divisor if divisor else torch.cov(x, **kwargs)
+
+
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str | int = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """Of (T, N, C), or of one sample (T, C); a mean is over samples, each over its length."""
+    lengths = [
+        x.reshape(-1) if isinstance(x, Tensor) else torch.tensor(x).reshape(-1)
+        for x in (input_lengths, target_lengths)
+    ]
+    batch = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
+    losses = ops.ctc(batch, targets, *lengths, blank, zero_infinity)
+    if reduction in ("mean", 1):
+        return (losses / lengths[1].clamp(min=1).to(losses)).mean()
+    if reduction in ("sum", 2):
+        return losses.sum()
+    return losses if log_probs.dim() == 3 else losses.squeeze(0)
