@@ -35,6 +35,18 @@ SPECIAL = [
         rand(4, 6),
         lambda: torch.linspace(-1, 1, 5, dtype=torch.float64),
     ),
+    case(
+        "searchsorted",
+        lambda edges, x: aten.searchsorted.Tensor(edges, x, right=True),
+        lambda: torch.linspace(-1, 1, 6, dtype=torch.float64),
+        rand(4, 6),
+    ),
+    case(
+        "searchsorted_rows",
+        lambda edges, x: aten.searchsorted.Tensor(edges, x),
+        lambda: torch.linspace(-1, 1, 5, dtype=torch.float64).repeat(4, 1),
+        rand(4, 6),
+    ),
     case("clamp", lambda x: aten.clamp.default(x, -0.5, 0.5), rand(4, 6)),
     case("mul_number", lambda x: aten.mul.Tensor(x, 2.0), rand(4, 6)),
     case("add_number", lambda x: aten.add.Tensor(x, 2.0), rand(4, 6)),
@@ -116,6 +128,7 @@ def _pointwise_ops() -> list[Any]:
         aten.exponential.default,
         aten._conj.default,
         aten.bucketize.Tensor,
+        aten.searchsorted.Tensor,
     )
     return [
         op

@@ -15,6 +15,7 @@ import ast
 import builtins
 import dis
 import linecache
+import operator
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -87,8 +88,24 @@ def drop_assertions(gm: fx.GraphModule) -> Iterator[str]:
     for graph in (part.graph for part in parts):
         for node in reversed(graph.nodes):
             if node.target in _ASSERTIONS:
-                yield _source(node)
+                if not _holds_anyway(node.args[0]):
+                    yield _source(node)
                 graph.erase_node(node)
+
+
+def _holds_anyway(condition: Any) -> bool:
+    """True for the bounds that torch notes of how many elements something picks of a tensor."""
+    if not isinstance(condition, fx.Node) or condition.target not in (operator.le, operator.ge):
+        return False
+    given: Any = condition.args
+    size, bound = given
+    if not isinstance(size, fx.Node) or size.target is not torch.ops.aten.sym_size.int:
+        return False
+    (picked,) = size.all_input_nodes
+    sources = [x.meta.get("val") for x in picked.all_input_nodes]
+    counts = [x.numel() for x in sources if isinstance(x, Tensor)]
+    known = bool(counts) and all(isinstance(n, int) for n in (*counts, bound))
+    return known and (bound >= max(counts) if condition.target is operator.le else bound <= 0)
 
 
 def _source(node: fx.Node) -> str:

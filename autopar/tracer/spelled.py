@@ -13,6 +13,7 @@ may be refused later is noted with its line: torch keeps those of methods called
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -29,6 +30,7 @@ from autopar.tracer.diagnose import SYMBOLIC, innermost_line
 __all__ = ["Spelled"]
 
 _apis: Any = torch._functorch.apis
+_PICKING = (torch.masked_select, torch.Tensor.masked_select, torch.Tensor.__getitem__)
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
@@ -43,6 +45,8 @@ class Spelled(TorchFunctionMode):
     def __init__(self, lines: dict[str, str]) -> None:
         super().__init__()
         self.lines = lines
+        # what a mask picked, by id: the result, what from, the mask
+        self.picked: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def __enter__(self) -> Any:
         self._vmap: Any = _apis.vmap_impl
@@ -64,7 +68,7 @@ class Spelled(TorchFunctionMode):
         if func is torch.cov:
             return _cov(*args, **kwargs)
         if func in (F.ctc_loss, torch.ctc_loss):
-            return _ctc_loss(*args, **kwargs)
+            return _ctc_loss(self._padded, *args, **kwargs)
         if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward):
             raise TraceError(
                 f"cannot trace {innermost_line(traceback.extract_stack())}\n  The forward takes a "
@@ -73,7 +77,23 @@ class Spelled(TorchFunctionMode):
             )
         result = func(*args, **kwargs)
         self._note(func, result)
+        if func in _PICKING and len(args) == 2 and not kwargs:
+            source, mask = args
+            if isinstance(mask, Tensor) and mask.dtype is torch.bool and mask.shape == source.shape:
+                self.picked[id(result)] = result, source, mask
         return result
+
+    def _padded(self, targets: Tensor, lengths: Tensor) -> Tensor:
+        """Rows of targets (N, S), of those that a mask picked out of rows and joined: each as long
+        as its length says. What is behind it is never read.
+        """
+        if id(targets) not in self.picked:
+            return targets
+        _, source, mask = self.picked[id(targets)]
+        ends = lengths.cumsum(0).unsqueeze(1)
+        wanted = ends - lengths.unsqueeze(1) + torch.arange(1, source.shape[-1] + 1)
+        places = torch.searchsorted(mask.flatten().cumsum(0), wanted)
+        return source.flatten()[places.clamp(max=source.numel() - 1)]
 
     def _note(self, func: Any, result: Any) -> None:
         """Keep the line of what may be refused."""
@@ -122,6 +142,7 @@ def _cov(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _ctc_loss(
+    padded: Callable[[Tensor, Tensor], Tensor],
     log_probs: Tensor,
     targets: Tensor,
     input_lengths: Any,
@@ -136,6 +157,7 @@ def _ctc_loss(
         for x in (input_lengths, target_lengths)
     ]
     batch = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
+    targets = padded(targets, lengths[1])
     losses = ops.ctc(batch, targets, *lengths, blank, zero_infinity)
     if reduction in ("mean", 1):
         return (losses / lengths[1].clamp(min=1).to(losses)).mean()

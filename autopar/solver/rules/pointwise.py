@@ -12,7 +12,7 @@ from autopar.core.host import WITH_HOST
 from autopar.core.ops import NARROW
 from autopar.core.placement import Partial, Replicate
 from autopar.core.strategy import AxisStrategy, OpCall
-from autopar.solver.rules.labels import by_labels, linear_rows
+from autopar.solver.rules.labels import by_labels, linear_rows, replicated_row
 from autopar.solver.rules.registry import rule
 
 aten = torch.ops.aten
@@ -181,6 +181,16 @@ def bucketize_rule(call: OpCall) -> list[AxisStrategy]:
     """(x, boundaries) -> the place of each element."""
     names = [f"d{i}" for i in range(len(call.operands[0].shape))]
     return by_labels(call, [names, [None]], [names])
+
+
+@rule(aten.searchsorted.Tensor)
+def searchsorted_rule(call: OpCall) -> list[AxisStrategy]:
+    """(boundaries, x) -> the place of each element, in boundaries that are whole."""
+    boundaries, x = call.operands[:2]
+    if len(call.operands) > 2 or len(boundaries.shape) != 1:
+        return [replicated_row(call)]
+    names = [f"d{i}" for i in range(len(x.shape))]
+    return by_labels(call, [[None], names], [names])
 
 
 @rule(aten._prelu_kernel_backward.default)
