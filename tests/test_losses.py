@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import Interpreter
 from torch.nn import functional as F
 
 import autopar
+from autopar.tracer.trace import trace
 
 _BATCH, _STEPS, _CLASSES = 4, 9, 6
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -121,3 +123,34 @@ def test_a_target_that_does_not_fit_has_no_loss() -> None:
     assert losses.isinf().tolist() == [False, True, False, False]
     torch.testing.assert_close(losses, F.ctc_loss(*given, reduction="none"))
     assert torch.ops.autopar.ctc(*given, 0, True)[1] == 0
+
+
+def test_lengths_that_do_not_add_up_are_an_error() -> None:
+    def loss(x: Tensor, targets: Tensor) -> Tensor:
+        log_probs = x.log_softmax(-1).transpose(0, 1)
+        steps = torch.full((_BATCH,), _STEPS)
+        return F.ctc_loss(log_probs, targets[targets > 0], steps, (targets > 2).sum(-1))
+
+    model = Scores(loss)
+    x, targets = torch.randn(_BATCH, _STEPS, 8), torch.full((_BATCH, 4), 3)
+    traced = trace(model, (x, targets))
+
+    def run() -> Tensor:
+        given = {"input": iter((x, targets)), "parameter": iter(model.parameters())}
+        others = {"seed": torch.tensor(0), "tangent": torch.ones(())}
+        feeds = [others[s.kind] if s.kind in others else next(given[s.kind]) for s in traced.inputs]
+        return Interpreter(traced.graph_module).run(*feeds, enable_io_processing=False)[0]
+
+    torch.testing.assert_close(run(), model(x, targets))
+    targets[0, 0] = 1
+    for each in (run, lambda: model(x, targets)):
+        with pytest.raises(RuntimeError, match="size"):
+            each()
+
+
+def test_a_model_on_meta() -> None:
+    with torch.device("meta"):
+        model = Scores(lambda x, targets: _ctcs(x, targets) + _picked(x, targets))
+    inputs = torch.randn(_BATCH, _STEPS, 8), torch.ones(_BATCH, 4, dtype=torch.int64)
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    assert autopar.plan(model, cluster, inputs, constraints={"data": 2}).parameters

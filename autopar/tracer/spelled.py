@@ -15,6 +15,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -80,20 +81,26 @@ class Spelled(TorchFunctionMode):
         if func in _PICKING and len(args) == 2 and not kwargs:
             source, mask = args
             if isinstance(mask, Tensor) and mask.dtype is torch.bool and mask.shape == source.shape:
-                self.picked[id(result)] = result, source, mask
+                # copies, as either may be written to before the result is read
+                self.picked[id(result)] = result, source.clone(), mask.clone()
         return result
 
-    def _padded(self, targets: Tensor, lengths: Tensor) -> Tensor:
-        """Rows of targets (N, S), of those that a mask picked out of rows and joined: each as long
-        as its length says. What is behind it is never read.
+    def _padded(self, targets: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Targets and lengths for `autopar::ctc`: those that a mask picked out of rows and joined
+        stand in rows (N, S) again, each as long as its length says; what is behind is not read.
+
+        Where lengths do not add up to what was picked, they exceed S, which the op refuses.
         """
         if id(targets) not in self.picked:
-            return targets
+            return targets, lengths
         _, source, mask = self.picked[id(targets)]
-        ends = lengths.cumsum(0).unsqueeze(1)
-        wanted = ends - lengths.unsqueeze(1) + torch.arange(1, source.shape[-1] + 1)
+        lengths, width = lengths.to(source.device), source.shape[-1]
+        ends = lengths.cumsum(0)
+        steps = torch.arange(1, width + 1, device=source.device)
+        wanted = (ends - lengths).unsqueeze(1) + steps
         places = torch.searchsorted(mask.flatten().cumsum(0), wanted)
-        return source.flatten()[places.clamp(max=source.numel() - 1)]
+        rows = source.flatten()[places.clamp(max=source.numel() - 1)]
+        return rows, torch.where(lengths.sum() == mask.sum(), lengths, width + 1)
 
     def _note(self, func: Any, result: Any) -> None:
         """Keep the line of what may be refused."""
@@ -142,7 +149,7 @@ def _cov(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _ctc_loss(
-    padded: Callable[[Tensor, Tensor], Tensor],
+    padded: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
     log_probs: Tensor,
     targets: Tensor,
     input_lengths: Any,
@@ -152,15 +159,20 @@ def _ctc_loss(
     zero_infinity: bool = False,
 ) -> Tensor:
     """Of (T, N, C), or of one sample (T, C); a mean is over samples, each over its length."""
-    lengths = [
-        x.reshape(-1) if isinstance(x, Tensor) else torch.tensor(x).reshape(-1)
-        for x in (input_lengths, target_lengths)
-    ]
+    steps, long = (_lengths(x, log_probs.device) for x in (input_lengths, target_lengths))
     batch = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
-    targets = padded(targets, lengths[1])
-    losses = ops.ctc(batch, targets, *lengths, blank, zero_infinity)
+    targets, checked = padded(targets, long)
+    losses = ops.ctc(batch, targets, steps, checked, blank, zero_infinity)
     if reduction in ("mean", 1):
-        return (losses / lengths[1].clamp(min=1).to(losses)).mean()
+        return (losses / long.clamp(min=1).to(losses)).mean()
     if reduction in ("sum", 2):
         return losses.sum()
     return losses if log_probs.dim() == 3 else losses.squeeze(0)
+
+
+def _lengths(given: Any, device: torch.device) -> Tensor:
+    """Lengths as a tensor; of numbers, made from runs, which the meta device keeps."""
+    if isinstance(given, Tensor):
+        return given.reshape(-1)
+    runs = [(value, len(list(same))) for value, same in groupby(given)]
+    return torch.cat([torch.full((count,), value, device=device) for value, count in runs])
