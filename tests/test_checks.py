@@ -80,7 +80,10 @@ def _caught_as_another(model: Model, out: Tensor, labels: Tensor) -> Tensor:
         raise RuntimeError("bad batch") from error
 
 
-@pytest.mark.parametrize("head", [_maximum, _several, _gaussian, _torch_checks, _caught_as_another])
+_MORE = [pytest.param(head, marks=pytest.mark.slow) for head in (_maximum, _gaussian)]
+
+
+@pytest.mark.parametrize("head", [_several, _torch_checks, _caught_as_another, *_MORE])
 def test_the_step_is_that_of_one_device(head: Head) -> None:
     torch.manual_seed(0)
     model = Model(head).double()

@@ -102,7 +102,10 @@ def _found(loss: Loss, constraints: Any) -> autopar.Plan:
     return plan
 
 
-@pytest.mark.parametrize("loss", [_margin, _weighted, _margins, _labels, _ctc, _ctcs, _picked])
+_MORE = [pytest.param(loss, marks=pytest.mark.slow) for loss in (_margin, _margins, _ctcs, _picked)]
+
+
+@pytest.mark.parametrize("loss", [_weighted, _labels, _ctc, *_MORE])
 def test_rows_are_split(loss: Loss) -> None:
     plan = _found(loss, {"data": 2})
     gathered = sum(c.num_bytes for c in plan.predicted.comm_bytes if c.kind == "all_gather")
@@ -111,6 +114,7 @@ def test_rows_are_split(loss: Loss) -> None:
     _found(loss, {"pipeline": {"size": 1, "microbatches": 2}})
 
 
+@pytest.mark.slow
 def test_targets_that_are_joined_stay_whole() -> None:
     _found(_joined, {"data": 2})
 

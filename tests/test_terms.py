@@ -51,9 +51,11 @@ def _apart(model: Model, loss: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "constraints",
     [
-        {"pipeline": {"size": 1, "microbatches": 4}},
+        pytest.param({"pipeline": {"size": 1, "microbatches": 4}}, marks=pytest.mark.slow),
         {"pipeline": {"size": 2, "microbatches": 4, "cuts": ["second"]}},
-        {"data": 2, "pipeline": {"size": 1, "microbatches": 2}},
+        pytest.param(
+            {"data": 2, "pipeline": {"size": 1, "microbatches": 2}}, marks=pytest.mark.slow
+        ),
     ],
     ids=["turns", "pipeline", "data"],
 )
