@@ -20,6 +20,7 @@ from autopar.errors import (
     PlanMismatchError,
     ShardingError,
     TraceError,
+    UncheckedWarning,
     UnsupportedOpWarning,
 )
 
@@ -42,6 +43,7 @@ __all__ = [
     "PlanMismatchError",
     "ShardingError",
     "TraceError",
+    "UncheckedWarning",
     "UnsupportedOpWarning",
     "Verification",
     "load_checkpoint",

@@ -11,6 +11,7 @@ __all__ = [
     "PlanMismatchError",
     "ShardingError",
     "TraceError",
+    "UncheckedWarning",
     "UnsupportedOpWarning",
 ]
 
@@ -68,3 +69,7 @@ class InfeasiblePlanError(AutoparError):
 
 class UnsupportedOpWarning(UserWarning):
     """An op has no sharding rule and runs replicated."""
+
+
+class UncheckedWarning(UserWarning):
+    """The model checks values and raises; the parallel program leaves the check out."""

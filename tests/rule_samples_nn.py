@@ -11,12 +11,12 @@ from torch import Tensor
 from torch._decomp.decompositions import _fused_rms_norm_backward
 
 import autopar.core.ops
-from tests import rule_samples_conv
+from tests import rule_samples_conv, rule_samples_loss
 from tests.bruteforce import Sample
 
 aten = torch.ops.aten
 autopar = torch.ops.autopar
-SAMPLES: list[Sample] = list(rule_samples_conv.SAMPLES)
+SAMPLES: list[Sample] = [*rule_samples_conv.SAMPLES, *rule_samples_loss.SAMPLES]
 
 # torch has no CPU kernel for this one op, only the formula
 _cpu = torch.library.Library("aten", "IMPL")

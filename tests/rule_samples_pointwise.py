@@ -35,11 +35,27 @@ SPECIAL = [
         rand(4, 6),
         lambda: torch.linspace(-1, 1, 5, dtype=torch.float64),
     ),
+    case(
+        "searchsorted",
+        lambda edges, x: aten.searchsorted.Tensor(edges, x, right=True),
+        lambda: torch.linspace(-1, 1, 6, dtype=torch.float64),
+        rand(4, 6),
+    ),
+    case(
+        "searchsorted_rows",
+        lambda edges, x: aten.searchsorted.Tensor(edges, x),
+        lambda: torch.linspace(-1, 1, 5, dtype=torch.float64).repeat(4, 1),
+        rand(4, 6),
+    ),
     case("clamp", lambda x: aten.clamp.default(x, -0.5, 0.5), rand(4, 6)),
     case("mul_number", lambda x: aten.mul.Tensor(x, 2.0), rand(4, 6)),
     case("add_number", lambda x: aten.add.Tensor(x, 2.0), rand(4, 6)),
     case("add_alpha", lambda x, y: aten.add.Tensor(x, y, alpha=3), rand(4, 8), rand(8)),
     case("add_outer", lambda x, y: aten.add.Tensor(x, y), rand(4, 1), rand(8)),
+    case("add_to_loss", lambda x, y: aten.add.Tensor(x, y, alpha=3), rand(), rand(1)),
+    case("sub_from_loss", lambda x, y: aten.sub.Tensor(x, y), rand(), rand()),
+    case("add_number_to_loss", lambda x: aten.add.Tensor(x, 2.0, alpha=3), rand()),
+    case("sub_loss_from_number", lambda x: aten.rsub.Scalar(x, 2.0, 3), rand()),
     case("sub_ones", lambda x, y: aten.sub.Tensor(x, y), rand(1, 8), rand(4, 1, 8)),
     case("masked_zero", lambda x, m: aten.masked_fill.Scalar(x, m, 0), rand(4, 6), bools(4, 6)),
     case("masked_inf", lambda x, m: aten.masked_fill.Scalar(x, m, -1e9), rand(4, 6), bools(6)),
@@ -112,6 +128,7 @@ def _pointwise_ops() -> list[Any]:
         aten.exponential.default,
         aten._conj.default,
         aten.bucketize.Tensor,
+        aten.searchsorted.Tensor,
     )
     return [
         op

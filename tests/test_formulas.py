@@ -67,3 +67,14 @@ def test_same_as_the_call(name: str) -> None:
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_an_order_is_one_of_all() -> None:
+    class Rng:
+        def uniform(self, shape: list[int], dtype: torch.dtype) -> Tensor:
+            return torch.rand(shape, dtype=dtype)
+
+    torch.manual_seed(0)
+    found = [REPLACEMENTS[aten.randperm.default](Rng(), 7) for _ in range(3)]
+    assert len({tuple(x.tolist()) for x in found}) == 3
+    assert all(sorted(x.tolist()) == list(range(7)) for x in found)

@@ -1,4 +1,4 @@
-"""Tensor parallelism in blocks that hold a depthwise convolution: by its channels."""
+"""Tensor parallelism of convolutions by their channels: depthwise ones, and sizes that are odd."""
 
 from __future__ import annotations
 
@@ -42,3 +42,30 @@ def test_a_depthwise_convolution_is_split_by_channels() -> None:
     assert autopar.verify(plan, model, inputs).worst[1] < 1e-9
     # channels stay with their rank between the two linears
     assert "all_to_all" not in {c.kind for c in plan.predicted.comm_bytes}
+
+
+class Odd(nn.Module):
+    """Channels in between that four ranks do not divide."""
+
+    def __init__(self, channels: int = 6) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(4, channels, 3, padding=1)
+        self.second = nn.Conv2d(channels, 8, 3, padding=1)
+        self.up = nn.ConvTranspose2d(8, channels, 2, 2)
+        self.last = nn.Linear(channels, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        out = self.up(self.second(self.first(x).relu()).relu()).mean((2, 3))
+        return F.cross_entropy(out.mean(1, keepdim=True) + self.last(out), labels)
+
+
+def test_channels_that_ranks_do_not_divide_are_split_on_the_other_side() -> None:
+    torch.manual_seed(0)
+    model = Odd().double()
+    inputs = torch.randn(4, 4, 4, 4, dtype=torch.float64), torch.randint(0, 4, (4,))
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=4)
+    plan = autopar.plan(model, cluster, inputs, constraints={"tensor": "1d"})
+    assert {plan.modes[f"{name}.weight"].split(",")[0] for name in ("first", "up")} == {"1D row"}
+    found = autopar.verify(plan, model, inputs)
+    assert set(found.gradients) == {name for name, _ in model.named_parameters()}
+    assert found.worst[1] < 1e-9, found.worst

@@ -94,6 +94,17 @@ def test_slices_become_one_cat(function: Callable[..., Tensor]) -> None:
     assert counts(graph)[aten.slice_backward.default] == 0
 
 
+def test_a_sum_that_begins_with_zero() -> None:
+    def total(x: Tensor, weight: Tensor) -> Tensor:
+        return sum([x * weight, x.exp()]) - 0  # type: ignore[return-value]
+
+    graph = traced(total, torch.float64).graph
+    assert counts(graph)[aten.add.Tensor] == 2
+    simplify(graph, {})
+    assert counts(graph)[aten.add.Tensor] == 1
+    assert counts(graph)[aten.sub.Tensor] == 0
+
+
 def overlapping(x: Tensor) -> Tensor:
     return aten.slice_backward(x[..., :5], SHAPE, 2, 0, 5, 1) + aten.slice_backward(
         x[..., 4:], SHAPE, 2, 4, 8, 1

@@ -128,3 +128,78 @@ def test_a_derivative_in_the_forward_is_refused(derive: Callable[..., Tensor]) -
 
     with pytest.raises(TraceError, match=r"test_spelled.py:\d+ in _(penalty|backward)"):
         _verified(Critic(), (torch.randn(4, 8),))
+
+
+class Helped(nn.Module):
+    """Its forward leaves the work to a function: the error names the line in there."""
+
+    def __init__(self, head: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.inner, self.gate = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self, self.inner(x))
+
+
+def _masked(model: Helped, x: Tensor) -> Tensor:
+    return x[x.sum(1) > 0].mean()
+
+
+def _mapped(model: Helped, x: Tensor) -> Tensor:
+    return torch.vmap(lambda row: (row * row).sum())(x).mean()
+
+
+def _mapped_twice(model: Helped, x: Tensor) -> Tensor:
+    return torch.func.vmap(torch.func.vmap(lambda v: v * 2), in_dims=1)(x).mean()
+
+
+def _routed(model: Helped, x: Tensor) -> Tensor:
+    weights, chosen = model.gate(x).softmax(-1).topk(2)
+    out = torch.zeros_like(x)
+    for i, expert in enumerate(model.experts):
+        rows, place = torch.where(chosen == i)
+        out[rows] += expert(x[rows]) * weights[rows, place, None]
+    return out.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("head", "remedy"),
+    [
+        (_masked, r"torch.where\(mask"),
+        (_mapped, "torch.vmap hides"),
+        (_mapped_twice, "torch.vmap hides"),
+        (_routed, r"expert\(x\) \* \(weights"),
+    ],
+)
+def test_what_cannot_be_captured_says_where_and_what_instead(
+    head: Callable[..., Tensor], remedy: str
+) -> None:
+    with pytest.raises(TraceError, match=remedy) as caught:
+        _verified(Helped(head), (torch.randn(8, 8),))
+    assert f" in {head.__name__}: " in str(caught.value).splitlines()[0]
+
+
+def _as_the_remedy_says(model: Helped, x: Tensor) -> Tensor:
+    weights, chosen = model.gate(x).softmax(-1).topk(2)
+    out = torch.zeros_like(x)
+    for i, expert in enumerate(model.experts):
+        out = out + expert(x) * (weights * (chosen == i)).sum(-1, keepdim=True)
+    mask = x.sum(1) > 0
+    kept = torch.where(mask[:, None], x, 0)
+    return out.square().mean() + (kept.square().sum(1) * mask).sum() / mask.sum()
+
+
+def test_what_the_errors_tell_to_write() -> None:
+    torch.manual_seed(0)
+    model, x = Helped(_as_the_remedy_says).double(), torch.randn(8, 8).double()
+    found = _verified(model, (x,))
+    assert len(found.gradients) == 10
+    assert found.worst[1] < 1e-9, found.worst
+    model.head = lambda model, x: _routed(model, x)
+    expected = model(x)
+    model.head = lambda model, x: (
+        _as_the_remedy_says(model, x) - (x[x.sum(1) > 0].square().sum(1).mean())
+    )
+    torch.testing.assert_close(model(x), expected)

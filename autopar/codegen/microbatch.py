@@ -303,21 +303,31 @@ class _Localiser:
                 results.append(None)
                 continue
             value = resolve(self.nodes[spec.node])
-            made = next(n for (name, i, _), n in self.values.items() if (name, i) == value)
+            made, held = next(
+                (n, p) for (name, i, p), n in self.values.items() if (name, i) == value
+            )
             if spec.kind == "gradient":
-                made = self._accumulator(made, spec.node)
+                made = self._accumulator(made, held, spec.node)
             specs.append(replace(spec, node=made.name))
             results.append(made)
         return specs, results
 
-    def _accumulator(self, gradient: fx.Node, origin: str) -> fx.Node:
-        """A place to reduce at each turn; else the sum of all turns is reduced once."""
-        with self.graph.inserting_after(gradient):
-            alias = self.graph.call_function(torch.ops.aten.alias.default, (gradient,))
-        alias.meta["val"] = gradient.meta["val"]
+    def _accumulator(self, gradient: fx.Node, held: Placement, origin: str) -> fx.Node:
+        """A place to reduce at each turn; else the sum of all turns is reduced once.
+
+        What no input reaches, as the gradient of a term beside a mean, is the same at all turns.
+        """
+        made = gradient
+        ops: list[tuple[Any, ...]] = [(torch.ops.aten.alias.default,)]
+        if held.is_replicate and self.mesh != (1,):
+            ops.insert(0, (torch.ops.aten.div.Tensor, self.mesh[0]))
         given = node_info(self.traced, self.nodes[origin])
-        self.info[alias.name] = replace(given, phase="backward")
-        return alias
+        for op, *rest in ops:
+            with self.graph.inserting_after(made):
+                made = self.graph.call_function(op, (made, *rest))
+            made.meta["val"] = gradient.meta["val"]
+            self.info[made.name] = replace(given, phase="backward")
+        return made
 
     def _drop_dead(self) -> None:
         self.graph.eliminate_dead_code()

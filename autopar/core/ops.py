@@ -11,6 +11,7 @@ sharding rule and one plan serve them all:
 - ``autopar::uniform``: uniform numbers from the same counter.
 - ``autopar::inverse_permutation``: where each row stands after a sort.
 - ``autopar::token_nll``: negative log-likelihood per token over the last dim.
+- ``autopar::ctc``: connectionist temporal classification, a loss per sample (`core/ctc.py`).
 - ``autopar::to_host``, ``autopar::from_host``: activations in host memory (`core/host.py`).
 
 All have fake implementations for tracing, and all but the last two backward formulas made of these
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from autopar.core import attention_cuda as _attention  # noqa: F401  (defines the ops)
+from autopar.core import ctc as _ctc  # noqa: F401  (defines the ops)
 from autopar.core import host as _host  # noqa: F401  (defines the ops)
 from autopar.core.einsum import contract, gradient_equations, output_shape
 from autopar.core.library import KERNEL, LIBRARY, LIBRARY_NAME, fake_of, wide

@@ -197,7 +197,8 @@ class _Cutter:
                 continue
             parts: dict[int, list[list[fx.Node]]] = defaultdict(list)
             for path in _leaves(node):
-                parts[self.stage[producer(path[-1]).name]].append(path)
+                # what no parameter reaches, as the loss's own gradient, is in every stage
+                parts[self.stage.get(producer(path[-1]).name, owner)].append(path)
             if set(parts) == {owner}:
                 continue
             self.dropped.add(spec.target)

@@ -18,7 +18,7 @@ import numpy as np
 
 from autopar.core.blocks import Blocks
 from autopar.core.graph import TracedModel, Value, dependents, resolve
-from autopar.core.placement import Layout, Placement
+from autopar.core.placement import Layout, Partial, Placement
 from autopar.core.plan import NodePlan
 from autopar.cost_model import Cluster
 from autopar.errors import ConstraintError
@@ -26,6 +26,7 @@ from autopar.solver.candidates import Candidate, Pricer, expand
 from autopar.solver.ilp import Infeasible, solve_problem
 from autopar.solver.problem import Array, ChoiceProblem
 from autopar.solver.rules.own_order import note_orders
+from autopar.solver.rules.pointwise import share_rows
 from autopar.solver.rules.registry import replicated
 from autopar.solver.step import Op, build_step
 
@@ -93,6 +94,11 @@ class _Splitter:
             inputs, outputs = ((p,) for p in row.inputs), ((p,) for p in row.outputs)
             return [Candidate(tuple(inputs), tuple(outputs), none, ())]
         found = [c for c in expand(op.call, (self.size,)) if not c.comm]
+        shares = (
+            Candidate(tuple((p,) for p in row.inputs), ((Partial(),),), (row.variant,), ())
+            for row in share_rows(op.call)
+        )
+        found += [c for c in shares if c not in found]
         if op.name in self.weighted and op.name in self.fed:
             found = [c for c in found if not _same(c.outputs)]
         # what is the same for all turns is made from what is the same for all turns

@@ -130,7 +130,8 @@ class Pins:
     def prefer(self, op: Op, candidates: list[Candidate]) -> list[Candidate]:
         """Of an op's candidates, those that read only a data rank's share of the user's inputs.
 
-        All of them where none does: what has no rows to share is read whole.
+        All of them where none does: what has no rows to share is read whole, and so may be what
+        takes them in an order that each rank has of its own.
         """
         readers = [
             index
@@ -144,7 +145,8 @@ class Pins:
             for candidate in candidates
             if all(_shards(candidate.inputs[i][a], 0) for i in readers for a in self.data_axes)
         ]
-        return sharing or candidates
+        known = [c for c in sharing if not any(p.own for x in (*c.inputs, *c.outputs) for p in x)]
+        return sharing if known else candidates
 
     def _contraction_allows(self, c: Contraction, candidate: Candidate) -> bool:
         kinds = [kind_on_axis(c, candidate, axis) for axis in range(len(self.roles))]

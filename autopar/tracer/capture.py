@@ -14,7 +14,13 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
-from autopar.tracer.diagnose import explain_failure, refuse_data_dependent, refuse_mixed
+from autopar.tracer.checks import drop_assertions, passing_checks, warn_of
+from autopar.tracer.diagnose import (
+    explain_failure,
+    refuse_data_dependent,
+    refuse_mixed,
+    refuse_vmap,
+)
 from autopar.tracer.no_grad import mark_no_grad
 from autopar.tracer.precision import call_in
 from autopar.tracer.spelled import Spelled
@@ -46,6 +52,9 @@ class Notes:
 
     out_spec: Any = None
     dropped: Sequence[str] = ()
+
+    def __init__(self) -> None:
+        self.lines: dict[str, str] = {}
 
 
 class Capture(nn.Module):
@@ -105,12 +114,15 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
                 f"input {name!r} requires a gradient; gradients of inputs are not produced. "
                 "Detach it, or register it as an nn.Parameter of the model."
             )
+    lines = capture.notes.lines
     try:
-        with warnings.catch_warnings():
+        with passing_checks() as passed, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with Spelled(), _without_partial_graph():
+            with Spelled(lines), _without_partial_graph():
                 exported = torch.export.export(capture, args, kwargs, strict=False)
-            refuse_data_dependent(capture.wrapped, exported.graph_module)
+            checks = {**passed, **dict.fromkeys(drop_assertions(exported.graph_module))}
+            refuse_data_dependent(capture.wrapped, exported.graph_module, lines)
+            refuse_vmap(exported.graph_module, lines)
             if capture.dtype is not None:
                 refuse_mixed(capture.wrapped, exported.graph_module, capture.dtype)
             if _changes_in_place(exported.graph_module):
@@ -119,7 +131,8 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
     except TraceError:
         raise
     except Exception as error:
-        raise TraceError(explain_failure(capture.wrapped, error)) from error
+        raise TraceError(explain_failure(capture.wrapped, error, lines)) from error
+    warn_of(checks)
     return exported
 
 

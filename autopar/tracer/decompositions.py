@@ -26,9 +26,12 @@ from autopar.tracer.formulas import (
     glu,
     histc,
     masked_scatter,
+    multi_margin_loss,
+    multilabel_margin_loss,
     normal,
     randint,
     randint_from,
+    randperm,
     rot90,
     trace,
     uniform,
@@ -255,6 +258,8 @@ REPLACEMENTS: Mapping[Any, Replacement] = {
     aten.glu.default: glu,
     aten.histc.default: histc,
     aten.masked_scatter.default: masked_scatter,
+    aten.multi_margin_loss.default: multi_margin_loss,
+    aten.multilabel_margin_loss.default: multilabel_margin_loss,
     aten.rot90.default: rot90,
     aten.trace.default: trace,
     aten._weight_norm.default: weight_norm,
@@ -264,6 +269,7 @@ REPLACEMENTS: Mapping[Any, Replacement] = {
     aten.normal_functional.default: normal,
     aten.randint.default: randint,
     aten.randint.low: randint_from,
+    aten.randperm.default: randperm,
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,16 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from autopar.errors import TraceError
 
 __all__ = [
+    "MODES",
+    "SYMBOLIC",
     "explain_failure",
     "innermost_line",
+    "is_outside",
     "refuse_data_dependent",
     "refuse_hooks",
     "refuse_mixed",
     "refuse_random",
+    "refuse_vmap",
     "refusing_tensor_hooks",
     "user_line",
 ]
@@ -36,12 +40,27 @@ _DATA_DEPENDENT = re.compile(
 )
 
 
-_MODES = ("__torch_function__", "__torch_dispatch__")  # they pass on what another line calls
+MODES = ("__torch_function__", "__torch_dispatch__")  # they pass on what another line calls
 
+_NOWHERE = "(no line outside torch)"
 _REMEDY = (
     "The value of a tensor decides what runs or how large a result is, so there is no one "
     "graph to plan. Use torch.where, a mask or torch.cond there, or compute that part "
-    "outside the model."
+    "outside the model. A check that does no more than raise, `if tensor: raise`, may stay."
+)
+
+_ROWS = (
+    "How many rows are picked depends on values, so there is no one graph to plan. Keep all rows "
+    "and weight them: torch.where(mask[:, None], rows, 0), (losses * mask).sum() / mask.sum(), or "
+    "ignore_index in a loss. A loop over experts gives each expert all tokens, as in\n"
+    "    out = out + expert(x) * (weights * (chosen == i)).sum(-1, keepdim=True)\n"
+    "  or sorts tokens by expert, chosen.flatten().argsort(), and multiplies the sorted rows with "
+    "torch.nn.functional.grouped_mm, which computes only what is chosen."
+)
+_VMAP = (
+    "torch.vmap hides the dim that it maps over, so its ops cannot be captured and sharded. Write "
+    "them on the whole tensor: elementwise ops and nn.Linear take leading dims as they are, "
+    "products are torch.einsum or torch.bmm, convolutions take groups."
 )
 
 
@@ -53,10 +72,14 @@ def _user_frame(error: BaseException) -> str:
 def innermost_line(frames: traceback.StackSummary) -> str:
     """`file:line in function: source` of the innermost frame outside torch and autopar."""
     for frame in reversed(frames):
-        if frame.filename.startswith((_TORCH_DIR, _OWN_DIR, "<")) or frame.name in _MODES:
-            continue
-        return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
-    return "(no line outside torch)"
+        if is_outside(frame.filename) and frame.name not in MODES:
+            return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+    return _NOWHERE
+
+
+def is_outside(filename: str) -> bool:
+    """True for a file that is not of torch or autopar."""
+    return not filename.startswith((_TORCH_DIR, _OWN_DIR, "<"))
 
 
 _FRAME = re.compile(
@@ -67,16 +90,15 @@ _FRAME = re.compile(
 def user_line(node: fx.Node) -> str:
     """`file:line in function: source` of the call that an exported node comes from."""
     for frame in reversed(list(_FRAME.finditer(node.meta.get("stack_trace") or ""))):
-        skipped = frame["file"].startswith((_TORCH_DIR, _OWN_DIR, "<")) or frame["name"] in _MODES
-        if not skipped:
+        if is_outside(frame["file"]) and frame["name"] not in MODES:
             return f"{frame['file']}:{frame['line']} in {frame['name']}: {frame['code']}"
-    return "(no line outside torch)"
+    return _NOWHERE
 
 
-_SYMBOLIC = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-def refuse_data_dependent(model: nn.Module, gm: fx.GraphModule) -> None:
+def refuse_data_dependent(model: nn.Module, gm: fx.GraphModule, lines: Mapping[str, str]) -> None:
     """Raises:
     TraceError: a value or a shape of the exported graph is known only when it runs.
     """
@@ -84,11 +106,28 @@ def refuse_data_dependent(model: nn.Module, gm: fx.GraphModule) -> None:
         for node in _live(part.graph) if isinstance(part, fx.GraphModule) else ():
             value = node.meta.get("val")
             values = value if isinstance(value, (tuple, list)) else (value,)
-            found = [v for v in values if isinstance(v, _SYMBOLIC) and free_unbacked_symbols(v)]
+            given = (v for v in values if isinstance(v, (torch.Tensor, *SYMBOLIC)))
+            found = [(v, sorted(map(str, s))) for v in given if (s := free_unbacked_symbols(v))]
             if found:
-                what = f"{node.target} gives {_described(found[0])}"
-                where = f"cannot trace {type(model).__name__} at {user_line(node)}"
-                raise TraceError(f"{where}\n  {what}\n  {_REMEDY}")
+                value, symbols = found[0]
+                line = next((lines[s] for s in symbols if s in lines), user_line(node))
+                what = f"{node.target} gives {_described(value)}"
+                remedy = _ROWS if _picks_rows(node) else _REMEDY
+                where = f"cannot trace {type(model).__name__} at {line}"
+                raise TraceError(f"{where}\n  {what}\n  {remedy}")
+
+
+def _picks_rows(node: fx.Node) -> bool:
+    name = str(node.target).removeprefix("aten.").partition(".")[0]
+    return name in ("index", "masked_select", "nonzero", "nonzero_numpy", "where")
+
+
+def refuse_vmap(gm: fx.GraphModule, lines: Mapping[str, str]) -> None:
+    """Raises:
+    TraceError: the exported graph has an op on the values of one element of a `vmap`.
+    """
+    if any(getattr(n.target, "__name__", "") == "_add_batch_dim" for n in gm.graph.nodes):
+        raise TraceError(f"cannot trace {lines.get('vmap', _NOWHERE)}\n  {_VMAP}")
 
 
 _ONE_DTYPE = frozenset(
@@ -118,16 +157,18 @@ def refuse_mixed(model: nn.Module, gm: fx.GraphModule, dtype: torch.dtype) -> No
             )
 
 
-def refuse_random(node: fx.Node, source: str) -> None:
+def refuse_random(node: fx.Node, source: str, lines: Mapping[str, str]) -> None:
     """Raises:
     TraceError: a node of the joint graph draws random numbers that ranks would not share.
     """
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags:
+        name = str(node.target).removeprefix("aten.").partition(".")[0]
+        line = lines.get(name) or source or _NOWHERE
         raise TraceError(
-            f"cannot trace {source or '(no line outside torch)'}\n  {node.target} draws random "
-            "numbers that depend on who draws them. Draw with torch.rand, randn, randint, "
-            "bernoulli or dropout, or pass the drawn numbers in as an input."
+            f"cannot trace {line}\n  {node.target} draws random numbers that depend on who draws "
+            "them. Draw with torch.rand, randn, randint, randperm, bernoulli or dropout, without a "
+            "generator, or pass the drawn numbers in as an input."
         )
 
 
@@ -183,11 +224,13 @@ def _described(value: object) -> str:
     return f"the number {value}, which depends on values"
 
 
-def explain_failure(model: nn.Module, error: BaseException) -> str:
+def explain_failure(model: nn.Module, error: BaseException, lines: Mapping[str, str]) -> str:
     """What failed, in which line of the user's code, and what to change."""
     text = str(error)
     first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
     where = _user_frame(error)
+    if "vmap" in lines and (where == _NOWHERE or "vmap" in text):
+        return f"cannot trace {lines['vmap']}\n  {first}\n  {_VMAP}"
     if _DATA_DEPENDENT.search(text) or _DATA_DEPENDENT.search(type(error).__name__):
         remedy = _REMEDY
     else:

@@ -23,9 +23,12 @@ __all__ = [
     "glu",
     "histc",
     "masked_scatter",
+    "multi_margin_loss",
+    "multilabel_margin_loss",
     "normal",
     "randint",
     "randint_from",
+    "randperm",
     "rot90",
     "trace",
     "uniform",
@@ -125,6 +128,32 @@ def weight_norm(_rng: object, v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / (v * v).sum(dims, keepdim=True).sqrt())
 
 
+def _reduced(losses: Tensor, reduction: int) -> Tensor:
+    """As torch numbers reductions: 0 none, 1 mean, 2 sum."""
+    if reduction == 0:
+        return losses
+    return losses.mean() if reduction == 1 else losses.sum()
+
+
+def multi_margin_loss(
+    _rng: object,
+    x: Tensor,
+    target: Tensor,
+    p: float = 1,
+    margin: float = 1,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+) -> Tensor:
+    """The losses of rows, then their reduction: rows are independent of each other."""
+    losses = aten.multi_margin_loss.default(x, target, p, margin, weight, 0)
+    return _reduced(losses, reduction)
+
+
+def multilabel_margin_loss(_rng: object, x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
+    """As `multi_margin_loss`, with a list of targets in each row."""
+    return _reduced(aten.multilabel_margin_loss.default(x, target, 0), reduction)
+
+
 def embedding_bag_backward(
     grad: Tensor,
     indices: Tensor,
@@ -181,3 +210,9 @@ def randint(rng: Any, high: int, size: Sequence[int], **options: Any) -> Tensor:
 def randint_from(rng: Any, low: int, high: int, size: Sequence[int], **options: Any) -> Tensor:
     drawn = torch.floor(rng.uniform(size, torch.float64) * (high - low)) + low
     return drawn.to(options.get("dtype") or torch.int64)
+
+
+def randperm(rng: Any, n: int, **options: Any) -> Tensor:
+    """The order of n uniforms."""
+    order = rng.uniform([n], torch.float64).argsort()
+    return order.to(options.get("dtype") or torch.int64)

@@ -1,6 +1,6 @@
 """Simplifications of the joint graph that change no number, for what autograd spells at length.
 
-- `drop_neutral`: ``x ** 1``, ``x * 1`` and ``x / 1`` are ``x``.
+- `drop_neutral`: ``x ** 1``, ``x * 1``, ``x / 1``, ``x + 0`` and ``x - 0`` are ``x``.
 - `compute_before_expanding`: ``f(expand(x))`` is ``expand(f(x))`` for an elementwise ``f``.
 - `scale_the_smaller`: ``expand(c) * (x * 2ⁿ)`` is ``expand(c * 2ⁿ) * x`` for n > 0, which rounds
   alike where neither overflows.
@@ -26,6 +26,7 @@ aten = torch.ops.aten
 
 _TIMES = (aten.mul.Tensor, aten.mul.Scalar)
 _BY_NUMBER = (*_TIMES, aten.div.Tensor, aten.div.Scalar, aten.pow.Tensor_Scalar)
+_PLUS_NUMBER = (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar)
 _OF_ONE = (*_BY_NUMBER, aten.neg.default, aten._to_copy.default)
 
 
@@ -44,9 +45,10 @@ def simplify(graph: fx.Graph, info: dict[str, NodeInfo]) -> None:
 
 
 def drop_neutral(graph: fx.Graph) -> None:
-    """Let what reads ``x ** 1``, ``x * 1`` or ``x / 1`` read x."""
+    """Let what reads ``x ** 1``, ``x * 1``, ``x / 1``, ``x + 0`` or ``x - 0`` read x."""
     for node in list(graph.nodes):
-        if node.target not in _BY_NUMBER or node.kwargs or _number(node) != 1:
+        neutral = 1 if node.target in _BY_NUMBER else 0 if node.target in _PLUS_NUMBER else None
+        if neutral is None or node.kwargs or _number(node) != neutral:
             continue
         source = node.args[0]
         if isinstance(source, fx.Node) and _alike(_value(source), _value(node)):

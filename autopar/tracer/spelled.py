@@ -3,30 +3,60 @@
 - ``x.data`` is ``x.detach()``: the same memory without a gradient.
 - ``bincount(x, minlength=n)`` has as many bins as the largest value asks for; here it has n, and a
   value beyond them is an error when it runs.
+- ``ctc_loss`` makes a tensor whose shape depends on the longest target, for its own backward.
 - ``cov`` compares weights that it was not given.
 
-A derivative that the forward itself takes is refused: there would be a second one behind it.
+A derivative that the forward itself takes is refused: there would be a second one behind it. What
+may be refused later is noted with its line: torch keeps those of methods called `forward` alone.
 """
 
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
+from functools import cache
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from autopar.core.ops import ops
 from autopar.errors import TraceError
-from autopar.tracer.diagnose import innermost_line
+from autopar.tracer.diagnose import SYMBOLIC, innermost_line
 
 __all__ = ["Spelled"]
 
+_apis: Any = torch._functorch.apis
+_PICKING = (torch.masked_select, torch.Tensor.masked_select, torch.Tensor.__getitem__)
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 class Spelled(TorchFunctionMode):
-    """Says what runs inside in a way that can be captured."""
+    """Says what runs inside in a way that can be captured.
+
+    Args:
+        lines: filled with the user's line of each number that depends on values, of each function
+            that draws random numbers, and of `vmap`, by name.
+    """
+
+    def __init__(self, lines: dict[str, str]) -> None:
+        super().__init__()
+        self.lines = lines
+        # what a mask picked, by id: the result, what from, the mask
+        self.picked: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def __enter__(self) -> Any:
+        self._vmap: Any = _apis.vmap_impl
+        _apis.vmap_impl = self._noting_vmap
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _apis.vmap_impl = self._vmap
+        super().__exit__(*error)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -38,13 +68,64 @@ class Spelled(TorchFunctionMode):
             return _bincount(func, *args, **kwargs)
         if func is torch.cov:
             return _cov(*args, **kwargs)
+        if func in (F.ctc_loss, torch.ctc_loss):
+            return _ctc_loss(self._padded, *args, **kwargs)
         if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward):
             raise TraceError(
                 f"cannot trace {innermost_line(traceback.extract_stack())}\n  The forward takes a "
                 "derivative, and training would take one of that: autopar traces one backward. "
                 "Compute a gradient penalty outside the model, or write the derivative out."
             )
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._note(func, result)
+        if func in _PICKING and len(args) == 2 and not kwargs:
+            source, mask = args
+            if isinstance(mask, Tensor) and mask.dtype is torch.bool and mask.shape == source.shape:
+                # copies, as either may be written to before the result is read
+                self.picked[id(result)] = result, source.clone(), mask.clone()
+        return result
+
+    def _padded(self, targets: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Targets and lengths for `autopar::ctc`: those that a mask picked out of rows and joined
+        stand in rows (N, S) again, each as long as its length says; what is behind is not read.
+
+        Where lengths do not add up to what was picked, they exceed S, which the op refuses.
+        """
+        if id(targets) not in self.picked:
+            return targets, lengths
+        _, source, mask = self.picked[id(targets)]
+        lengths, width = lengths.to(source.device), source.shape[-1]
+        ends = lengths.cumsum(0)
+        steps = torch.arange(1, width + 1, device=source.device)
+        wanted = (ends - lengths).unsqueeze(1) + steps
+        places = torch.searchsorted(mask.flatten().cumsum(0), wanted)
+        rows = source.flatten()[places.clamp(max=source.numel() - 1)]
+        return rows, torch.where(lengths.sum() == mask.sum(), lengths, width + 1)
+
+    def _note(self, func: Any, result: Any) -> None:
+        """Keep the line of what may be refused."""
+        name = getattr(func, "__name__", "")
+        unknown = [name] if _draws(name) else []
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, (Tensor, *SYMBOLIC)):
+                unknown += map(str, free_unbacked_symbols(value))
+        for each in unknown:
+            if each not in self.lines:
+                self.lines[each] = innermost_line(traceback.extract_stack())
+
+    def _noting_vmap(self, *args: Any, **kwargs: Any) -> Any:
+        self.lines.setdefault("vmap", innermost_line(traceback.extract_stack()))
+        return self._vmap(*args, **kwargs)
+
+
+@cache
+def _draws(name: str) -> bool:
+    """True for the name of an op that draws random numbers."""
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return False
+    overloads = (getattr(packet, overload) for overload in packet.overloads())
+    return any(torch.Tag.nondeterministic_seeded in op.tags for op in overloads)
 
 
 def _bincount(func: Any, x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
@@ -65,3 +146,33 @@ def _cov(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     centred = x - x.mean(1, keepdim=True)
     divisor = max(0, x.shape[1] - kwargs.get("correction", 1))
     return centred @ centred.mH / divisor if divisor else torch.cov(x, **kwargs)
+
+
+def _ctc_loss(
+    padded: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str | int = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """Of (T, N, C), or of one sample (T, C); a mean is over samples, each over its length."""
+    steps, long = (_lengths(x, log_probs.device) for x in (input_lengths, target_lengths))
+    batch = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
+    targets, checked = padded(targets, long)
+    losses = ops.ctc(batch, targets, steps, checked, blank, zero_infinity)
+    if reduction in ("mean", 1):
+        return (losses / long.clamp(min=1).to(losses)).mean()
+    if reduction in ("sum", 2):
+        return losses.sum()
+    return losses if log_probs.dim() == 3 else losses.squeeze(0)
+
+
+def _lengths(given: Any, device: torch.device) -> Tensor:
+    """Lengths as a tensor; of numbers, made from runs, which the meta device keeps."""
+    if isinstance(given, Tensor):
+        return given.reshape(-1)
+    runs = [(value, len(list(same))) for value, same in groupby(given)]
+    return torch.cat([torch.full((count,), value, device=device) for value, count in runs])

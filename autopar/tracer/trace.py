@@ -317,7 +317,8 @@ class _JointTrace:
         }
         for node in graph.nodes:
             if node.op == "call_function":
-                refuse_random(node, self.info[node.name].source if node.name in self.info else "")
+                source = self.info[node.name].source if node.name in self.info else ""
+                refuse_random(node, source, self.capture.notes.lines)
         note_phases(graph, self.info, forward)
         parameters = {s.node for s in inputs if s.kind == "parameter"}
         if self.capture.dtype is not None:

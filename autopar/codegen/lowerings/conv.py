@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -23,8 +24,11 @@ def _local_groups(local: LocalCall, groups: int) -> int:
 
 @lowering(aten.convolution.default)
 def lower_convolution(b: Builder, local: LocalCall) -> fx.Node:
-    *args, groups = local.args
-    return b.call(aten.convolution.default, *args, _local_groups(local, groups))
+    x, weight, bias, *args, groups = local.args
+    ranks = math.prod(local.mesh_shape[axis] for axis in local.axes_of("share"))
+    if ranks > 1:
+        bias = b.call(aten.div.Tensor, bias, ranks)
+    return b.call(aten.convolution.default, x, weight, bias, *args, _local_groups(local, groups))
 
 
 @lowering(aten.convolution_backward.default)

@@ -38,7 +38,10 @@ def _groups_split(channels: int, groups: int, axis_size: int) -> bool:
 
 @rule(aten.convolution.default)
 def convolution_rule(call: OpCall) -> list[AxisStrategy]:
-    """(x, w, b?) -> y; w is (out, in / groups, …), or (in, out / groups, …) if transposed."""
+    """(x, w, b?) -> y; w is (out, in / groups, …), or (in, out / groups, …) if transposed.
+
+    Each summand over the input channels takes a share of the bias (variant "share").
+    """
     transposed, groups = bool(call.args[6]), int(call.args[8])
     bias = len(call.operands) - 2
     out_dim, in_dim = (Shard(1), Shard(0)) if transposed else (Shard(0), Shard(1))
@@ -48,8 +51,8 @@ def convolution_rule(call: OpCall) -> list[AxisStrategy]:
     ]
     if groups == 1:
         rows.append(AxisStrategy((_R, out_dim, *[Shard(0)] * bias), (Shard(1),)))
-        if not bias:
-            rows.append(AxisStrategy((Shard(1), in_dim), (Partial(),)))
+        variant = "share" if bias else ""
+        rows.append(AxisStrategy((Shard(1), in_dim, *[_R] * bias), (Partial(),), variant))
     elif _groups_split(call.operands[0].shape[1], groups, call.axis_size):
         rows.append(AxisStrategy((Shard(1), Shard(0), *[Shard(0)] * bias), (Shard(1),), "groups"))
     return rows if bias else rows + linear_rows(call, [(0,), (1,)])

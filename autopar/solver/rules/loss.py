@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from autopar.core.placement import Partial, Replicate, Shard
-from autopar.core.strategy import AxisStrategy, Communication, OpCall
+from autopar.core.strategy import AxisStrategy, Communication, OpCall, TensorSpec
 from autopar.solver.rules.labels import by_labels, linear_rows, replicated_row
 from autopar.solver.rules.registry import rule
 
@@ -75,3 +75,45 @@ def nll_loss_backward_rule(call: OpCall) -> list[AxisStrategy]:
 @rule(aten.nll_loss2d_forward.default, aten.nll_loss2d_backward.default)
 def nll_loss2d_rule(call: OpCall) -> list[AxisStrategy]:
     return [replicated_row(call)]
+
+
+@rule(
+    aten.multi_margin_loss.default,
+    aten.multilabel_margin_loss_forward.default,
+    aten.multi_margin_loss_backward.default,
+    aten.multilabel_margin_loss_backward.default,
+)
+def margin_loss_rule(call: OpCall) -> list[AxisStrategy]:
+    """(grad?, scores, target, weights of classes?, which are targets?) by rows, without reduction.
+
+    A gradient comes with its op in front; the tracer takes sums and means apart.
+    """
+    rows = call.outputs[0].shape[:1]
+    backward = len(call.outputs[0].shape) == 2
+    if not rows or (backward and call.operands[0].shape != rows):
+        return [replicated_row(call)]
+
+    def labels(position: int, spec: TensorSpec) -> list[str | None]:
+        weights = "multi_margin" in str(call.target) and position == 2 + backward
+        return ["row" if i == 0 and not weights else None for i in range(len(spec.shape))]
+
+    inputs = [labels(i, spec) for i, spec in enumerate(call.operands)]
+    found = by_labels(call, inputs, [labels(-1, spec) for spec in call.outputs])
+    return found + (linear_rows(call, [(0,)]) if backward else [])
+
+
+@rule(torch.ops.autopar.ctc.default, torch.ops.autopar.ctc_backward.default)
+def ctc_rule(call: OpCall) -> list[AxisStrategy]:
+    """(grad?, log-probabilities (T, N, C), targets (N, S), lengths, lengths) by samples.
+
+    Targets one behind the other are whole: where a sample's begin depends on lengths.
+    """
+    backward = len(call.operands) == 5
+    targets = call.operands[1 + backward]
+    if len(targets.shape) != 2:
+        return [replicated_row(call)]
+    steps: list[str | None] = [None, "n", None]
+    sample: list[str | None] = ["n"]
+    inputs = [*[sample] * backward, steps, ["n", None], sample, sample]
+    rows = by_labels(call, inputs, [steps if backward else sample])
+    return rows + (linear_rows(call, [(0,)]) if backward else [])

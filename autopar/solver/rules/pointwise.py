@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
+from torch import fx
 
 from autopar.core.host import WITH_HOST
 from autopar.core.ops import NARROW
 from autopar.core.placement import Partial, Replicate
 from autopar.core.strategy import AxisStrategy, OpCall
-from autopar.solver.rules.labels import by_labels, linear_rows
+from autopar.solver.rules.labels import by_labels, linear_rows, replicated_row
 from autopar.solver.rules.registry import rule
 
 aten = torch.ops.aten
@@ -99,6 +101,30 @@ _NONLINEAR_OPS = [
 ]
 
 
+# additions: codegen/lowerings/pointwise.py gives each rank its share
+_SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar)
+
+
+def share_rows(call: OpCall) -> list[AxisStrategy]:
+    """Rows that add to a sum over n ranks what all of them have: each adds an n-th of it."""
+    exact = all(s.dtype.is_floating_point or s.dtype.is_complex for s in call.operands)
+    if call.target not in _SUMS or not exact or not isinstance(call.args[0], fx.Node):
+        return []
+    count = len(call.operands)
+    return [
+        AxisStrategy(
+            tuple(Partial() if i == summed else Replicate() for i in range(count)),
+            (Partial(),),
+            "share",
+        )
+        for summed in range(count)
+    ]
+
+
+def _is_number(call: OpCall) -> bool:
+    return math.prod(call.outputs[0].shape) == 1
+
+
 @rule(*_LINEAR)
 def linear_pointwise(call: OpCall) -> list[AxisStrategy]:
     rows = _pointwise(call)
@@ -106,7 +132,7 @@ def linear_pointwise(call: OpCall) -> list[AxisStrategy]:
     additive = call.target in (aten.add.Tensor, aten.sub.Tensor)
     if call.operands and not (additive and (has_constant or len(call.operands) < 2)):
         rows += linear_rows(call, [range(len(call.operands))])
-    return rows
+    return rows + (share_rows(call) if _is_number(call) else [])
 
 
 @rule(*_LINEAR_IN_FIRST)
@@ -147,7 +173,7 @@ def narrow_rule(call: OpCall) -> list[AxisStrategy]:
 
 @rule(*_NONLINEAR_OPS)
 def nonlinear_pointwise(call: OpCall) -> list[AxisStrategy]:
-    return _pointwise(call)
+    return _pointwise(call) + (share_rows(call) if _is_number(call) else [])
 
 
 @rule(aten.bucketize.Tensor)
@@ -155,6 +181,16 @@ def bucketize_rule(call: OpCall) -> list[AxisStrategy]:
     """(x, boundaries) -> the place of each element."""
     names = [f"d{i}" for i in range(len(call.operands[0].shape))]
     return by_labels(call, [names, [None]], [names])
+
+
+@rule(aten.searchsorted.Tensor)
+def searchsorted_rule(call: OpCall) -> list[AxisStrategy]:
+    """(boundaries, x) -> the place of each element, in boundaries that are whole."""
+    boundaries, x = call.operands[:2]
+    if len(call.operands) > 2 or len(boundaries.shape) != 1:
+        return [replicated_row(call)]
+    names = [f"d{i}" for i in range(len(x.shape))]
+    return by_labels(call, [[None], names], [names])
 
 
 @rule(aten._prelu_kernel_backward.default)

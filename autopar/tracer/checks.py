@@ -1,0 +1,280 @@
+"""Checks of values that only raise: a forward is traced as where they pass.
+
+    if labels.max() >= size:
+        raise ValueError(...)
+
+asks for a number that a trace does not have. One answer leads to nothing but an error, so every
+step that yields a loss has had the other: with that one the graph is exact, and a warning says that
+it does not look. An answer is given only where the source shows all this: the value decides an
+`if` or an `assert` on its own, and no caller catches what is raised.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import dis
+import linecache
+import operator
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from autopar.errors import UncheckedWarning
+from autopar.tracer.diagnose import MODES, is_outside, user_line
+
+__all__ = ["drop_assertions", "passing_checks", "warn_of"]
+
+_CAPTURE = str(Path(__file__).with_name("capture.py"))  # it calls the model
+_BETWEEN = ("CACHE", "COPY", "EXTENDED_ARG", "NOP", "TO_BOOL")
+_ASSERTIONS = (
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten._assert_async.default,
+    torch.ops.aten._assert_async.msg,
+)
+_warned: set[str] = set()
+
+
+@contextmanager
+def passing_checks() -> Iterator[Mapping[str, None]]:
+    """While a model is exported, checks of unknown values pass; yields their lines."""
+    passed: dict[str, None] = {}
+    of_number = torch.SymBool.__bool__
+
+    def answer() -> bool | None:
+        frame = _asking(sys._getframe(2))
+        found = None if frame is None else passing(frame)
+        if found is not None:
+            passed[_described(frame)] = None
+        return found
+
+    def tensor_bool(value: Tensor) -> bool:
+        # asked for its number, a fake tensor would leave an assertion about it in the graph
+        unknown = isinstance(value, FakeTensor) and value.constant is None
+        found = answer() if unknown else None
+        return torch._C.TensorBase.__bool__(value) if found is None else found
+
+    def number_bool(value: torch.SymBool) -> bool:
+        try:
+            return of_number(value)
+        except GuardOnDataDependentSymNode:
+            found = answer()
+            if found is None:
+                raise
+            return found
+
+    torch.Tensor.__bool__ = tensor_bool  # type: ignore[assignment, method-assign]
+    torch.SymBool.__bool__ = number_bool  # type: ignore[method-assign]
+    try:
+        yield passed
+    finally:
+        del torch.Tensor.__bool__
+        torch.SymBool.__bool__ = of_number  # type: ignore[method-assign]
+
+
+def drop_assertions(gm: fx.GraphModule) -> Iterator[str]:
+    """Take out what `torch._check` left in an exported graph; yields the lines."""
+    parts = [part for part in gm.modules() if isinstance(part, fx.GraphModule)]
+    for graph in (part.graph for part in parts):
+        for node in reversed(graph.nodes):
+            if node.target in _ASSERTIONS:
+                if not _holds_anyway(node.args[0]):
+                    yield _source(node)
+                graph.erase_node(node)
+
+
+def _holds_anyway(condition: Any) -> bool:
+    """True for the bounds that torch notes of how many elements something picks of a tensor."""
+    if not isinstance(condition, fx.Node) or condition.target not in (operator.le, operator.ge):
+        return False
+    given: Any = condition.args
+    size, bound = given
+    if not isinstance(size, fx.Node) or size.target is not torch.ops.aten.sym_size.int:
+        return False
+    (picked,) = size.all_input_nodes
+    sources = [x.meta.get("val") for x in picked.all_input_nodes]
+    counts = [x.numel() for x in sources if isinstance(x, Tensor)]
+    known = bool(counts) and all(isinstance(n, int) for n in (*counts, bound))
+    return known and (bound >= max(counts) if condition.target is operator.le else bound <= 0)
+
+
+def _source(node: fx.Node) -> str:
+    """The line of an assertion, or else that of what it is about."""
+    while (line := user_line(node)).startswith("(no line") and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return line
+
+
+def warn_of(passed: Iterable[str]) -> None:
+    """One warning for each line whose check a program leaves out."""
+    for where in passed:
+        if where not in _warned:
+            _warned.add(where)
+            warnings.warn(
+                f"{where}\n  looks at values, which a trace does not have, and only raises: the "
+                "parallel program leaves this check out. Where values may be wrong, check the "
+                "batch before the step.",
+                UncheckedWarning,
+                stacklevel=2,
+            )
+
+
+def _asking(frame: FrameType | None) -> FrameType | None:
+    """The frame whose own code asks, behind those that pass the question on."""
+    while frame is not None and (
+        frame.f_code.co_filename == __file__ or frame.f_code.co_name in ("__bool__", *MODES)
+    ):
+        frame = frame.f_back
+    return frame
+
+
+def _described(frame: FrameType | None) -> str:
+    """File, line and source of a check; where torch makes it, of the user's call."""
+    inner = frame
+    while frame is not None and not is_outside(frame.f_code.co_filename):
+        frame = frame.f_back
+    frame = frame or inner
+    assert frame is not None
+    name = frame.f_code.co_filename
+    line = linecache.getline(name, frame.f_lineno).strip()
+    return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}: {line}"
+
+
+def passing(frame: FrameType) -> bool | None:
+    """The answer with which what a frame asks does not raise; None where it is not that simple."""
+    found = [
+        node
+        for node in _nodes(frame.f_code.co_filename)
+        if isinstance(node, (ast.If, ast.Assert)) and _spans([node.test], frame.f_lineno)
+    ]
+    if len(found) != 1:
+        return None
+    (check,) = found
+    error, wanted = _raised(check)
+    if error is None:
+        return None
+    leaf = next((x for x in _leaves(check.test, wanted) if _is_asked(frame, x[0])), None)
+    if leaf is None or _is_caught(frame, _named(error, frame)):
+        return None
+    return leaf[1]
+
+
+def _raised(check: ast.If | ast.Assert) -> tuple[ast.expr | None, bool]:
+    """What the one side raises, and the truth of the test that leads to the other."""
+    if isinstance(check, ast.Assert):
+        return ast.Name("AssertionError"), True
+    sides = [_only_raises(check.body), _only_raises(check.orelse)]
+    if (sides[0] is None) == (sides[1] is None):
+        return None, False
+    return sides[0] or sides[1], sides[0] is None
+
+
+def _only_raises(body: list[ast.stmt]) -> ast.expr | None:
+    """What a block of statements raises, if it does so whatever happens in it."""
+    *before, last = body or [ast.Pass()]
+    plain = (ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Import, ast.ImportFrom)
+    if isinstance(last, ast.Raise) and all(isinstance(s, plain) for s in before):
+        return last.exc
+    return None
+
+
+def _leaves(test: ast.expr, wanted: bool) -> Iterator[tuple[ast.expr, bool]]:
+    """Parts of a test whose truth is asked for, each with that which makes the whole `wanted`."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from _leaves(test.operand, not wanted)
+    elif isinstance(test, ast.BoolOp):
+        for value in test.values:
+            yield from _leaves(value, wanted)
+    else:
+        yield test, wanted
+
+
+def _is_asked(frame: FrameType, leaf: ast.expr) -> bool:
+    """True if the instruction that runs asks for the truth of this very expression."""
+    place, code = frame.f_lasti // 2, frame.f_code
+    positions, names = list(code.co_positions()), [dis.opname[op] for op in code.co_code[::2]]
+    asks = names[place]
+    own = (leaf.lineno, leaf.end_lineno, leaf.col_offset, leaf.end_col_offset)
+    if asks.startswith("CALL"):
+        explicit = isinstance(leaf, ast.Call) and isinstance(leaf.func, ast.Name)
+        return positions[place] == own and explicit and leaf.func.id == "bool"  # type: ignore
+    if asks == "COMPARE_OP":
+        return positions[place] == own
+    if "JUMP" not in asks and asks != "TO_BOOL":
+        return False
+    before = place - 1
+    while before > 0 and names[before] in _BETWEEN:
+        before -= 1
+    return positions[before] == own
+
+
+# --- what is raised goes all the way up ---------------------------------------------------------
+def _is_caught(frame: FrameType | None, error: type | None) -> bool:
+    """True if a frame of the model, from this one up, may catch the error and go on."""
+    first = frame
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name == _CAPTURE:
+            break
+        if frame is first or is_outside(name):
+            if any(_catches(node, frame, error) for node in _nodes(name)):
+                return True
+        frame = frame.f_back
+    return False
+
+
+def _catches(node: ast.AST, frame: FrameType, error: type | None) -> bool:
+    if isinstance(node, (ast.With, ast.AsyncWith)) and _spans(node.body, frame.f_lineno):
+        return any("suppress" in ast.unparse(item.context_expr) for item in node.items)
+    if not isinstance(node, (ast.Try, ast.TryStar)) or not _spans(node.body, frame.f_lineno):
+        return False
+    return any(
+        not isinstance(handler.body[-1], ast.Raise) and _may_match(handler.type, frame, error)
+        for handler in node.handlers
+    )
+
+
+def _may_match(expected: ast.expr | None, frame: FrameType, error: type | None) -> bool:
+    kinds = expected.elts if isinstance(expected, ast.Tuple) else [expected]
+    for kind in kinds:
+        known = None if kind is None else _named(kind, frame)
+        if known is None or error is None or issubclass(error, known):
+            return True
+    return False
+
+
+def _named(expression: ast.expr, frame: FrameType) -> type | None:
+    """The class of errors that an expression names or makes."""
+    if isinstance(expression, ast.Call):
+        expression = expression.func
+    path = ast.unparse(expression).split(".")
+    scope = {**vars(builtins), **frame.f_globals, **frame.f_locals}
+    found = scope.get(path[0])
+    for name in path[1:]:
+        found = getattr(found, name, None)
+    return found if isinstance(found, type) and issubclass(found, BaseException) else None
+
+
+def _spans(body: list[Any], line: int) -> bool:
+    return body[0].lineno <= line <= body[-1].end_lineno
+
+
+@cache
+def _nodes(filename: str) -> tuple[ast.AST, ...]:
+    """Statements of a file that check or catch; none where its source is not to be had."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(filename)))
+    except SyntaxError:
+        return ()
+    kinds = (ast.If, ast.Assert, ast.Try, ast.TryStar, ast.With, ast.AsyncWith)
+    return tuple(node for node in ast.walk(tree) if isinstance(node, kinds))
