@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.library import Library
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils import _pytree as pytree
 
 from autopar.core.placement import Layout, Partial, Replicate, Shard
 
@@ -31,6 +33,7 @@ __all__ = [
     "inductor_compile",
     "layout_of",
     "module_has_hooks",
+    "register_dataclasses",
     "storage_users",
     "symbolic_mode",
 ]
@@ -164,3 +167,21 @@ def layout_of(placements: Sequence[TorchPlacement]) -> Layout:
         else:
             out.append(Partial() if isinstance(placement, TorchPartial) else Replicate())
     return tuple(out)
+
+
+def register_dataclasses(value: Any) -> None:
+    """Let torch see the tensors in dataclasses that a batch or an output is made of."""
+    found = {type(x) for x in pytree.tree_leaves(value) if _holds_tensors(x)}
+    for kind in found:
+        pytree.register_dataclass(kind)
+    if found:
+        register_dataclasses(value)  # those inside of these
+
+
+def _holds_tensors(value: Any) -> bool:
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return False
+    fields = dataclasses.fields(value)
+    inside = pytree.tree_leaves([getattr(value, field.name) for field in fields])
+    made = all(field.init for field in fields)  # else it could not be made again
+    return made and any(isinstance(x, Tensor) or _holds_tensors(x) for x in inside)
