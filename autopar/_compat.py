@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from autopar.core.placement import Layout, Partial, Replicate, Shard
 
 __all__ = [
+    "CHECKED",
     "cloned_store",
     "default_store",
     "dtensor_like",
@@ -84,6 +85,9 @@ def _gather_one_by_one() -> Library:
 
 
 _gathers = _gather_one_by_one()  # kernels live as long as their library
+
+
+CHECKED = Tensor._is_all_true  # asked by `torch._check_tensor_all`
 
 
 def storage_users(tensor: Tensor) -> int:

@@ -100,6 +100,7 @@ def followed(rank: int) -> dict[str, float]:
     step("a norm beside", lambda m: (m(**batch()).loss + m.head.weight.square().sum()).backward())
     step("a part loaded", lambda m: (m.head.load_state_dict(part), m(**batch()).loss.backward()))
     copies = copy.deepcopy(parallel), copy.deepcopy(single)
+    assert all(p.grad is not None for p in copies[0].parameters())
     found["a copy"] = alike(*copies, lambda m: m(**batch()).loss.backward())
     step("a frozen part", freeze)
     step("all in training again", lambda m: m.train()(**batch()).loss.backward())

@@ -123,6 +123,10 @@ class ParallelModule(StateModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         shared = (self._compile, self._materialize, self._mesh, self._plan, self.pending_save)
         memo.update((id(x), x) for x in (*shared, *self._steps.values()) if x is not None)
+        for parameter in self.parameters():  # torch does not copy a DTensor that has a gradient
+            twin = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            twin.grad = None if parameter.grad is None else parameter.grad.detach().clone()
+            memo[id(parameter)] = twin
         copied = super().__deepcopy__(memo)
         if self._steps:
             copied._mark_parameters(self.first_step)

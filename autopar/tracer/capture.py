@@ -18,7 +18,7 @@ from autopar.errors import TraceError
 from autopar.tracer.diagnose import explain_failure, refuse_data_dependent, refuse_mixed
 from autopar.tracer.no_grad import mark_no_grad
 from autopar.tracer.precision import call_in
-from autopar.tracer.spelled import Spelled
+from autopar.tracer.spelled import Spelled, unchecked_distributions
 
 __all__ = ["PREFIX", "Capture", "export", "normalize_inputs"]
 
@@ -123,7 +123,7 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with Spelled(), _without_partial_graph():
+            with Spelled(), unchecked_distributions(), _without_partial_graph():
                 exported = torch.export.export(capture, args, kwargs, strict=False)
             refuse_data_dependent(capture.wrapped, exported.graph_module)
             if capture.dtype is not None:

@@ -4,6 +4,8 @@
 - ``bincount(x, minlength=n)`` has as many bins as the largest value asks for; here it has n, and a
   value beyond them is an error when it runs.
 - ``cov`` compares weights that it was not given.
+- A check of values, ``torch._check_tensor_all`` or of the arguments of a distribution, passes: no
+  graph can depend on it.
 
 A derivative that the forward itself takes is refused: there would be a second one behind it.
 """
@@ -11,16 +13,20 @@ A derivative that the forward itself takes is refused: there would be a second o
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 
+from autopar._compat import CHECKED
 from autopar.errors import TraceError
 from autopar.tracer.diagnose import innermost_line
 
-__all__ = ["Spelled"]
+__all__ = ["Spelled", "unchecked_distributions"]
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
@@ -38,6 +44,8 @@ class Spelled(TorchFunctionMode):
             return _bincount(func, *args, **kwargs)
         if func is torch.cov:
             return _cov(*args, **kwargs)
+        if func is CHECKED:
+            return _Passed()
         if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward):
             raise TraceError(
                 f"cannot trace {innermost_line(traceback.extract_stack())}\n  The forward takes a "
@@ -45,6 +53,24 @@ class Spelled(TorchFunctionMode):
                 "Compute a gradient penalty outside the model, or write the derivative out."
             )
         return func(*args, **kwargs)
+
+
+class _Passed:
+    """The result of a check, of which one asks the item."""
+
+    def item(self) -> bool:
+        return True
+
+
+@contextmanager
+def unchecked_distributions() -> Iterator[None]:
+    """Inside, `torch.distributions` compares no arguments with what they may be, unless asked."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 def _bincount(func: Any, x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
