@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._functorch import predispatch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import Store, _get_default_store
@@ -18,6 +19,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.node import has_side_effect
 from torch.library import Library
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
@@ -86,6 +88,9 @@ def _gather_one_by_one() -> Library:
 
 _gathers = _gather_one_by_one()  # kernels live as long as their library
 
+
+for _nesting in (predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting):
+    has_side_effect(_nesting)  # the ops of a captured `vmap` mean nothing without them
 
 CHECKED = Tensor._is_all_true  # asked by `torch._check_tensor_all`
 
