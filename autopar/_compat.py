@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._functorch import predispatch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import Store, _get_default_store
@@ -17,8 +19,10 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.node import has_side_effect
 from torch.library import Library
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils import _pytree as pytree
 
 from autopar.core.placement import Layout, Partial, Replicate, Shard
 
@@ -31,6 +35,7 @@ __all__ = [
     "inductor_compile",
     "layout_of",
     "module_has_hooks",
+    "register_dataclasses",
     "storage_users",
     "symbolic_mode",
 ]
@@ -81,6 +86,10 @@ def _gather_one_by_one() -> Library:
 
 
 _gathers = _gather_one_by_one()  # kernels live as long as their library
+
+
+for _nesting in (predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting):
+    has_side_effect(_nesting)  # the ops of a captured `vmap` mean nothing without them
 
 
 def storage_users(tensor: Tensor) -> int:
@@ -164,3 +173,21 @@ def layout_of(placements: Sequence[TorchPlacement]) -> Layout:
         else:
             out.append(Partial() if isinstance(placement, TorchPartial) else Replicate())
     return tuple(out)
+
+
+def register_dataclasses(value: Any) -> None:
+    """Let torch see the tensors in dataclasses that a batch or an output is made of."""
+    found = {type(x) for x in pytree.tree_leaves(value) if _holds_tensors(x)}
+    for kind in found:
+        pytree.register_dataclass(kind)
+    if found:
+        register_dataclasses(value)  # those inside of these
+
+
+def _holds_tensors(value: Any) -> bool:
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return False
+    fields = dataclasses.fields(value)
+    inside = pytree.tree_leaves([getattr(value, field.name) for field in fields])
+    made = all(field.init for field in fields)  # else it could not be made again
+    return made and any(isinstance(x, Tensor) or _holds_tensors(x) for x in inside)

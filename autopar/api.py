@@ -24,10 +24,8 @@ from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.planning import Planner, traced_for
 from autopar.runtime.agree import agree
-from autopar.runtime.compiled_step import input_signature
 from autopar.runtime.inductor import check_backend
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.names import names_of
 from autopar.runtime.optimizers import guard_optimizers
 from autopar.runtime.pipeline_mesh import own_plan
 from autopar.runtime.state import check_devices, materialize
@@ -74,7 +72,8 @@ def plan(
         memory_limit: bytes per device, or "16GiB"; default: the device's memory.
         optimizer: torch optimizer class or name, whose states count in memory.
         loss_fn: `loss_fn(output, target)` for a model that returns no loss; `target` is then
-            the keyword input of that name or the last positional one.
+            the keyword input of that name or the last positional one. A module without parameters,
+            such as `nn.CrossEntropyLoss(weight=...)`, will do. Predictions need no target.
         training: plan forward and backward, else inference.
         cache: look for the plan in `$AUTOPAR_CACHE_DIR` first, and keep it there.
         precision: "bf16" or "fp16" computes on casts of the parameters, which stay as they are, and
@@ -220,13 +219,11 @@ def parallelize(
         parameters, buffers = materialize(model, chosen, planned, tuple(coords), init_weights, base)
         return planned, parameters, buffers
 
-    module = ParallelModule(planner.compile, mesh, create, names_of(model), base)
-    module.train(model.training)
+    module = ParallelModule(model, planner.compile, mesh, create, base)
     if example_inputs is not None:
         args, kwargs = normalize_inputs(example_inputs)
-        signature = (model.training, model.training, input_signature(args, kwargs))
-        step = planner.compile(args, kwargs, model.training, model.training)
-        module.install(step, signature)
+        step = planner.compile(args, kwargs, model.training)
+        module.install(step, module.signature(args, kwargs, model.training))
     else:
         module.reserve(model, mesh)
     return module

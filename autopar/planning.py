@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
+from autopar._compat import register_dataclasses
 from autopar.codegen.emit import emit
 from autopar.codegen.fusion import Fusion
 from autopar.codegen.passes import check_passes
@@ -110,6 +111,7 @@ class Planner:
         self.precision = precision
         self.reduce_dtype = reduce_dtype
         self.backend = backend
+        self._num_args: int | None = None
         self._mesh_of: dict[tuple[int, ...], DeviceMesh] = {tuple(mesh.mesh.shape): mesh}
         self._pipelines: dict[tuple[int, ...], PipelineMesh] = {}
 
@@ -137,24 +139,20 @@ class Planner:
             )
         return self._mesh_of[shape]
 
-    def compile(
-        self, args: Any, kwargs: Any, training: bool, mode: bool
-    ) -> CompiledStep | PipelinedStep:
-        """Trace, plan (rank 0 decides) and emit for one input signature.
+    def compile(self, args: Any, kwargs: Any, training: bool) -> CompiledStep | PipelinedStep:
+        """Trace, plan (rank 0 decides) and emit for one input signature, in the model's modes.
 
         Args:
             args, kwargs: the global batch.
             training: with gradients.
-            mode: the module's training flag.
         """
-        if mode != self.model.training:
-            self.model.train(mode)
         traced, chosen = self._planned(args, kwargs, training)
         if chosen.pipeline is not None:
             return PipelinedStep(
                 traced,
                 chosen,
                 self.pipeline_mesh(chosen),
+                tuple(kwargs),
                 passes=self.passes,
                 fusion=self.fusion,
                 backend=self.backend,
@@ -174,7 +172,12 @@ class Planner:
         )
         compiled = compile_program(program) if self.backend == "inductor" else None
         return CompiledStep(
-            traced=traced, plan=chosen, program=program, fusion=self.fusion, compiled=compiled
+            traced=traced,
+            plan=chosen,
+            program=program,
+            fusion=self.fusion,
+            keywords=tuple(kwargs),
+            compiled=compiled,
         )
 
     def _planned(self, args: Any, kwargs: Any, training: bool) -> tuple[TracedModel, Plan]:
@@ -205,13 +208,15 @@ class Planner:
         try:
             if args and kwargs:
                 raise AutoparError("pass the batch either by position or by keyword, not both")
+            loss_fn = self._loss_for(args, kwargs, training)
+            register_dataclasses((args, kwargs))
             inputs = pytree.tree_map_only(Tensor, _as_example, (args, kwargs))
             example = (*inputs[0],) if inputs[0] else inputs[1]
             traced = trace(
                 self.model,
                 example,
                 training=training,
-                loss_fn=self.loss_fn,
+                loss_fn=loss_fn,
                 fold=fold,
                 precision=self.precision,
                 reduce_dtype=self.reduce_dtype,
@@ -221,6 +226,13 @@ class Planner:
         agree(failure, {} if traced is None else _describe(traced))
         assert traced is not None
         return traced
+
+    def _loss_for(self, args: Any, kwargs: Any, training: bool) -> Callable[..., Any] | None:
+        """The loss function, but where no target comes: for predictions without gradients."""
+        if self._num_args is None:
+            self._num_args = len(args)
+        given = "target" in kwargs if kwargs else len(args) >= self._num_args
+        return self.loss_fn if training or given else None
 
     def _choose(self, traced: TracedModel) -> Plan:
         if self.given is not None:

@@ -134,6 +134,27 @@ def test_a_masked_assignment_is_no_data_dependence() -> None:
     assert error < 1e-5, name
 
 
+class Checked(nn.Module):
+    """Checks values, as models that merge images into text and distributions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        torch._check_tensor_all(labels >= 0, lambda: "labels are negative")
+        found = torch.distributions.Categorical(logits=self.linear(x))
+        return -found.log_prob(labels).mean()
+
+
+def test_a_check_of_values_is_no_data_dependence() -> None:
+    model, inputs = Checked(), hw.vectors()
+    plan = autopar.plan(model, cluster(), inputs, constraints={"data": 4}, cache=False)
+    assert autopar.verify(plan, model, inputs).worst[1] < 1e-5
+    with pytest.raises(ValueError):  # asked for again behind the trace
+        torch.distributions.Normal(torch.tensor(0.0), torch.tensor(-1.0))
+
+
 @pytest.mark.parametrize(
     ("constraints", "words"),
     [

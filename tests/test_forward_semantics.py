@@ -439,3 +439,30 @@ def test_arguments_may_be_called_as_builtins_are() -> None:
     for constraints in ({"data": 2}, {"pipeline": {"size": 1, "microbatches": 2}, "data": 2}):
         result = verified(Builtin(), dict(inputs), constraints)
         assert result.worst[1] < 1e-9, result.worst
+
+
+class MaskByVmap(nn.Module):
+    """Makes its mask from a function of three positions, as transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1])
+
+        def seen(row: Tensor, first: Tensor, second: Tensor) -> Tensor:
+            return (first >= second) | (row > first)
+
+        mapped = torch.vmap(torch.vmap(seen, (None, None, 0)), (None, 0, None))
+        mask = torch.vmap(mapped, (0, None, None))(torch.arange(x.shape[0]), places, places)
+        scores = self.linear(x) @ x.mT
+        return scores.masked_fill(~mask, 0.0).square().mean()
+
+
+def test_a_mask_made_by_vmap() -> None:
+    torch.manual_seed(0)
+    model, x = MaskByVmap().double(), torch.randn(4, 6, 8, dtype=torch.float64)
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    plan = autopar.plan(model, cluster, x, constraints={"data": 2}, cache=False)
+    assert autopar.verify(plan, model, x).worst[1] < 1e-9

@@ -148,11 +148,11 @@ def _masked(model: Helped, x: Tensor) -> Tensor:
 
 
 def _mapped(model: Helped, x: Tensor) -> Tensor:
-    return torch.vmap(lambda row: (row * row).sum())(x).mean()
+    return torch.vmap(lambda row: (model.inner(row) * row).sum())(x).mean()
 
 
 def _mapped_twice(model: Helped, x: Tensor) -> Tensor:
-    return torch.func.vmap(torch.func.vmap(lambda v: v * 2), in_dims=1)(x).mean()
+    return torch.func.vmap(torch.func.vmap(lambda v: v * 2), in_dims=1)(model.inner(x)).mean()
 
 
 def _routed(model: Helped, x: Tensor) -> Tensor:
@@ -179,6 +179,17 @@ def test_what_cannot_be_captured_says_where_and_what_instead(
     with pytest.raises(TraceError, match=remedy) as caught:
         _verified(Helped(head), (torch.randn(8, 8),))
     assert f" in {head.__name__}: " in str(caught.value).splitlines()[0]
+
+
+def _weighed(model: Helped, x: Tensor) -> Tensor:
+    weights = torch.vmap(lambda row: (row * row).sum(-1))(x.detach())
+    return (weights * model.inner(x).sum(-1)).mean()
+
+
+def test_vmap_of_what_has_no_gradient() -> None:
+    torch.manual_seed(0)
+    found = _verified(Helped(_weighed).double(), (torch.randn(8, 8).double(),))
+    assert found.worst[1] < 1e-9, found.worst
 
 
 def _as_the_remedy_says(model: Helped, x: Tensor) -> Tensor:

@@ -154,8 +154,8 @@ class TracedModel:
         in_spec, out_spec: pytree structure of `(args, kwargs)` and of the user's output.
         training: traced in training mode, with gradients.
         loss_index: position of the scalar loss among the user outputs, if there is one.
-        beside: positions of outputs that depend on parameters and are no part of the gradients,
-            where the loss was told from other scalars by its name.
+        beside: positions of outputs beside the loss that depend on parameters, of which the
+            gradients hold no part.
         tied: FQNs that share storage with a parameter, `(alias, owner)`.
         state_values: tensors lifted from the code, by FQN.
         repeats: blocks that the graph holds once for many; empty for a graph to run. A container

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from autopar._compat import register_dataclasses
 from autopar.codegen.emit import Program
 from autopar.codegen.fusion import Fusion
 from autopar.core.graph import TracedModel, output_paths
@@ -16,20 +17,22 @@ from autopar.core.plan import Plan
 from autopar.errors import AutoparError
 from autopar.runtime.inductor import CompiledProgram
 
-__all__ = ["CompiledStep", "input_signature", "position_of_loss"]
+__all__ = ["CompiledStep", "input_signature", "position_of_loss", "tensors_in_order"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledStep:
     """A traced step with its plan and this rank's program, for one input signature.
 
-    `compiled` runs in place of the program's graphs, where a backend made it.
+    `compiled` runs in place of the program's graphs, where a backend made it. `keywords` are the
+    names of keyword inputs, in the order of the trace.
     """
 
     traced: TracedModel
     plan: Plan
     program: Program
     fusion: Fusion
+    keywords: tuple[str, ...] = ()
     compiled: CompiledProgram | None = None
 
     @property
@@ -45,11 +48,31 @@ class CompiledStep:
 
 def input_signature(args: Any, kwargs: Any) -> Any:
     """What a compiled step is for: structure, shapes, dtypes and constants of the inputs."""
+    register_dataclasses((args, kwargs))
     leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
     described = tuple(
         (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves
     )
     return described, str(spec)
+
+
+def tensors_in_order(
+    keywords: Sequence[str], training: bool, args: Any, kwargs: Any
+) -> list[Tensor]:
+    """The tensors of a batch as the trace has them: a later call may name its inputs in any order.
+
+    Raises:
+        AutoparError: one of them wants a gradient, which no step computes.
+    """
+    named = {name: kwargs[name] for name in keywords}
+    found = [x for x in pytree.tree_leaves((args, named)) if isinstance(x, Tensor)]
+    if training and any(x.requires_grad for x in found):
+        shapes = ", ".join(str(tuple(x.shape)) for x in found if x.requires_grad)
+        raise AutoparError(
+            f"an input of shape {shapes} requires a gradient; gradients of inputs are not "
+            "produced. Detach it, or register it as an nn.Parameter of the model."
+        )
+    return found
 
 
 def position_of_loss(traced: TracedModel) -> int:

@@ -162,7 +162,10 @@ class ShardedLoader:
     def _share(self, value: Tensor) -> Tensor:
         mesh_shape = self.module.plan.mesh_shape
         layout = self._common or tuple(Replicate() for _ in mesh_shape)
-        if not any(p.is_shard for p in layout):
+        parts = math.prod(size for p, size in zip(layout, mesh_shape, strict=True) if p.is_shard)
+        if parts == 1 or not value.dim():
+            return value
+        if self._whole and value.shape[0] % parts:  # a short batch: its step is planned anew
             return value
         local = value
         shape = list(value.shape)

@@ -15,27 +15,34 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils import _pytree as pytree
 
 from autopar._compat import dtensor_like, module_has_hooks
 from autopar.core.placement import Layout
 from autopar.core.plan import Plan
 from autopar.errors import AutoparError
+from autopar.runtime.children import adopt, as_in, modes
 from autopar.runtime.compiled_step import CompiledStep, input_signature, position_of_loss
 from autopar.runtime.data import ShardedLoader
 from autopar.runtime.gradients import clip_gradients
 from autopar.runtime.local_step import step_on_shares
 from autopar.runtime.lost import beat, naming_lost_ranks
-from autopar.runtime.names import StateName, owner_of, register
+from autopar.runtime.names import register
 from autopar.runtime.offload import offload
 from autopar.runtime.pipeline import PipelinedStep
-from autopar.runtime.plain_state import has_plain, load_plain
 from autopar.runtime.profile import profile_step
-from autopar.runtime.running import Run, StepFunction, TurnsFunction, feed, whole_values
+from autopar.runtime.running import (
+    EvaluationFunction,
+    Run,
+    StepFunction,
+    TurnsFunction,
+    feed,
+    whole_values,
+)
 from autopar.runtime.scaler import LossScaler
 from autopar.runtime.stage_gradients import count_all_stages
 from autopar.runtime.state import to_dtensor
+from autopar.runtime.state_module import StateModule
 from autopar.runtime.step_text import step_text
 from autopar.runtime.trainable import check_still_frozen, fill, reserved_parameters
 
@@ -45,10 +52,10 @@ if TYPE_CHECKING:
 __all__ = ["ParallelModule"]
 
 
-Compile = Callable[[Any, Any, bool, bool], "CompiledStep | PipelinedStep"]
+Compile = Callable[[Any, Any, bool], "CompiledStep | PipelinedStep"]
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(StateModule):
     """A model that runs on a mesh as it would on one device. Made by `autopar.parallelize`.
 
     `module(*args, **kwargs)` takes the global batch on every rank (or shares from
@@ -58,29 +65,27 @@ class ParallelModule(nn.Module):
 
     def __init__(
         self,
+        model: nn.Module,
         compile_step: Compile,
         mesh: DeviceMesh | None,
         materialize: Callable[
             [Plan], tuple[DeviceMesh, dict[str, nn.Parameter], dict[str, Tensor]]
         ],
-        names: Sequence[StateName],
         seed: int,
     ) -> None:
-        super().__init__()
+        super().__init__(model)
         self._compile = compile_step
         self._materialize = materialize
-        self._names = tuple(names)
         self._steps: dict[Any, CompiledStep | PipelinedStep] = {}
-        self._plan: Plan | None = None
         self._mesh = mesh
         self._seed = seed
         self._calls = 0
         self._parameter_order: list[str] = []
-        self._owners: dict[str, tuple[nn.Module, str]] = {}
         self._reserved: dict[str, nn.Parameter] = {}
         self._frozen: list[str] = []
         self.loss_scaler: LossScaler | None = None
         self.pending_save: SaveHandle | None = None
+        adopt(self, model)
 
     # --- set-up --------------------------------------------------------------------------------
     def install(self, step: CompiledStep | PipelinedStep, signature: Any) -> None:
@@ -104,12 +109,28 @@ class ParallelModule(nn.Module):
         self._parameter_order = list(parameters)
         if isinstance(step, PipelinedStep):
             step.warn_of_dropped_outputs()
-            if step.pipeline.size > 1:
-                count_all_stages(self.parameters(), step.line())
-        step_on_shares(parameters.values())
-        if step.plan.offload == "optimizer":
-            offload(parameters.values())
+        self._mark_parameters(step)
         self._steps[signature] = step
+
+    def _mark_parameters(self, step: CompiledStep | PipelinedStep) -> None:
+        """Let optimizers and norms know what the parameters are."""
+        if isinstance(step, PipelinedStep) and step.pipeline.size > 1:
+            count_all_stages(self.parameters(), step.line())
+        step_on_shares(self.parameters())
+        if step.plan.offload == "optimizer":
+            offload(self.parameters())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        shared = (self._compile, self._materialize, self._mesh, self._plan, self.pending_save)
+        memo.update((id(x), x) for x in (*shared, *self._steps.values()) if x is not None)
+        for parameter in self.parameters():  # torch does not copy a DTensor that has a gradient
+            twin = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            twin.grad = None if parameter.grad is None else parameter.grad.detach().clone()
+            memo[id(parameter)] = twin
+        copied = super().__deepcopy__(memo)
+        if self._steps:
+            copied._mark_parameters(self.first_step)
+        return copied
 
     def reserve(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Register parameters without storage, for optimizers made before the first batch."""
@@ -117,13 +138,6 @@ class ParallelModule(nn.Module):
         for entry in self._names:
             if entry.owner in self._reserved:
                 register(self, entry.name, self._reserved[entry.owner], entry.persistent)
-
-    @property
-    def plan(self) -> Plan:
-        """The plan of the first input signature."""
-        if self._plan is None:
-            raise AutoparError("there is no plan before the first call; pass example_inputs")
-        return self._plan
 
     @property
     def compiled(self) -> CompiledStep:
@@ -157,61 +171,6 @@ class ParallelModule(nn.Module):
     def device(self) -> torch.device:
         return torch.device(self.mesh.device_type)
 
-    def parameter(self, name: str) -> DTensor:
-        """`get_parameter`, without walking the path each time."""
-        owner, leaf = self._owner(name)
-        found = owner._parameters[leaf]
-        assert isinstance(found, DTensor)
-        return found
-
-    def buffer(self, name: str) -> Tensor:
-        """`get_buffer`, without walking the path each time."""
-        owner, leaf = self._owner(name)
-        found = owner._buffers[leaf]
-        assert found is not None
-        return found
-
-    def _owner(self, name: str) -> tuple[nn.Module, str]:
-        if name not in self._owners:
-            self._owners[name] = owner_of(self, name)
-        return self._owners[name]
-
-    def saved_tensors(self) -> dict[str, Tensor]:
-        """Parameters and persistent buffers that this rank holds, each tied one once, by FQN."""
-        held = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        kept = {entry.owner for entry in self._names if entry.persistent}
-        return {name: held[name] for name in held if name in kept}
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """As `nn.Module.load_state_dict`; full tensors, as one device has them, are sharded.
-
-        Every rank passes the same full tensors, on any device; a rank of a pipeline may leave out
-        what other stages hold.
-
-        Returns:
-            Missing and unexpected names, as torch does.
-
-        Raises:
-            CheckpointError: names or shapes of full tensors do not fit; nothing is changed then.
-            AutoparError: there are no parameters to fill before the first call.
-        """
-        if not has_plain(state_dict):
-            return super().load_state_dict(state_dict, strict, assign)
-        if self._plan is None:
-            raise AutoparError(
-                "there is nothing to load into before the first call; pass example_inputs"
-            )
-        if assign:
-            raise AutoparError("full tensors cannot be assigned, as ranks hold shares of them")
-        return _IncompatibleKeys(*load_plain(self, state_dict, strict))
-
-    @property
-    def names(self) -> tuple[StateName, ...]:
-        """Every FQN of the model's state, of all stages; a tied tensor has several."""
-        return self._names
-
     @property
     def random_state(self) -> dict[str, int]:
         """The seed of dropout, and how many training steps have drawn from it."""
@@ -221,10 +180,6 @@ class ParallelModule(nn.Module):
     def random_state(self, state: Mapping[str, int]) -> None:
         self._seed, self._calls = int(state["seed"]), int(state["calls"])
 
-    def _set_buffer(self, name: str, value: Tensor) -> None:
-        with torch.no_grad():
-            self.buffer(name).copy_(value)
-
     # --- running -------------------------------------------------------------------------------
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on the global batch."""
@@ -232,12 +187,15 @@ class ParallelModule(nn.Module):
         if isinstance(step, PipelinedStep):
             return self._in_turns(step, args, kwargs)
         run = Run(self, step, feed(self, step, args, kwargs))
+        parameters = [self.parameter(n) for n in self._parameter_order]
+        results: Sequence[Any]
         if step.traced.training and torch.is_grad_enabled():
-            parameters = [self.parameter(n) for n in self._parameter_order]
-            results: Sequence[Any] = StepFunction.apply(run, *parameters)
+            results = StepFunction.apply(run, *parameters)
         else:
             with torch.no_grad():
                 results, _ = run.forward()
+            if torch.is_grad_enabled():
+                results = EvaluationFunction.apply(results, *parameters)
         return pytree.tree_unflatten(list(results), step.traced.out_spec)
 
     def _in_turns(self, step: PipelinedStep, args: Any, kwargs: Any) -> Any:
@@ -384,18 +342,19 @@ class ParallelModule(nn.Module):
         """Batches of `loader` of which this rank loads and holds only its share."""
         return ShardedLoader(loader, self)
 
-    def _signature(self, args: Any, kwargs: Any) -> Any:
-        training = self.training and torch.is_grad_enabled()
-        return (self.training, training, input_signature(args, kwargs))
+    def signature(self, args: Any, kwargs: Any, training: bool) -> Any:
+        """What a step is compiled for: modes, whether with gradients, and what inputs are like."""
+        return (self.training, modes(self), training, input_signature(args, kwargs))
 
     def _step_for(self, args: Any, kwargs: Any) -> CompiledStep | PipelinedStep:
-        signature = self._signature(args, kwargs)
+        training = self.training and torch.is_grad_enabled()
+        signature = self.signature(args, kwargs, training)
         if signature not in self._steps:
-            training = self.training and torch.is_grad_enabled()
-            step = self._compile(args, kwargs, training, self.training)
+            with as_in(self):
+                step = self._compile(args, kwargs, training)
             if self._plan is None:
                 self.install(step, signature)
             self._steps[signature] = step
-        if self.training and torch.is_grad_enabled():
+        if training:
             check_still_frozen({name: self.parameter(name) for name in self._frozen})
         return self._steps[signature]

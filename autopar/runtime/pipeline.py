@@ -41,6 +41,7 @@ class PipelinedStep:
         traced: the step on the whole batch.
         plan: with a pipeline.
         mesh: of this process.
+        keywords: names of keyword inputs, in the order of the trace.
         passes, fusion: of the programs, as for `emit_turns`.
         backend: "inductor" compiles each part of each program.
 
@@ -55,6 +56,7 @@ class PipelinedStep:
         traced: TracedModel,
         plan: Plan,
         mesh: PipelineMesh,
+        keywords: tuple[str, ...] = (),
         *,
         passes: Collection[str] | None = None,
         fusion: Fusion | None = None,
@@ -64,6 +66,7 @@ class PipelinedStep:
         self.passes = passes
         self.fusion = fusion
         self.traced = traced
+        self.keywords = keywords
         self.plan = plan
         self.mesh = mesh
         self.pipeline: PipelinePlan = plan.pipeline

@@ -16,7 +16,7 @@ from autopar.runtime.agree import agreed
 from autopar.runtime.shards import take_shard
 
 if TYPE_CHECKING:
-    from autopar.runtime.module import ParallelModule
+    from autopar.runtime.state_module import StateModule
 
 __all__ = ["has_plain", "load_plain"]
 
@@ -29,7 +29,7 @@ def has_plain(state: Mapping[str, Any]) -> bool:
 
 
 def load_plain(
-    module: ParallelModule, state: Mapping[str, Any], strict: bool
+    module: StateModule, state: Mapping[str, Any], strict: bool, prefix: str = ""
 ) -> tuple[list[str], list[str]]:
     """Fill parameters and persistent buffers in place; nothing is changed where something is wrong.
 
@@ -40,6 +40,7 @@ def load_plain(
         state: full tensors (or DTensors placed as the module's are), by FQN. Of names that share a
             tensor, one is enough. What other stages of a pipeline hold may be there or not.
         strict: missing and unexpected names are errors.
+        prefix: of the names in question, where a part of the module is loaded.
 
     Returns:
         Missing and unexpected names.
@@ -51,7 +52,7 @@ def load_plain(
     fit: _Fit | None = None
     failure: Exception | None = None
     try:
-        fit = _fit(module, held, state, strict)
+        fit = _fit(module, held, state, strict, prefix)
     except Exception as error:  # whatever it is, the other ranks must hear of it
         failure = error
     if module.plan.pipeline is not None:
@@ -74,17 +75,23 @@ class _Fit(NamedTuple):
 
 
 def _fit(
-    module: ParallelModule, held: Mapping[str, Tensor], state: Mapping[str, Any], strict: bool
+    module: StateModule,
+    held: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    strict: bool,
+    prefix: str,
 ) -> _Fit:
     saved = {entry.owner for entry in module.names if entry.persistent}
-    names = {entry.name: entry.owner for entry in module.names if entry.owner in saved}
+    asked = (entry for entry in module.names if entry.name.startswith(prefix))
+    names = {entry.name: entry.owner for entry in asked if entry.owner in saved}
     owners = {name: owner for name, owner in names.items() if owner in held}
     given: dict[str, str] = {}
     for name in state:
         if name in owners:
             first = given.setdefault(owners[name], name)
             _check_alike(first, name, state)
-    missing = [name for name in held if name not in given]
+    owned = {*names.values()}
+    missing = [name for name in held if name in owned and name not in given]
     strange = [name for name in state if name not in names]
     faults = [
         fault

@@ -196,7 +196,8 @@ def profile_step(
     module: ParallelModule, path: str | Path, args: Any, kwargs: Any, ranks: int | None
 ) -> Tensor:
     """`ParallelModule.profile_step`."""
-    step, signature = module._step_for(args, kwargs), module._signature(args, kwargs)
+    step = module._step_for(args, kwargs)
+    signature = module.signature(args, kwargs, step.traced.training)
     watch = Stopwatch(module.mesh.device_type)
     measured, intervals = _measured(step, watch)
     module._steps[signature] = measured

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from autopar._compat import dtensor_placements
 from autopar.core.graph import InputSpec, TracedModel, output_paths
 from autopar.core.placement import Layout, Replicate
 from autopar.errors import AutoparError
-from autopar.runtime.compiled_step import CompiledStep
+from autopar.runtime.compiled_step import CompiledStep, tensors_in_order
 from autopar.runtime.lost import naming_lost_ranks
 from autopar.runtime.pipeline import PipelinedStep
 from autopar.runtime.shards import take_shard
@@ -23,7 +22,7 @@ from autopar.runtime.state import to_dtensor
 if TYPE_CHECKING:
     from autopar.runtime.module import ParallelModule
 
-__all__ = ["Run", "StepFunction", "TurnsFunction", "feed", "whole_values"]
+__all__ = ["EvaluationFunction", "Run", "StepFunction", "TurnsFunction", "feed", "whole_values"]
 
 
 class StepFunction(torch.autograd.Function):
@@ -46,11 +45,31 @@ class StepFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        _refuse_second_order()
         for index in ctx.run.step.traced.beside:
             if grads[index] is not None:
                 raise _not_the_loss(ctx.run.step.traced, index)
         gradients = ctx.run.backward(grads)
         return (None, *gradients)
+
+
+class EvaluationFunction(torch.autograd.Function):
+    """Results of a forward that has no backward, which says so when a gradient arrives."""
+
+    @staticmethod
+    def forward(ctx: Any, results: Sequence[Any], *parameters: Tensor) -> Any:
+        outputs = tuple(results)
+        ctx.mark_non_differentiable(
+            *(o for o in outputs if isinstance(o, Tensor) and not o.is_floating_point())
+        )
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        raise AutoparError(
+            "backward of a parallel module in evaluation mode, in which it computes no gradients: "
+            "call .train() first (models of from_pretrained come in evaluation mode)"
+        )
 
 
 class TurnsFunction(torch.autograd.Function):
@@ -71,13 +90,29 @@ class TurnsFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        _refuse_second_order()
         if ctx.gradients is None:
             raise _called_twice()
         gradients, ctx.gradients = ctx.gradients, None
-        factor = float(grad) / ctx.tangent
+        factor = float(_whole(grad)) / ctx.tangent
         if factor != 1.0:
             gradients = [None if g is None else g * factor for g in gradients]
         return (None, None, None, None, *gradients)
+
+
+def _whole(grad: Tensor) -> Tensor:
+    """A gradient that comes from an op with DTensors, such as a norm that is added to the loss."""
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
+
+
+def _refuse_second_order() -> None:
+    """Stop a backward whose result is to be differentiated: as numbers, it would add nothing."""
+    if torch.is_grad_enabled():
+        raise AutoparError(
+            "a parallel module computes no second derivatives, which create_graph=True asks for: "
+            "what is made of gradients, such as a penalty on them, would have none. Leave "
+            "create_graph out"
+        )
 
 
 def _called_twice() -> RuntimeError:
@@ -91,8 +126,9 @@ def _not_the_loss(traced: TracedModel, index: int) -> AutoparError:
     paths = output_paths(traced.out_spec)
     return AutoparError(
         f"backward reaches the output {paths[index]}, but the step has the gradients of "
-        f"{paths[traced.loss_index or 0]} alone, which it took for the loss by its name. Add them "
-        "up inside the model or in loss_fn, so that `loss` is all that is differentiated."
+        f"{paths[traced.loss_index or 0]} alone, which it took for the loss. Add them up inside "
+        "the model or in loss_fn, so that the loss is all that is differentiated; or call the "
+        "module without labels, so that it returns no loss and each output has its gradients."
     )
 
 
@@ -142,7 +178,9 @@ class Run:
                 grad = grads[int(spec.target)]
                 if grad is None:
                     grad = torch.zeros(spec.shape, dtype=spec.dtype, device=self.module.device)
-                tangents.append(take_shard(grad, layout, plan.mesh_shape, self.module.coords))
+                tangents.append(
+                    take_shard(_whole(grad), layout, plan.mesh_shape, self.module.coords)
+                )
         values += tangents
         with naming_lost_ranks("in the backward"):
             values = list(run(values))
@@ -171,10 +209,8 @@ def _global_shape(value: Tensor, layout: Layout, mesh_shape: Sequence[int]) -> t
 
 def feed(module: ParallelModule, step: CompiledStep, args: Any, kwargs: Any) -> list[Tensor]:
     """Local value of every placeholder of the forward program."""
-    flat = iter([x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)])
-    seed = module._seed + module._calls
-    if step.traced.training:
-        module._calls += 1
+    flat = iter(tensors_in_order(step.keywords, step.traced.training, args, kwargs))
+    seed = _next_seed(module, step)
     given: list[Tensor] = []
     for spec, layout in step.program.inputs:
         if spec.kind == "tangent":
@@ -187,11 +223,9 @@ def whole_values(
     module: ParallelModule, step: PipelinedStep, args: Any, kwargs: Any, tangent: float
 ) -> dict[str, Any]:
     """Local parameters of this rank, and whole values of all else, by placeholder."""
-    flat = iter([x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)])
+    flat = iter(tensors_in_order(step.keywords, step.traced.training, args, kwargs))
     whole: dict[str, Any] = {}
-    seed = module._seed + module._calls
-    if step.traced.training:
-        module._calls += 1
+    seed = _next_seed(module, step)
     everywhere: Layout = tuple(Replicate() for _ in step.plan.mesh_shape)
     for spec in step.traced.inputs:
         if spec.kind == "tangent":
@@ -204,6 +238,14 @@ def whole_values(
         elif spec.kind != "parameter" or spec.target in module._parameter_order:
             whole[spec.node] = _local(module, spec, everywhere, step, flat, seed)
     return whole
+
+
+def _next_seed(module: ParallelModule, step: CompiledStep | PipelinedStep) -> int:
+    """The seed of this call. The next one has another, if this one trains or draws numbers."""
+    seed = module._seed + module._calls
+    if step.traced.training or any(spec.kind == "seed" for spec in step.traced.inputs):
+        module._calls += 1
+    return seed
 
 
 def _constant(traced: TracedModel, spec: InputSpec) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from autopar._compat import register_dataclasses
 from autopar.errors import TraceError
 from autopar.tracer.checks import drop_assertions, passing_checks, warn_of
 from autopar.tracer.diagnose import (
@@ -72,17 +73,24 @@ class Capture(nn.Module):
     ) -> None:
         super().__init__()
         self.wrapped = wrapped
-        self.loss_fn = loss_fn
+        # a name of its own: a loss with class weights is a module with buffers
+        self.autopar_loss_fn = loss_fn
         self.dtype = dtype
         # Export restores attributes and containers after the call, but not opaque objects.
         self.notes = Notes()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.loss_fn is None:
+        if self.autopar_loss_fn is None:
             output = call_in(self.dtype, self.wrapped, args, kwargs)
         else:
+            if "target" not in kwargs and not args:
+                raise TraceError(
+                    f"loss_fn= needs a target, and the inputs are {', '.join(kwargs)}: pass it as "
+                    "the keyword target, or as the last positional input"
+                )
             target = kwargs.pop("target") if "target" in kwargs else args[-1]
             output = self._with_loss(args, kwargs, target)
+        register_dataclasses(output)
         leaves, self.notes.out_spec = pytree.tree_flatten(output)
         self.notes.dropped = [
             type(x).__name__
@@ -92,7 +100,7 @@ class Capture(nn.Module):
         return [x if isinstance(x, (Tensor, int, float, bool)) else None for x in leaves]
 
     def _with_loss(self, args: Any, kwargs: Any, target: Any) -> Any:
-        loss_fn = self.loss_fn
+        loss_fn = self.autopar_loss_fn
         assert loss_fn is not None
         inputs = args[:-1] if args and args[-1] is target else args
         return call_in(
@@ -105,6 +113,13 @@ def _to_meta(value: Any) -> Any:
 
 
 def export(capture: Capture, args: Any, kwargs: Any) -> Any:
+    loss_fn = capture.autopar_loss_fn
+    if isinstance(loss_fn, nn.Module) and (own := [n for n, _ in loss_fn.named_parameters()]):
+        raise TraceError(
+            f"loss_fn has parameters of its own, {', '.join(own)}, which would not be trained: "
+            "make it a part of the model, whose forward then returns the loss"
+        )
+    register_dataclasses((args, kwargs))
     on_meta = any(p.is_meta for p in capture.parameters())
     if on_meta:
         args, kwargs = pytree.tree_map(_to_meta, (args, kwargs))
@@ -122,7 +137,7 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
                 exported = torch.export.export(capture, args, kwargs, strict=False)
             checks = {**passed, **dict.fromkeys(drop_assertions(exported.graph_module))}
             refuse_data_dependent(capture.wrapped, exported.graph_module, lines)
-            refuse_vmap(exported.graph_module, lines)
+            refuse_vmap(exported, lines)
             if capture.dtype is not None:
                 refuse_mixed(capture.wrapped, exported.graph_module, capture.dtype)
             if _changes_in_place(exported.graph_module):

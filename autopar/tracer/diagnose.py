@@ -58,7 +58,7 @@ _ROWS = (
     "torch.nn.functional.grouped_mm, which computes only what is chosen."
 )
 _VMAP = (
-    "torch.vmap hides the dim that it maps over, so its ops cannot be captured and sharded. Write "
+    "torch.vmap hides the dim that it maps over, so gradients of its ops cannot be captured. Write "
     "them on the whole tensor: elementwise ops and nn.Linear take leading dims as they are, "
     "products are torch.einsum or torch.bmm, convolutions take groups."
 )
@@ -122,12 +122,21 @@ def _picks_rows(node: fx.Node) -> bool:
     return name in ("index", "masked_select", "nonzero", "nonzero_numpy", "where")
 
 
-def refuse_vmap(gm: fx.GraphModule, lines: Mapping[str, str]) -> None:
+def refuse_vmap(exported: Any, lines: Mapping[str, str]) -> None:
     """Raises:
-    TraceError: the exported graph has an op on the values of one element of a `vmap`.
+    TraceError: an op on the values of one element of a `vmap` depends on a parameter.
     """
-    if any(getattr(n.target, "__name__", "") == "_add_batch_dim" for n in gm.graph.nodes):
-        raise TraceError(f"cannot trace {lines.get('vmap', _NOWHERE)}\n  {_VMAP}")
+    weighted = set(exported.graph_signature.inputs_to_parameters)
+    mapped: set[str] = set()
+    for node in exported.graph_module.graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        read = {operand.name for operand in node.all_input_nodes}
+        if read & weighted and node.target is not torch.ops.aten.detach.default:
+            weighted.add(node.name)
+        if name == "_add_batch_dim" or (read & mapped and name != "_remove_batch_dim"):
+            mapped.add(node.name)
+        if node.name in mapped & weighted:
+            raise TraceError(f"cannot trace {lines.get('vmap', _NOWHERE)}\n  {_VMAP}")
 
 
 _ONE_DTYPE = frozenset(

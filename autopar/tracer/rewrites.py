@@ -262,9 +262,9 @@ def token_loss_call(logits: Any, target: Any, reduction: int, ignore_index: int)
 
 def _equal_parts(node: fx.Node) -> int | None:
     """How many equal parts `node` splits its input's last dim into, if that is what it does."""
-    source = node.args[0]
     if node.target not in (aten.split.Tensor, aten.chunk.default, aten.split_with_sizes.default):
         return None
+    source = node.args[0]
     assert isinstance(source, fx.Node)
     rank = len(_shape(source))
     dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)

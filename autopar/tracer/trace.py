@@ -230,8 +230,7 @@ class _JointTrace:
         scalars = [(i, r) for i, r in differentiable if r.dim() == 0]
         if self.loss_mode == "auto" and (losses := self._losses(scalars)):
             self.loss_index = losses[0][0]
-            if len(scalars) > 1:
-                self.beside = tuple(i for i, _ in differentiable if i != self.loss_index)
+            self.beside = tuple(i for i, _ in differentiable if i != self.loss_index)
             differentiable = losses
         trainable = [(s, p) for s, p in zip(specs, flat, strict=True) if s.trainable]
         if not differentiable or not trainable:
@@ -356,9 +355,10 @@ class _JointTrace:
     def _constants(self, gm: fx.GraphModule, inputs: list[InputSpec]) -> dict[str, Tensor]:
         """Values of the constants that have one, by target."""
         found: dict[str, Tensor] = {}
+        beside = dict(self.capture.named_buffers())  # those of a loss function
         for spec in inputs:
             if spec.kind == "constant":
-                value = self.exported.constants.get(spec.target)
+                value = self.exported.constants.get(spec.target, beside.get(spec.target))
                 value = getattr(gm, spec.target, None) if value is None else value
                 if isinstance(value, Tensor):
                     found[spec.target] = value

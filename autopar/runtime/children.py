@@ -1,0 +1,228 @@
+"""The children of a parallel module: they hold its parameters and modes, and compute nothing.
+
+A step is compiled as a whole, from the model that was given. What a script does with a part of it
+reaches that model where it can (`train`, `eval`, `load_state_dict`), and is refused where it would
+be without effect.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from autopar.errors import AutoparError
+from autopar.runtime.plain_state import has_plain, load_plain
+
+if TYPE_CHECKING:
+    from autopar.runtime.state_module import StateModule
+
+__all__ = ["Child", "Mirror", "adopt", "as_in", "modes", "refuse_assigned"]
+
+
+class Mirror(nn.Module):
+    """Stands for a module of the model, of which it has the children's names and the modes."""
+
+    def _mirror(self, original: nn.Module) -> None:
+        # not by nn.Module's own way, which would make it a child
+        object.__setattr__(self, "_original", original)
+
+    def train(self, mode: bool = True) -> Self:
+        """As `nn.Module.train`; a model's own `train`, as of one that stays frozen, is followed."""
+        original: nn.Module = self.__dict__["_original"]
+        if type(original).train is nn.Module.train:
+            return super().train(mode)
+        with _kept(original):
+            original.train(mode)
+            for mirror, module in _pairs(self, original):
+                mirror.training = module.training
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            moved = fn(probe)
+            if (moved.dtype, moved.device.type) != (probe.dtype, probe.device.type):
+                raise AutoparError(
+                    f"{name} would become {moved.dtype} on {moved.device.type}, but the step is "
+                    f"compiled for {probe.dtype} on {probe.device.type}: convert or move the model "
+                    "before autopar.parallelize (for mixed precision pass precision= to it)"
+                )
+        return super()._apply(fn, recurse)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise AutoparError(
+            f"{_told(self)} cannot be pickled, with its process groups and programs: save its "
+            "state_dict(), or use autopar.save_checkpoint or autopar.save_safetensors"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        for kind in ("_modules", "_parameters"):
+            if self.__dict__.get(kind, {}).get(name, value) is not value:
+                raise AutoparError(f"{name!r} of {_told(self)} cannot be replaced: {_AHEAD}")
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            original = self.__dict__.get("_original")
+            if original is None or name.startswith("__") or not hasattr(original, name):
+                raise
+            raise AttributeError(
+                f"{_told(self)} has parameters, buffers and children, and not the {name!r} of "
+                f"{type(original).__name__}: ask the model given to autopar.parallelize"
+            ) from None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy with parameters, buffers and modes of its own; what is compiled is shared."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        original: nn.Module = self.__dict__["_original"]
+        memo.update((id(module), module) for module in original.modules())
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+
+_AHEAD = (
+    "the step is compiled from the model as it was given. Change the model before "
+    "autopar.parallelize"
+)
+
+
+def _told(mirror: Mirror) -> str:
+    path = mirror.__dict__.get("_path", "")
+    return f"the part {path} of a parallel module" if path else "a parallel module"
+
+
+class Child(Mirror):
+    """A part of a parallel module."""
+
+    def __init__(self, original: nn.Module, root: StateModule, path: str) -> None:
+        super().__init__()
+        self._mirror(original)
+        self.__dict__.update(_root=root, _path=path)
+        self.training = original.training
+
+    def _get_name(self) -> str:
+        return type(self.__dict__["_original"]).__name__
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused.
+
+        Raises:
+            AutoparError: always; says what to call.
+        """
+        raise AutoparError(
+            f"{_told(self)} cannot be called alone, as the step is compiled as a whole: call the "
+            "whole module, and return from its forward what is needed"
+        )
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As of the whole module, with the names of this part."""
+        root: StateModule = self.__dict__["_root"]
+        refuse_assigned(assign)
+        if not has_plain(state_dict):
+            return super().load_state_dict(state_dict, strict)
+        prefix = self.__dict__["_path"] + "."
+        found = load_plain(root, {prefix + k: v for k, v in state_dict.items()}, strict, prefix)
+        return _IncompatibleKeys(*([n.removeprefix(prefix) for n in names] for names in found))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        original = self.__dict__.get("_original")
+        own = name in ("training", "grad") or name in self.__dict__
+        if original is not None and not own and hasattr(original, name):
+            raise AutoparError(f"{name!r} of {_told(self)} cannot be set: {_AHEAD}")
+        super().__setattr__(name, value)
+
+
+def refuse_assigned(assign: bool) -> None:
+    """Stop a `load_state_dict` that would put other tensors in the place of parameters.
+
+    Raises:
+        AutoparError: it would.
+    """
+    if assign:
+        raise AutoparError(
+            "tensors cannot be assigned, as the compiled step and optimizers hold the parameters: "
+            "leave assign= out, so that values are copied"
+        )
+
+
+def _no_hook(self: Child, *args: Any, **kwargs: Any) -> Any:
+    raise AutoparError(
+        f"a hook on {_told(self)} would never be called, as the step is compiled as a whole: "
+        "return what it is to see from the model's forward, or register hooks on the whole module"
+    )
+
+
+for _name in (
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+    "register_backward_hook",
+):
+    setattr(Child, _name, _no_hook)
+
+
+def adopt(root: StateModule, model: nn.Module) -> None:
+    """Give a parallel module a child for every one of the model, in the same mode."""
+    made: dict[int, Child] = {}
+
+    def fill(mirror: Mirror, original: nn.Module, path: str) -> None:
+        for name, module in original._modules.items():
+            if module is None:
+                continue
+            below = f"{path}.{name}" if path else name
+            if id(module) not in made:  # one that is there twice is one child in two places
+                made[id(module)] = Child(module, root, below)
+                fill(made[id(module)], module, below)
+            # not by torch's functions, which refuse a name that `ParallelModule` has
+            mirror._modules[name] = made[id(module)]
+
+    root._mirror(model)
+    fill(root, model, "")
+    root.training = model.training
+    root.__dict__["_parts"] = tuple((child.__dict__["_path"], child) for child in made.values())
+
+
+def _pairs(mirror: Mirror, original: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Each module below two that have the same children, and these."""
+    others = dict(original.named_modules(remove_duplicate=False))
+    for name, module in mirror.named_modules(remove_duplicate=False):
+        yield module, others[name]
+
+
+@contextmanager
+def _kept(original: nn.Module) -> Iterator[None]:
+    """The modes of a model are as before afterwards."""
+    before = [(module, module.training) for module in original.modules()]
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
+
+
+@contextmanager
+def as_in(root: Mirror) -> Iterator[None]:
+    """Inside, the model is in the modes of the parallel module that was made from it."""
+    original: nn.Module = root.__dict__["_original"]
+    with _kept(original):
+        for mirror, module in _pairs(root, original):
+            module.training = mirror.training
+        yield
+
+
+def modes(root: Mirror) -> tuple[str, ...]:
+    """Names of the parts that are in another mode than the whole is."""
+    mode = root.training
+    return tuple(name for name, part in root.__dict__["_parts"] if part.training is not mode)

@@ -1,0 +1,187 @@
+"""What scripts do with a parallel module: the numbers of one device, or an error that says why."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import autopar
+from tests.dist import run_ranks
+
+SPLIT = {"data": 2}
+SLOW = pytest.mark.slow
+
+
+@dataclass
+class Found:
+    loss: Tensor
+    logits: Tensor
+
+
+class Net(nn.Module):
+    """Takes two inputs of one shape, so that only their names tell them apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Found:
+        logits = self.head(self.body(x)) * y[:, :4].sin()
+        return Found(logits.square().mean(), logits)
+
+
+class StaysFrozen(Net):
+    def train(self, mode: bool = True) -> StaysFrozen:
+        super().train(mode)
+        self.body[1:].eval()
+        return self
+
+
+def batch(rows: int = 8) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    return {
+        name: torch.randn(rows, 8, dtype=torch.float64, generator=generator) for name in ("x", "y")
+    }
+
+
+def build(kind: type[Net], **kwargs: Any) -> tuple[autopar.ParallelModule, Net]:
+    torch.manual_seed(0)
+    model = kind().double()
+    model.body[2].p = 0.0
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    single = copy.deepcopy(model)
+    return autopar.parallelize(model, mesh, batch(), cache=False, **kwargs), single
+
+
+def whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def apart(parallel: nn.Module, single: nn.Module) -> float:
+    """The largest distance of gradients and buffers."""
+    mine = {**dict(parallel.named_parameters()), **dict(parallel.named_buffers())}
+    found = [torch.dist(whole(mine[n].grad), p.grad) for n, p in single.named_parameters()]
+    found += [torch.dist(mine[n].double(), b.double()) for n, b in single.named_buffers()]
+    return max(float(x) for x in found)
+
+
+def alike(parallel: nn.Module, single: nn.Module, act: Callable[[Any], Any]) -> float:
+    for module in (parallel, single):
+        module.zero_grad()
+        act(module)
+    return apart(parallel, single)
+
+
+def freeze(module: Any) -> None:
+    module.body[1].eval() if isinstance(module, Net) else module.body._modules["1"].eval()
+    module(**batch()).loss.backward()
+
+
+def followed(rank: int) -> dict[str, float]:
+    parallel, single = build(Net, constraints=SPLIT)
+    found: dict[str, float] = {}
+
+    def step(name: str, act: Callable[[Any], Any]) -> None:
+        found[name] = alike(parallel, single, act)
+
+    backwards = dict(reversed(batch().items()))
+    part = {name: torch.full_like(p, 0.1) for name, p in single.head.state_dict().items()}
+    step("inputs in another order", lambda m: m(**backwards).loss.backward())
+    step("a norm beside", lambda m: (m(**batch()).loss + m.head.weight.square().sum()).backward())
+    step("a part loaded", lambda m: (m.head.load_state_dict(part), m(**batch()).loss.backward()))
+    copies = copy.deepcopy(parallel), copy.deepcopy(single)
+    assert all(p.grad is not None for p in copies[0].parameters())
+    found["a copy"] = alike(*copies, lambda m: m(**batch()).loss.backward())
+    step("a frozen part", freeze)
+    step("all in training again", lambda m: m.train()(**batch()).loss.backward())
+    return found
+
+
+def followed_longer(rank: int) -> dict[str, float]:
+    parallel, single = build(Net, constraints=SPLIT)
+    found = {"a frozen part": alike(parallel, single, freeze)}
+    act = lambda m: m(**batch(6)).loss.backward()  # noqa: E731
+    found["with other rows"] = alike(parallel, single, act)
+    for loader in (parallel.shard_dataloader([batch(), batch(7)]), [batch(), batch(7)]):
+        module = single if isinstance(loader, list) else parallel
+        module.zero_grad()
+        for rows in loader:
+            module(**rows).loss.backward()
+    found["a short batch"] = apart(parallel, single)
+    own, other = build(StaysFrozen, constraints=SPLIT)
+    found["its own train"] = alike(own, other, lambda m: m.train()(**batch()).loss.backward())
+    return found
+
+
+@pytest.mark.parametrize("follow", [followed, pytest.param(followed_longer, marks=SLOW)])
+def test_what_scripts_do_has_the_numbers_of_one_device(follow: Any) -> None:
+    for found in run_ranks(follow, 2):
+        assert {name: error for name, error in found.items() if not error < 1e-12} == {}
+
+
+def refused(rank: int) -> None:
+    parallel, _ = build(Net)
+    rows = batch()
+
+    def says(words: str, act: Callable[[], Any]) -> None:
+        with pytest.raises((autopar.AutoparError, AttributeError), match=words):
+            act()
+
+    says(r"reaches the output \.logits", lambda: parallel(**rows).logits.sum().backward())
+    says("gradients of inputs", lambda: parallel(**{**rows, "x": rows["x"].requires_grad_()}))
+    rows = batch()
+    loss = parallel(**rows).loss
+    weights = list(parallel.parameters())
+    says("second deriv", lambda: torch.autograd.grad(loss, weights, create_graph=True))
+    parallel.eval()
+    says(r"\.train\(\) first", lambda: parallel(**rows).loss.backward())
+    says("pickled", lambda: pickle.dumps(parallel))
+    says("float32 on cpu, but", parallel.float)
+    says("part body", lambda: parallel.body(rows["x"]))
+    says(
+        "part head.* hook|hook on the part head", lambda: parallel.head.register_forward_hook(print)
+    )
+    says("'weight' of the part head", lambda: setattr(parallel.head, "weight", weights[0]))
+    says("'head' of a parallel", lambda: setattr(parallel, "head", nn.Linear(8, 4)))
+    says("'out_features' of Linear", lambda: parallel.head.out_features)
+    says("leave assign=", lambda: parallel.load_state_dict(parallel.state_dict(), assign=True))
+
+
+def predicted(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    torch.manual_seed(0)
+    model, x, target = nn.Linear(8, 4), torch.randn(6, 8), torch.randint(0, 4, (6,))
+    weighted = nn.CrossEntropyLoss(weight=torch.arange(4.0))
+    given = {"loss_fn": weighted, "cache": False}
+    parallel = autopar.parallelize(model, mesh, (x, target), **given)
+    assert torch.allclose(parallel.train_step(x, target), weighted(model(x), target))
+    parallel.eval()
+    assert torch.allclose(parallel(x), model(x))  # without a target, what the model returns
+    named = {"input": x, "target": target}
+    parallel = autopar.parallelize(model.eval(), mesh, named, **given)
+    assert torch.allclose(parallel(**named), weighted(model(x), target))
+    assert torch.allclose(parallel(input=x), model(x))
+    learned = nn.Bilinear(4, 4, 1)
+    with pytest.raises(autopar.TraceError, match="loss_fn has parameters of its own, weight"):
+        autopar.parallelize(model, mesh, (x, target), loss_fn=learned)
+    drop = autopar.parallelize(nn.Dropout(0.5), mesh, x, cache=False)
+    with torch.no_grad():
+        assert not torch.equal(drop(x), drop(x))
+
+
+def test_what_scripts_may_not_do_says_so() -> None:
+    run_ranks(refused, 1)
+
+
+def test_losses_with_weights_and_predictions_without_targets() -> None:
+    run_ranks(predicted, 1)
