@@ -21,6 +21,7 @@ from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError
 from autopar.pipeline_shapes import Shapes
 from autopar.pipeline_stages import Stopped
+from autopar.solver.fit import UNLIMITED
 from autopar.solver.memory_cuts import RECOMPUTED, RankBytes, cuts_within
 from autopar.solver.pipeline_shape import PipelineShape
 from autopar.solver.solve import fits
@@ -114,6 +115,11 @@ class _Search:
 
     def _against_limited(self, found: Plan | None, shapes: Shapes) -> Plan:
         """A pipeline, or the plan in one piece that fits the limit."""
+        if found is not None:
+            # a limit makes no step faster: what is slower without one is not searched with it
+            free = self.known.whole.best(UNLIMITED, self.known.free)
+            if _seconds(found) < _limit(free):
+                return self._reported(found, shapes, self.known.free.solver.bound)
         try:
             plain = self._plain()
         except InfeasiblePlanError as error:
