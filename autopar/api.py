@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,7 @@ from autopar.runtime.agree import agree
 from autopar.runtime.inductor import check_backend
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.optimizers import guard_optimizers
-from autopar.runtime.pipeline_mesh import own_plan
-from autopar.runtime.state import check_devices, materialize
+from autopar.runtime.state import check_devices
 from autopar.step_plans import StepPlans
 from autopar.tracer.precision import low_dtype, sum_dtype
 from autopar.tracer.trace import normalize_inputs
@@ -210,15 +210,7 @@ def parallelize(
         Fusion.parse(fusion, torch.device(mesh.device_type)),
     )
 
-    def create(chosen: Plan) -> Any:
-        if chosen.pipeline is not None:
-            chosen = own_plan(chosen, planner.pipeline_mesh(chosen).rank)
-        planned = planner.device_mesh(chosen)
-        coords = planned.get_coordinate()
-        assert coords is not None
-        parameters, buffers = materialize(model, chosen, planned, tuple(coords), init_weights, base)
-        return planned, parameters, buffers
-
+    create = partial(planner.hold, init_weights=init_weights, base=base)
     module = ParallelModule(model, planner.compile, mesh, create, base)
     if example_inputs is not None:
         args, kwargs = normalize_inputs(example_inputs)

@@ -21,7 +21,6 @@ from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError
 from autopar.pipeline_shapes import Shapes
 from autopar.pipeline_stages import Stopped
-from autopar.solver.fit import UNLIMITED
 from autopar.solver.memory_cuts import RECOMPUTED, RankBytes, cuts_within
 from autopar.solver.pipeline_shape import PipelineShape
 from autopar.solver.solve import fits
@@ -117,8 +116,7 @@ class _Search:
         """A pipeline, or the plan in one piece that fits the limit."""
         if found is not None:
             # a limit makes no step faster: what is slower without one is not searched with it
-            free = self.known.whole.best(UNLIMITED, self.known.free)
-            if _seconds(found) < _limit(free):
+            if _seconds(found) < _limit(self.known.free_program):
                 return self._reported(found, shapes, self.known.free.solver.bound)
         try:
             plain = self._plain()

@@ -27,8 +27,10 @@ from autopar.errors import AutoparError, ConstraintError, PlanMismatchError
 from autopar.runtime.agree import agree
 from autopar.runtime.compiled_step import CompiledStep
 from autopar.runtime.inductor import compile_program
+from autopar.runtime.initialize import InitWeights
 from autopar.runtime.pipeline import PipelinedStep
-from autopar.runtime.pipeline_mesh import PipelineMesh, check_ascending
+from autopar.runtime.pipeline_mesh import PipelineMesh, check_ascending, own_plan
+from autopar.runtime.state import materialize
 from autopar.step_plans import StepPlans
 from autopar.tracer.fold import find_repeats
 from autopar.tracer.trace import trace
@@ -138,6 +140,18 @@ class Planner:
                 self.mesh.device_type, ranks, mesh_dim_names=chosen.axis_names
             )
         return self._mesh_of[shape]
+
+    def hold(
+        self, chosen: Plan, init_weights: InitWeights | None, base: int
+    ) -> tuple[DeviceMesh, dict[str, nn.Parameter], dict[str, Tensor]]:
+        """The mesh that a plan runs on, and this rank's parameters and buffers (`materialize`)."""
+        if chosen.pipeline is not None:
+            chosen = own_plan(chosen, self.pipeline_mesh(chosen).rank)
+        planned = self.device_mesh(chosen)
+        coords = planned.get_coordinate()
+        assert coords is not None
+        held = materialize(self.model, chosen, planned, tuple(coords), init_weights, base)
+        return planned, *held
 
     def compile(self, args: Any, kwargs: Any, training: bool) -> CompiledStep | PipelinedStep:
         """Trace, plan (rank 0 decides) and emit for one input signature, in the model's modes.

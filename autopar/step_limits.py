@@ -78,6 +78,11 @@ class StepLimits:
         """The plan in one piece without a limit, not simulated."""
         return self.whole.plan(UNLIMITED)
 
+    @cached_property
+    def free_program(self) -> Plan:
+        """The best plan in one piece without a limit, as its program is simulated."""
+        return self.whole.best(UNLIMITED, self.free)
+
     def holds_parameters(self, limit: int) -> bool:
         """False where all devices together cannot hold the parameters, however they are split."""
         sizes = {s.target: math.prod(s.shape) * s.dtype.itemsize for s in self.traced.parameters()}

@@ -318,16 +318,18 @@ class _Localiser:
         What no input reaches, as the gradient of a term beside a mean, is the same at all turns.
         """
         made = gradient
-        ops: list[tuple[Any, ...]] = [(torch.ops.aten.alias.default,)]
         if held.is_replicate and self.mesh != (1,):
-            ops.insert(0, (torch.ops.aten.div.Tensor, self.mesh[0]))
+            made = self._behind(made, origin, torch.ops.aten.div.Tensor, self.mesh[0])
+        return self._behind(made, origin, torch.ops.aten.alias.default)
+
+    def _behind(self, made: fx.Node, origin: str, op: Any, *rest: Any) -> fx.Node:
+        """An op on a gradient that keeps its shape."""
+        with self.graph.inserting_after(made):
+            new = self.graph.call_function(op, (made, *rest))
+        new.meta["val"] = made.meta["val"]
         given = node_info(self.traced, self.nodes[origin])
-        for op, *rest in ops:
-            with self.graph.inserting_after(made):
-                made = self.graph.call_function(op, (made, *rest))
-            made.meta["val"] = gradient.meta["val"]
-            self.info[made.name] = replace(given, phase="backward")
-        return made
+        self.info[new.name] = replace(given, phase="backward")
+        return new
 
     def _drop_dead(self) -> None:
         self.graph.eliminate_dead_code()

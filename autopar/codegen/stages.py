@@ -18,11 +18,12 @@ from autopar.core.block_kinds import (
     moved_checkpoint,
 )
 from autopar.core.blocks import Block, Blocks, block_of
+from autopar.core.extended_fold import extended, renumbered
 from autopar.core.flights import Flight, flights, most
 from autopar.core.graph import TracedModel
 from autopar.core.plan import NodePlan, PipelinePlan, Plan
 from autopar.core.schedule import actions
-from autopar.core.stage_folding import extended, outline, renumbered
+from autopar.core.stage_folding import outline
 from autopar.core.stages import Stages, cut
 from autopar.core.transfers import Transfer
 

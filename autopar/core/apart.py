@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.core.blocks import Block
+from autopar.core.extended_fold import extended
 from autopar.core.graph import Repeat, TracedModel
-from autopar.core.stage_folding import extended
 
 __all__ = ["split_repeats", "told_apart"]
 

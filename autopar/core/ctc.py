@@ -6,6 +6,8 @@ keeps nothing but the losses: the backward computes those variables again.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -47,16 +49,10 @@ def _given(log_probs: Tensor, targets: Tensor, *lengths: Tensor) -> tuple[Tensor
     return wide(log_probs), targets.contiguous(), *lengths
 
 
-def _ctc_backward(
-    grad: Tensor,
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    zero_infinity: bool,
-) -> Tensor:
-    given = _given(log_probs, targets, input_lengths, target_lengths)
+def _ctc_backward(grad: Tensor, log_probs: Tensor, *others: Any) -> Tensor:
+    """Of `_ctc` with the same operands behind `grad`, (batch,): as `log_probs`."""
+    *tensors, blank, zero_infinity = others
+    given = _given(log_probs, *tensors)
     losses, forward = aten._ctc_loss.Tensor(*given, blank, zero_infinity)
     grad = grad.to(losses.dtype)
     found = aten._ctc_loss_backward.Tensor(grad, *given, losses, forward, blank, zero_infinity)

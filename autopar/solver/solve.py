@@ -310,9 +310,6 @@ def _as_plan(
 ) -> Plan:
     traced, step, best = found.traced, found.step, found.search.memory.best
     assert best is not None
-    report = best.solution
-    objective = report.objective if exposed == 1.0 else counted_seconds(best.price, exposed)
-    report = replace(report, objective=objective, bound=min(bound, objective))
     nodes = {
         name: NodePlan(inputs=c.inputs, outputs=c.outputs, variants=c.variants)
         for name, c in best.decision.candidates.items()
@@ -340,16 +337,7 @@ def _as_plan(
         modes=whole(mode_names(step, found.pins, best.decision)),
         cluster=planned.to_dict(),
         predicted=_predicted(found, best),
-        solver=SolverReport(
-            status=report.status,
-            objective=report.objective,
-            bound=report.bound,
-            gap=max(0.0, 1 - report.bound / report.objective) if report.objective else 0.0,
-            seconds=report.seconds,
-            variables=report.variables,
-            constraints=report.constraints,
-            exposed=exposed,
-        ),
+        solver=_report(best, bound, exposed),
         constraints=wanted.to_dict(),
         memory_limit_bytes=limit,
         optimizer=optimizer if isinstance(optimizer, str) else optimizer_name(optimizer),
@@ -358,12 +346,32 @@ def _as_plan(
         repeats=traced.repeats,
         precision=traced.precision,
         reduce_dtype=traced.reduce_dtype,
-        buckets=tuple(
-            BucketBytes(axis=axis, kind=kind, num_bytes=planned.bucket_bytes(kind, axis))
-            for axis, size in enumerate(planned.mesh_shape)
-            for kind in _BUCKETED
-            if size > 1
-        ),
+        buckets=_buckets(planned),
+    )
+
+
+def _report(best: Fit, bound: float, exposed: float) -> SolverReport:
+    report = best.solution
+    objective = report.objective if exposed == 1.0 else counted_seconds(best.price, exposed)
+    bound = min(bound, objective)
+    return SolverReport(
+        status=report.status,
+        objective=objective,
+        bound=bound,
+        gap=max(0.0, 1 - bound / objective) if objective else 0.0,
+        seconds=report.seconds,
+        variables=report.variables,
+        constraints=report.constraints,
+        exposed=exposed,
+    )
+
+
+def _buckets(planned: Cluster) -> tuple[BucketBytes, ...]:
+    return tuple(
+        BucketBytes(axis=axis, kind=kind, num_bytes=planned.bucket_bytes(kind, axis))
+        for axis, size in enumerate(planned.mesh_shape)
+        for kind in _BUCKETED
+        if size > 1
     )
 
 

@@ -215,6 +215,36 @@ def build_step(traced: TracedModel, fused: FusedShares | None = None) -> Step:
         traced: the graph.
         fused: what fusion will leave of the work of its ops.
     """
+    ops, specs = _read_ops(traced)
+    gradients, results, required = _read_outputs(traced)
+    sends = _read_sends(traced)
+    ports = {s.node: specs[s.node, 0] for s in traced.inputs if s.kind == "received"}
+    for send in sends:
+        ports.setdefault(send.port, specs[send.value])
+    parameters = {s.node: s for s in traced.parameters()}
+    prepared, copies = _read_parameters(ops, parameters)
+    blocks = Blocks(traced)
+    return Step(
+        ops=ops,
+        parameters=parameters,
+        inputs={s.node: s for s in traced.inputs if s.kind not in ("parameter", "received")},
+        gradients=gradients,
+        required=required,
+        results=results,
+        saved=_saved(ops, specs),
+        specs=specs,
+        prepared=prepared,
+        copies=copies,
+        blocks=blocks,
+        ports=ports,
+        sends=sends,
+        closing=_closing(ops, gradients),
+        shares=shares_of(ops, sends, blocks, fused) if fused else {},
+    )
+
+
+def _read_ops(traced: TracedModel) -> tuple[dict[str, Op], dict[Value, TensorSpec]]:
+    """Ops by name, and what is known of every value."""
     by_node = {spec.node: spec for spec in traced.inputs}
     ops: dict[str, Op] = {}
     specs: dict[Value, TensorSpec] = {}
@@ -233,51 +263,41 @@ def build_step(traced: TracedModel, fused: FusedShares | None = None) -> Step:
             )
             for index, spec in enumerate(call.outputs):
                 specs[node.name, index] = spec
-    nodes = {n.name: n for n in traced.graph.nodes}
+    return ops, specs
+
+
+def _read_outputs(
+    traced: TracedModel,
+) -> tuple[dict[str, Value], tuple[Value, ...], tuple[Value, ...]]:
+    """Gradients by parameter, other results, and those of them that must be whole."""
+    nodes = traced.nodes()
     owner = {spec.target: spec.node for spec in traced.parameters()}
     gradients: dict[str, Value] = {}
-    required: list[Value] = []
     results: list[Value] = []
+    required: list[Value] = []
     for output in traced.outputs:
-        if output.node is None:
+        if output.node is None or output.kind == "sent":
             continue
         value = resolve(nodes[output.node])
         if output.kind == "gradient":
             gradients[owner[output.target]] = value
             continue
-        if output.kind == "sent":
-            continue
         results.append(value)
         if output.kind == "buffer" or is_required(traced, output.target):
             required.append(value)
-    ports = {s.node: specs[s.node, 0] for s in traced.inputs if s.kind == "received"}
+    return gradients, tuple(results), tuple(required)
+
+
+def _read_sends(traced: TracedModel) -> tuple[Send, ...]:
+    """What goes to other stages."""
+    nodes = traced.nodes()
     sends: list[Send] = []
     for output in traced.outputs:
         if output.kind == "sent" and output.node is not None:
             value = resolve(nodes[output.node])
             once = output.accumulated or value[0] in traced.hoisted
             sends.append(Send(value, output.port, 1 if once else traced.microbatches))
-            ports.setdefault(output.port, specs[value])
-    parameters = {s.node: s for s in traced.parameters()}
-    prepared, copies = _read_parameters(ops, parameters)
-    blocks = Blocks(traced)
-    return Step(
-        ops=ops,
-        parameters=parameters,
-        inputs={s.node: s for s in traced.inputs if s.kind not in ("parameter", "received")},
-        gradients=gradients,
-        required=tuple(required),
-        results=tuple(results),
-        saved=_saved(ops, specs),
-        specs=specs,
-        prepared=prepared,
-        copies=copies,
-        blocks=blocks,
-        ports=ports,
-        sends=tuple(sends),
-        closing=_closing(ops, gradients),
-        shares=shares_of(ops, sends, blocks, fused) if fused else {},
-    )
+    return tuple(sends)
 
 
 def _closing(ops: dict[str, Op], gradients: dict[str, Value]) -> frozenset[str]:

@@ -1,0 +1,90 @@
+"""What the cost model expects of a plan, and how good the solver proved it to be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.core.calls import CommBytes
+from autopar.core.held import Held
+from autopar.core.timeline import Timeline
+
+__all__ = ["Prediction", "SolverReport"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the cost model expects of one training step on one device.
+
+    Attributes:
+        step_time_s: compute plus exposed communication and copies plus bubble, without the
+            optimizer's update but for `offload_s`.
+        compute_time_s: of all ops.
+        comm_time_s: of all collectives, hidden or not.
+        hidden_comm_s: of these, what runs beside compute, per mesh axis; empty where the emitted
+            program has not been simulated, which counts as nothing hidden.
+        peak_memory_bytes: highest point of the step, states included.
+        memory: bytes by kind at the peak.
+        comm_bytes: per mesh axis and collective.
+        timeline: op by op.
+        phases: of a step in microbatches, seconds of "prepare" and "finish" once, and of "forward",
+            "input" and "weight" (the two parts of the backward) for each microbatch.
+        offload_s: what updating on the host takes longer than on the device, transfers included.
+        host_bytes: in host memory, optimizer states and activations.
+        host_activation_bytes: of these, activations, of all microbatches that wait at once.
+        copy_time_s: of all copies of activations to host memory and back.
+        exposed_copy_s: of these, what compute stands still for: as the emitted program is
+            simulated, and the search's estimate (`solver/beside.py`) until then.
+        bubble_s: what a rank of a pipeline waits for other ranks.
+        held: of a stage of a step in microbatches, what it holds when.
+    """
+
+    step_time_s: float
+    compute_time_s: float
+    comm_time_s: float
+    peak_memory_bytes: int
+    memory: Mapping[str, int]
+    comm_bytes: tuple[CommBytes, ...]
+    hidden_comm_s: tuple[float, ...] = ()
+    timeline: Timeline = field(default_factory=Timeline)
+    phases: Mapping[str, float] = field(default_factory=dict)
+    offload_s: float = 0.0
+    host_bytes: int = 0
+    host_activation_bytes: int = 0
+    copy_time_s: float = 0.0
+    exposed_copy_s: float = 0.0
+    bubble_s: float = 0.0
+    held: Held | None = None
+
+    @property
+    def hidden_time_s(self) -> float:
+        """Communication that runs beside compute."""
+        return sum(self.hidden_comm_s)
+
+    @property
+    def exposed_time_s(self) -> float:
+        """Communication that compute stands still for."""
+        return self.comm_time_s - self.hidden_time_s
+
+    @property
+    def serial_time_s(self) -> float:
+        """The step if no communication overlapped."""
+        return self.compute_time_s + self.comm_time_s + self.offload_s + self.exposed_copy_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolverReport:
+    """How good the plan is, proved: status, objective and bound in seconds, gap as a fraction.
+
+    The objective leaves out what parameters and gradients may travel beside compute, all but the
+    share `exposed` at most (`solver/overlap.py`); 1 counts all communication, as in microbatches.
+    """
+
+    status: str
+    objective: float
+    bound: float
+    gap: float
+    seconds: float
+    variables: int
+    constraints: int
+    exposed: float = 1.0
