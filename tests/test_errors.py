@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.core.constraints import Constraints, assign_mesh
 from autopar.core.plan import Plan
+from autopar.runtime.same_batch import check_same_batch
 from tests import handwritten as hw
 from tests.dist import RankError, try_ranks
 
@@ -311,6 +312,14 @@ def different_batch(rank: int) -> None:
     autopar.parallelize(hw.Mlp(), init_device_mesh("cpu", (3,)), hw.vectors(8 + 4 * (rank == 1)))
 
 
+def own_labels(rank: int) -> None:
+    """Each rank passes what a DistributedSampler would give it."""
+    batch = hw.vectors()
+    module = autopar.parallelize(hw.Mlp(), init_device_mesh("cpu", (3,)), batch)
+    batch["labels"] = (batch["labels"] + (rank == 2)) % 4
+    module.train_step(**batch)
+
+
 class Failing(hw.Mlp):
     """Raises an error of its own on one rank."""
 
@@ -381,6 +390,7 @@ def foreign_adafactor(rank: int) -> None:
         (different_width, ["head.weight", "(8, 16)", "(12, 16)", "0 and 2"]),
         (different_code, ["ops", "0 and 1"]),
         (different_batch, ["(8, 16)", "(12, 16)", "0 and 1"]),
+        (own_labels, ["rank 2 passes another batch", "labels", "DistributedSampler"]),
         (different_constraints, ["constraints", "0 and 1"]),
         (failing_trace, ["no such feature"]),
         (mixed_devices, ["layers.0.0.weight", "head.weight", "meta"]),
@@ -398,6 +408,45 @@ def test_all_ranks_stop_and_say_why(function: Any, words: list[str]) -> None:
         assert outcome.kind in ("AutoparError", "TraceError", "InfeasiblePlanError"), outcome.trace
         for word in words:
             assert word in outcome.message, outcome.message
+
+
+def batches(rank: int) -> list[str]:
+    """Which of these the check takes for batches that differ from the first rank's."""
+    mesh = init_device_mesh("cpu", (2,))
+    rounding = 1 + 1e-6 * rank
+    x = torch.arange(1.0, 10.0)
+    twice = torch.ones(3, 20000)
+    twice[1, 7] += rank * 1e6  # between the elements that are compared
+    same = {
+        "rounding": x * rounding,
+        "nan": torch.where(x > 4, torch.nan, x * rounding),
+        "infinite": torch.full((3,), torch.inf),
+        "empty": torch.empty(0, 4),
+        "whole": torch.arange(9) - 4,
+        "mask": x > 4,
+        "complex": torch.complex(x, x * rounding),
+        "half": x.to(torch.bfloat16).expand(2, 9),
+    }
+    other = {
+        "values": x + rank,
+        "one id of many": torch.arange(50000) + rank * (torch.arange(50000) == 77),
+        "mask": x > 4 + rank,
+        "one element": twice,
+        "nan": torch.where(x > 4 + rank, torch.nan, x),
+    }
+    found = []
+    for name, value in (*same.items(), *other.items()):
+        try:
+            check_same_batch(mesh, (), {"x": value})
+        except autopar.AutoparError as error:
+            assert "rank 1 passes another batch" in str(error)
+            found.append(name)
+    return found
+
+
+def test_which_batches_differ() -> None:
+    differ = ["values", "one id of many", "mask", "one element", "nan"]
+    assert try_ranks(batches, 2) == [differ, differ]
 
 
 def different_batch_later(rank: int) -> None:

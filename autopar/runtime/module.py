@@ -39,6 +39,7 @@ from autopar.runtime.running import (
     feed,
     whole_values,
 )
+from autopar.runtime.same_batch import check_same_batch
 from autopar.runtime.scaler import LossScaler
 from autopar.runtime.stage_gradients import count_all_stages
 from autopar.runtime.state import to_dtensor
@@ -77,6 +78,7 @@ class ParallelModule(StateModule):
         self._compile = compile_step
         self._materialize = materialize
         self._steps: dict[Any, CompiledStep | PipelinedStep] = {}
+        self._compared: set[Any] = set()  # signatures of which a batch was seen to be the same
         self._mesh = mesh
         self._seed = seed
         self._calls = 0
@@ -355,6 +357,9 @@ class ParallelModule(StateModule):
             if self._plan is None:
                 self.install(step, signature)
             self._steps[signature] = step
+        if signature not in self._compared:
+            check_same_batch(self.mesh, args, kwargs)
+            self._compared.add(signature)
         if training:
             check_still_frozen({name: self.parameter(name) for name in self._frozen})
         return self._steps[signature]
