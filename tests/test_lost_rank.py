@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +125,24 @@ def test_a_rank_lost_between_steps_is_named(pipelined: bool, kind: str) -> None:
     assert victim.kind == "Died"
     assert survivor.kind == autopar.LostRankError.__name__, survivor.trace
     assert "rank 0 stops" in survivor.message and "rank 1 ended" in survivor.message
+
+
+_BEATS_TO_THE_END = """
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg
+from autopar.runtime import lost
+
+lost._INTERVAL_S = 0.0
+store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+dist.init_process_group("fake", store=store, rank=0, world_size=2)
+lost.beat()
+"""
+
+
+def test_a_process_that_shows_life_to_its_end_ends_well() -> None:
+    """A thread that waits for the interpreter while that goes away brings the process down."""
+    for _ in range(3):
+        ended = subprocess.run(
+            [sys.executable, "-c", _BEATS_TO_THE_END], capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 0, ended.stderr

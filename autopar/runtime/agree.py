@@ -15,7 +15,7 @@ from autopar._compat import default_store
 from autopar.errors import AutoparError, CheckpointError
 from autopar.runtime.lost import lost_text
 
-__all__ = ["agree", "agreed", "reason"]
+__all__ = ["agree", "agreed", "reason", "wait_for_all"]
 
 _PATIENCE_S = 300.0
 _calls = itertools.count()
@@ -36,7 +36,7 @@ def agree(error: Exception | None, mine: Mapping[str, Any]) -> None:
     text = None if error is None else f"{type(error).__name__}: {error}"
     everyone: list[Any] = [(text, dict(mine))]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        _wait_for_all()
+        wait_for_all()
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (text, dict(mine)))
     if error is not None:
@@ -79,8 +79,12 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def _wait_for_all() -> None:
-    """A barrier that ends: where one rank alone has something to compile, the rest never come."""
+def wait_for_all() -> None:
+    """A barrier that ends: where one rank alone has something to compile, the rest never come.
+
+    Raises:
+        AutoparError: the others do not come within `$AUTOPAR_TIMEOUT_S` seconds (default 300).
+    """
     call, rank, world = next(_calls), dist.get_rank(), dist.get_world_size()
     store = default_store()
     keys = [f"autopar/agree/{call}/{other}" for other in range(world)]

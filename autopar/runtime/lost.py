@@ -8,11 +8,12 @@ gone too, for the same reason.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -25,7 +26,17 @@ _INTERVAL_S = 2.0
 _SILENCE_S = 10.0
 _VERDICT = "autopar/lost"
 _SIGNS = ("gloo", "NCCL", "Connection", "connection", "Socket", "recvValue", "Broken pipe")
-_beating: list[Any] = []  # the store that this process's thread writes to
+
+
+class _Heart(NamedTuple):
+    """The thread that writes this process's number, and what ends it."""
+
+    store: Any
+    stop: threading.Event
+    thread: threading.Thread
+
+
+_hearts: list[_Heart] = []  # of the process group that is in use
 
 
 def _key(rank: int) -> str:
@@ -37,24 +48,34 @@ def beat() -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     store = default_store()
-    if _beating and _beating[0] is store:
+    if _hearts and _hearts[0].store is store:
         return
-    _beating[:] = [store]
+    _rest()
     # a connection of its own: a wait on the store would hold the other one
-    own, rank = cloned_store(store), dist.get_rank()
+    own, rank, stop = cloned_store(store), dist.get_rank(), threading.Event()
     own.set(_key(rank), "0")
-    threading.Thread(target=_beat, args=(store, own, rank), daemon=True).start()
+    thread = threading.Thread(target=_beat, args=(stop, own, rank), daemon=True)
+    _hearts.append(_Heart(store, stop, thread))
+    thread.start()
 
 
-def _beat(store: Any, own: Any, rank: int) -> None:
+def _beat(stop: threading.Event, own: Any, rank: int) -> None:
     number = 0
-    while _beating and _beating[0] is store:
-        time.sleep(_INTERVAL_S)
+    while not stop.wait(_INTERVAL_S):
         number += 1
         try:
             own.set(_key(rank), str(number))
         except RuntimeError:  # the process that holds the store is gone, and with it the job
             return
+
+
+@atexit.register
+def _rest() -> None:
+    """End the thread: one that comes back from the store into an interpreter at its end aborts."""
+    while _hearts:
+        heart = _hearts.pop()
+        heart.stop.set()
+        heart.thread.join(_SILENCE_S)
 
 
 def lost_ranks() -> list[int]:

@@ -358,7 +358,7 @@ class ParallelModule(StateModule):
                 self.install(step, signature)
             self._steps[signature] = step
         if signature not in self._compared:
-            check_same_batch(self.mesh, args, kwargs)
+            check_same_batch(args, kwargs)
             self._compared.add(signature)
         if training:
             check_still_frozen({name: self.parameter(name) for name in self._frozen})

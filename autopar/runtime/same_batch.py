@@ -2,58 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+import io
+import itertools
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from autopar._compat import default_store
 from autopar.errors import AutoparError
-from autopar.runtime.agree import agree
+from autopar.runtime.agree import wait_for_all
 
 __all__ = ["check_same_batch"]
 
 _SAMPLED = 4096  # elements of a tensor that are compared
 _NEAR = 1e-2  # of the largest, for floats: ranks may have computed them, with other rounding
 
+_calls = itertools.count()
+
 _Sample: TypeAlias = tuple[Tensor, float]
 
 
-def check_same_batch(mesh: DeviceMesh, args: Any, kwargs: Any) -> None:
-    """Compare the tensors of a batch with those of the mesh's first rank, on a sample of each.
+def check_same_batch(args: Any, kwargs: Any) -> None:
+    """Compare the tensors of a batch with those of rank 0, on a sample of each.
 
-    Every rank of the world calls it. Shares from `shard_dataloader` are not compared.
+    Every rank of the world calls it. Samples go through the store of the process group: the step
+    itself communicates what its plan says and nothing else. Shares from `shard_dataloader` are not
+    compared.
 
     Raises:
         AutoparError: on every rank, if one has other values.
     """
-    if not dist.is_initialized() or mesh.size() == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    # a rank that has another step to compile must not be waited for in the broadcast
-    agree(None, {"the step of this batch": "known before"})
     leaves, _ = pytree.tree_flatten_with_path(kwargs or args)
     mine = {
         pytree.keystr(path): _sample(value)
         for path, value in leaves
         if isinstance(value, Tensor) and not isinstance(value, DTensor)
     }
-    source = int(mesh.mesh.flatten()[0])
-    box: list[Mapping[str, _Sample]] = [mine]
-    dist.broadcast_object_list(box, src=source)
-    other = next((name for name in mine if not _near(mine[name], box[0][name])), None)
-    failure = None
+    store, rank, key = default_store(), dist.get_rank(), f"autopar/batch/{next(_calls)}"
+    if rank == 0:
+        store.set(f"{key}/first", _packed(mine))
+    wait_for_all()
+    first = mine if rank == 0 else _unpacked(store.get(f"{key}/first"))
+    other = next((name for name in mine if not _near(mine[name], first[name])), None)
     if other is not None:
-        failure = AutoparError(
-            f"rank {dist.get_rank()} passes another batch than rank {source}: the values of input "
-            f"{other} differ. Every rank passes the whole global batch, and autopar takes the "
-            "rank's share of it: seed the shuffling alike and leave DistributedSampler out, "
-            "broadcast the batch, or load shares with model.shard_dataloader(loader)"
+        told = (
+            f"rank {rank} passes another batch than rank 0: the values of input {other} differ. "
+            "Every rank passes the whole global batch, and autopar takes the rank's share of it: "
+            "seed the shuffling alike and leave DistributedSampler out, broadcast the batch, or "
+            "load shares with model.shard_dataloader(loader)"
         )
-    agree(failure, {})
+        store.compare_set(f"{key}/other", "", told)
+    wait_for_all()
+    if store.check([f"{key}/other"]):
+        raise AutoparError(store.get(f"{key}/other").decode())
+    if rank == 0:
+        store.delete_key(f"{key}/first")
+
+
+def _packed(samples: dict[str, _Sample]) -> str:
+    buffer = io.BytesIO()
+    torch.save(samples, buffer)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _unpacked(data: bytes) -> dict[str, _Sample]:
+    samples: dict[str, _Sample] = torch.load(io.BytesIO(base64.b64decode(data)), weights_only=True)
+    return samples
 
 
 def _sample(value: Tensor) -> _Sample:
