@@ -30,7 +30,7 @@ __all__ = ["OnePiece"]
 
 _JOINED = 1e-3  # what a mesh with joined axes must save
 _HIDDEN = 0.8  # of what was counted on: less, and the step is solved again
-_SLOWER = 0.01  # than the bound: more, and plain data parallelism is looked at
+_SLOWER = 0.01  # than the bound: more, and other programs are looked at
 _STAGES = (0, 1, 3)  # of ZeRO
 
 
@@ -79,9 +79,7 @@ class OnePiece:
             raise NotBelow(bound)
         if best is None:
             raise min(refused, key=lambda error: error.required_bytes or 0)
-        objective, bound = best.solver.objective, min(bound, best.solver.objective)
-        gap = 1 - bound / objective if objective else 0.0
-        return replace(best, solver=replace(best.solver, bound=bound, gap=gap))
+        return _proved(best, bound)
 
     def best(self, limit: int, plan: Plan | None = None) -> Plan:
         """A plan within the limit with what its program hides, or a faster one.
@@ -95,49 +93,57 @@ class OnePiece:
             InfeasiblePlanError: nothing fits.
         """
         first = plan or self.plan(limit)
-        found = scheduled(first, self.traced)
+        best = scheduled(first, self.traced)
         hoped_s = first.predicted.serial_time_s - first.solver.objective
-        hidden_s = found.predicted.hidden_time_s
-        now_s = found.predicted.step_time_s
-        others: list[Plan] = []
-        if hidden_s < _HIDDEN * hoped_s:
-            with suppress(NotBelow):
-                others.append(self.plan(limit, 1 - (1 - EXPOSED) * hidden_s / hoped_s, now_s))
-        elif now_s > (1 + _SLOWER) * first.solver.bound:
-            others += self._data_parallel(limit, now_s)
-        tried = [found, *(scheduled(plan, self.traced) for plan in others)]
-        return min(tried, key=lambda p: p.predicted.step_time_s)
+        hidden_s = best.predicted.hidden_time_s
+        share = 1 - (1 - EXPOSED) * hidden_s / hoped_s if hidden_s < _HIDDEN * hoped_s else EXPOSED
+        others = [(pinned, EXPOSED) for pinned in self._data_parallel()]
+        if share > EXPOSED:
+            others.append((self.constraints, share))
+        for constraints, exposed in others:
+            now_s = best.predicted.step_time_s
+            if now_s <= (1 + _SLOWER) * first.solver.bound:
+                break
+            # searches of other constraints are of other problems
+            searches = self.searches if constraints is self.constraints else None
+            pinned = replace(self, constraints=constraints, searches=searches)
+            with suppress(ConstraintError, InfeasiblePlanError, NotBelow):
+                other = scheduled(pinned.plan(limit, exposed, now_s), self.traced)
+                if exposed == EXPOSED:
+                    other = _proved(other, first.solver.bound)  # the pins are not the user's
+                other = replace(other, constraints=self.constraints.to_dict())
+                best = min(best, other, key=lambda p: p.predicted.step_time_s)
+        return best
 
-    def _data_parallel(self, limit: int, below_s: float) -> Iterator[Plan]:
-        """Plans below some seconds that split the batch over all devices, if no axis is pinned."""
+    def _data_parallel(self) -> Iterator[Constraints]:
+        """Those that split the batch over all devices, if no axis is pinned."""
         free = all(r.name == "free" for r in assign_mesh(self.constraints, self.cluster.mesh_shape))
         if not free or self.constraints.params or not self.traced.training:
             return
         for stage in _STAGES:
-            pinned = replace(self.constraints, data=self.cluster.num_devices, zero=stage)
-            with suppress(ConstraintError, InfeasiblePlanError, NotBelow):
-                yield self._solved(self.cluster, limit, EXPOSED, below_s, pinned)
+            yield replace(self.constraints, data=self.cluster.num_devices, zero=stage)
 
-    def _solved(
-        self,
-        cluster: Cluster,
-        limit: int,
-        exposed: float,
-        below_s: float = math.inf,
-        constraints: Constraints | None = None,
-    ) -> Plan:
+    def _solved(self, cluster: Cluster, limit: int, exposed: float, below_s: float) -> Plan:
         found = solve(
             self.traced,
             cluster,
-            constraints=replace(constraints or self.constraints, pipeline=None),
+            constraints=replace(self.constraints, pipeline=None),
             memory_limit=limit,
             optimizer=self.optimizer,
             offers=self.offers,
             exposed=exposed,
             below_s=below_s,
-            known=None if limit >= UNLIMITED or constraints else self.searches,
+            known=None if limit >= UNLIMITED else self.searches,
         )
         return replace(found, constraints=self.constraints.to_dict(), fusion=self.kernels)
+
+
+def _proved(plan: Plan, bound: float) -> Plan:
+    """A plan with a bound of the seconds that it counts."""
+    objective = plan.solver.objective
+    bound = min(bound, objective)
+    gap = 1 - bound / objective if objective else 0.0
+    return replace(plan, solver=replace(plan.solver, bound=bound, gap=gap))
 
 
 def _objective(plan: Plan | None) -> float:

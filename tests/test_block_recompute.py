@@ -275,6 +275,10 @@ def test_a_limit_between_the_kinds_gives_a_mixture(fold: bool) -> None:
         assert plan.predicted.step_time_s >= plan.solver.bound * (1 - 1e-9)
         again = planned(deep(fold), 1, limit, pipeline="none")
         assert (again.nodes, again.checkpoint) == (plan.nodes, plan.checkpoint)
+        # it is found, too, where no kind alone stays below the seconds asked for
+        below_s = seconds[strong] * (1 - 1e-3)
+        found = solve(deep(fold), devices(1), memory_limit=limit, below_s=below_s)
+        assert found.solver.objective < below_s
 
 
 @pytest.mark.slow

@@ -88,7 +88,11 @@ def free_blocks(traced: TracedModel, pinned: Checkpoint | None) -> list[Block]:
 
 
 def mixtures(
-    tried: Sequence[Variant], kinds: Sequence[Checkpoint], free: Sequence[Block], make: Make
+    tried: Sequence[Variant],
+    kinds: Sequence[Checkpoint],
+    free: Sequence[Block],
+    make: Make,
+    below_s: float = math.inf,
 ) -> list[Variant]:
     """Mixtures of two of the kinds tried, searched; none where none promises to be faster.
 
@@ -97,6 +101,7 @@ def mixtures(
         kinds: all checkpoints of which this may be said.
         free: blocks whose kind is open, in the order in which they run.
         make: the variant of a checkpoint, with the optimizer in some place.
+        below_s: seconds that the plan must stay below to be of use.
     """
     found: list[Variant] = []
     seen: list[object] = []
@@ -107,7 +112,8 @@ def mixtures(
             # kinds that were not searched, as a cheaper one fits without a limit, may mix better
             known = [v.checkpoint for v in alike]
             alike += [make(held, kind) for kind in kinds if kind not in known]
-            found += _mixtures(alike, free, partial(make, held), [*tried, *found])
+            best = min((*tried, *found), key=lambda v: v.seconds)
+            found += _mixtures(alike, free, partial(make, held), best, below_s)
     return found
 
 
@@ -115,12 +121,11 @@ def _mixtures(
     tried: Sequence[Variant],
     free: Sequence[Block],
     make: Callable[[Checkpoint], Variant],
-    others: Sequence[Variant],
+    best: Variant,
+    below_s: float,
 ) -> list[Variant]:
-    """Those with the optimizer in one place, if they promise to be faster than all others."""
-    best = min(others, key=lambda v: v.seconds)
-    memory = best.search.memory
-    pairs = _promising(tried, free, best.seconds * (1 - _WORTH))
+    """Those with the optimizer in one place, if they promise to be faster than the best other."""
+    pairs = _promising(tried, free, min(below_s, best.seconds * (1 - _WORTH)))
     priced = []
     for cheap, strong in pairs:
         mixer = _Mixer(cheap, strong, free, make)
@@ -131,8 +136,9 @@ def _mixtures(
         return []
     _, first, mixer = min(priced, key=lambda row: row[0])
     first.variant.search.memory.seed(first.chosen)
-    first.variant.search.start(best.seconds, memory.price)
-    first.variant.search.memory.finish(best.seconds)
+    to_beat_s = min(below_s, best.seconds)
+    first.variant.search.start(to_beat_s, best.search.memory.price)
+    first.variant.search.memory.finish(to_beat_s)
     fewer = mixer.fewer(first)
     if fewer is None:
         return [first.variant]

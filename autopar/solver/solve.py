@@ -196,8 +196,11 @@ def solve_step(
         if without is None and len(tried) > 1:
             away = _may_leave(planned, wanted)
             kinds = uniform_checkpoints(traced, wanted.checkpoint, away)
-            tried += mixtures(tried, kinds, free_blocks(traced, wanted.checkpoint), make)
+            free = free_blocks(traced, wanted.checkpoint)
+            tried += mixtures(tried, kinds, free, make, below_s)
         best = min(tried, key=lambda f: f.seconds)
+        if best.search.memory.best is None:
+            raise _nothing(tried, below_s)
         return Found(best, min(found.search.memory.bound for found in tried))
 
     if traced.hoisted or ports is not None:
@@ -216,12 +219,11 @@ def _searched(
     without: Excluded | None,
     below_s: float,
 ) -> list[Variant]:
-    """Searched variants of a step, of which one fits the limit at least.
+    """Searched variants of a step.
 
     Raises:
         ConstraintError: nothing is left without `without`.
-        InfeasiblePlanError: nothing fits.
-        NotBelow: nothing that costs less than `below_s` was found.
+        NotBelow: nothing costs less than `below_s`, whatever the limit.
     """
     tried: list[Variant] = []
     done: list[object] = []  # optimizers, where they are, of which an unlimited plan fits
@@ -249,12 +251,14 @@ def _searched(
         raise ConstraintError(f"the step has no {without.name}")
     for found in sorted(tried, key=lambda f: f.search.memory.bound):
         found.search.memory.finish(min(below_s, _fastest(tried)))
-    best = min(tried, key=lambda f: f.seconds)
-    if best.search.memory.best is None and math.isfinite(below_s):
-        raise NotBelow(min(found.search.memory.bound for found in tried))
-    if best.search.memory.best is None:
-        raise min(tried, key=lambda f: f.search.memory.least().peak).search.does_not_fit()
     return tried
+
+
+def _nothing(tried: list[Variant], below_s: float) -> Exception:
+    """What is said where no variant has a plan of use."""
+    if math.isfinite(below_s):
+        return NotBelow(min(found.search.memory.bound for found in tried))
+    return min(tried, key=lambda f: f.search.memory.least().peak).search.does_not_fit()
 
 
 def _variants(
