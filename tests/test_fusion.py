@@ -190,10 +190,11 @@ def test_unknown_names_are_refused() -> None:
         Fusion.parse({"of": []}, torch.device("cpu"))
 
 
-def test_dumped_sources_load_once(tmp_path: Path) -> None:
-    """One file a kernel, which loads each operand and stores each result once."""
+@pytest.mark.parametrize("triton", [True, False])
+def test_dumped_sources_load_once(tmp_path: Path, triton: bool) -> None:
+    """One file a kernel, also on a CPU, which loads each operand and stores each result once."""
     program = program_of("toy", {"only": [GENERATED], "dump": str(tmp_path)})
-    outputs_of("toy", program, triton=True)
+    outputs_of("toy", program, triton=triton)
     calls = [n for n in program.joint.graph.nodes if isinstance(n.target, Generated)]
     assert len(list(tmp_path.glob("*.py"))) == len(calls) > 1
     for call in calls:

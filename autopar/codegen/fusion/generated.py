@@ -65,7 +65,8 @@ class Generated:
         self.outputs = [inside[n] for n in outputs]
         self.module = late_module(self.graph)
         self.kind = (space, tuple(str(n.target) for n in members))
-        self.loaded: dict[Any, tuple[Kernel, Any]] = {}
+        self.kernels: dict[Any, Kernel] = {}  # by the operands' strides
+        self.functions: dict[Any, Any] = {}  # what Triton makes of them
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Generated) and self.kind == other.kind
@@ -79,15 +80,23 @@ class Generated:
     def __call__(self, *values: Tensor) -> Any:
         if any(v.is_cuda for v in values) and has_triton():
             return self.triton(*values)
+        if self.dump:
+            self.kernel(values)
         return self.module(*values)
 
     def kernel(self, values: Sequence[Tensor]) -> Kernel:
         """Source and launch for operands of these strides."""
-        return self._loaded(values)[0]
+        key = _strides(values)
+        if key not in self.kernels:
+            kernel = write_kernel(self.space, self.members, self.operands, self.outputs, values)
+            if self.dump:
+                _write(_of_this_rank(Path(self.dump)) / self._file(), kernel.source)
+            self.kernels[key] = kernel
+        return self.kernels[key]
 
     def triton(self, *values: Tensor) -> tuple[Tensor, ...]:
         """Run the Triton kernel, in the interpreter where `TRITON_INTERPRET=1`."""
-        kernel, function = self._loaded(values)
+        kernel, function = self.kernel(values), self._loaded(values)
         device = next(v.device for v in values if v.dim())
         results = tuple(
             torch.empty(value_of(n).shape, dtype=value_of(n).dtype, device=device)
@@ -102,16 +111,20 @@ class Generated:
             )  # fmt: skip
         return results
 
-    def _loaded(self, values: Sequence[Tensor]) -> tuple[Kernel, Any]:
-        key = tuple(v.stride() for v in values)
-        if key not in self.loaded:
-            kernel = write_kernel(self.space, self.members, self.operands, self.outputs, values)
-            suffix = f"_{len(self.loaded)}" if self.loaded else ""
-            file = f"{self.__name__}{suffix}.py"
-            self.loaded[key] = kernel, _load(kernel.source, _folder() / file)
-            if self.dump:
-                _write(_of_this_rank(Path(self.dump)) / file, kernel.source)
-        return self.loaded[key]
+    def _loaded(self, values: Sequence[Tensor]) -> Any:
+        key = _strides(values)
+        if key not in self.functions:
+            file = f"{self.__name__}_{len(self.functions)}.py"
+            self.functions[key] = _load(self.kernel(values).source, _folder() / file)
+        return self.functions[key]
+
+    def _file(self) -> str:
+        suffix = f"_{len(self.kernels)}" if self.kernels else ""
+        return f"{self.__name__}{suffix}.py"
+
+
+def _strides(values: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
+    return tuple(v.stride() for v in values)
 
 
 _FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
