@@ -57,9 +57,8 @@ class Shapes:
     def __init__(self, planner: StagePlanner, pin: PipelinePin, short: bool) -> None:
         self.planner = planner
         self.pin = pin
-        self.refused: AutoparError | None = None
         self.known: dict[PipelineShape, _Known] = {}
-        self.others: dict[PipelineShape, str] = {}  # that are impossible
+        self.others: dict[PipelineShape, AutoparError] = {}  # that are impossible
         for shape in self._listed(short):
             try:
                 bound_s = self._bound(shape, 0)
@@ -81,7 +80,7 @@ class Shapes:
             schedule = pin.schedule or ("interleaved" if chunks > 1 else "1f1b")
             if unasked and size == 1 and not short:
                 continue  # more turns, and nothing to gain
-            for turns in [pin.microbatches] if pin.microbatches else self._turns(size, unasked):
+            for turns in [pin.microbatches] if pin.microbatches else self._turns(size, chunks):
                 yield PipelineShape(
                     size=size,
                     microbatches=turns,
@@ -90,14 +89,17 @@ class Shapes:
                     cuts=pin.cuts and self.planner.work.named(pin.cuts),
                 )
 
-    def _turns(self, size: int, unasked: bool) -> list[int]:
-        """Numbers of microbatches to try."""
-        if not unasked:
-            return [size * n for n in _TURNS_PER_RANK]
+    def _turns(self, size: int, chunks: int) -> list[int]:
+        """Numbers of microbatches to try: of a pinned pipeline, also fewer than it has ranks."""
+        unasked = self.pin == PipelinePin()
         given = (s.shape[0] for s in self.planner.traced.inputs if s.kind == "input" and s.shape)
         batch = max(given, default=1)
         most = max(_TURNS_PER_RANK) * max(size, 4)
-        return [n for n in range(max(size, 2), min(batch, most) + 1) if batch % n == 0]
+        least = max(size, 2) if unasked else 2
+        found = {n for n in range(least, min(batch, most) + 1) if batch % n == 0}
+        # which input has the batch, and where, is not known here
+        found |= set() if unasked else {size * n for n in _TURNS_PER_RANK}
+        return sorted(n for n in found if chunks == 1 or n % size == 0)
 
     def schedules(self, shape: PipelineShape) -> Iterator[PipelineShape]:
         """The shape with the other schedules that it may run by."""
@@ -233,11 +235,16 @@ class Shapes:
         return least_seconds(shape, turn, hop_s, work.joint, starts)
 
     # --- what became of them -------------------------------------------------------------------
+    @property
+    def refused(self) -> AutoparError | None:
+        """Why no shape has a plan: of the fewest turns, as more may just not divide the batch."""
+        least = min(self.others, key=lambda s: (s.microbatches, s.size), default=None)
+        return None if least is None else self.others[least]
+
     def impossible(self, shape: PipelineShape, error: AutoparError) -> None:
         """Note a shape that no plan has."""
-        self.refused = self.refused or error
         self.known.pop(shape, None)
-        self.others[shape] = str(error)
+        self.others[shape] = error
 
     def settle(self, shape: PipelineShape, why: str, step_s: float | None = None) -> None:
         """Note that a shape need not be planned any more."""
@@ -262,7 +269,7 @@ class Shapes:
             if (shape.size, shape.microbatches) != chosen
         ]
         rows.sort(key=lambda row: (row.bound_s or 0.0, row.shape))
-        refused = [Considered(shape=str(s), why=why) for s, why in self.others.items()]
+        refused = [Considered(shape=str(s), why=str(why)) for s, why in self.others.items()]
         return tuple([*rows, *refused][:_KEPT])
 
 

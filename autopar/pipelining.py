@@ -130,7 +130,6 @@ class _Search:
         if pin == NO_PIPELINE:
             return self._plain()
         shapes = Shapes(self.planner, pin, short=True)
-        self.refused = shapes.refused
         best = self._best_of(shapes)
         if not shapes.known and pin.microbatches is None and pin.size != 1:
             # what cannot be split, such as batch normalisation, may still be cut into stages

@@ -32,6 +32,7 @@ DEFAULT = [
 
 
 _STAGES = 4  # of hand-written pipelines, with as many microbatches as serve best
+_DEEP = 16  # of those of tensor parallel nodes, where there are nodes enough
 
 
 def hand_written(mesh: tuple[int, ...]) -> dict[str, dict[str, Any]]:
@@ -54,6 +55,10 @@ def hand_written(mesh: tuple[int, ...]) -> dict[str, dict[str, Any]]:
     if devices > node:
         groups = devices // node // _STAGES
         plans["PP, TP+SP, ZeRO-1"] = {**stages, "data": groups, **tensor, "zero": 1}
+        if devices // node >= _DEEP:
+            deep = {"pipeline": {"size": _DEEP, "schedule": "1f1b"}, "zero": 1}
+            groups = devices // node // _DEEP
+            plans[f"PP of {_DEEP}, TP+SP, ZeRO-1"] = {**deep, "data": groups, **tensor}
     return plans
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -134,6 +135,28 @@ def test_stages_of_a_rank_fit_together_though_not_each_at_its_peak(share: float)
     else:  # more than half of the limit each, where that is what a stage needs
         parts = [p.predicted.peak_memory_bytes for p in tight.pipeline.stages]
         assert max(parts) > share * most / 2
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_microbatches_of_a_pinned_pipeline_divide_the_batch(schedule: str) -> None:
+    """Fewer than it has ranks, or more: the fastest of them, and not all at once."""
+    torch.manual_seed(0)
+    rows = 6 if schedule == "1f1b" else 12
+    model, inputs = Stack(8, 256).double().train(), {"x": torch.randn(rows, 256).double()}
+    traced = trace(model, inputs, fold=True)
+    pin = {"size": 4, "schedule": schedule}
+    plan = planned(traced, nodes_apart(1e-6, 1e12), pipeline=pin)
+    assert plan.pipeline is not None
+    assert plan.pipeline.microbatches > 1
+    listed = {}
+    for number in (2, 3, 4, 6, 8, 12):
+        with suppress(ConstraintError):
+            some = {**pin, "microbatches": number}
+            found = planned(traced, nodes_apart(1e-6, 1e12), pipeline=some)
+            listed[number] = found.predicted.step_time_s
+    assert len(listed) > 1
+    assert plan.predicted.step_time_s == pytest.approx(min(listed.values()), rel=1e-2)
+    assert verify(plan, model, inputs).worst[1] <= 1e-9
 
 
 def test_the_choice_is_the_same_every_time() -> None:
