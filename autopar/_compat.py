@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._C._autograd import DeviceType
+from torch._C._distributed_c10d import _SymmetricMemory
 from torch._functorch import predispatch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.distributed_c10d import Store, _get_default_store
+from torch.distributed import _symmetric_memory as symmetric
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import (
+    Store,
+    _get_default_store,
+    _get_process_group_store,
+)
 from torch.distributed.tensor import DTensor, _dtensor_spec, _redistribute
 from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor import Replicate as TorchReplicate
@@ -32,13 +41,20 @@ __all__ = [
     "dtensor_like",
     "dtensor_placements",
     "fake_mode_of",
+    "fused_all_gather_matmul",
+    "fused_matmul_reduce_scatter",
+    "group_of",
+    "has_symmetric_memory",
     "inductor_compile",
     "layout_of",
+    "meet_in_symmetric_memory",
     "module_has_hooks",
     "register_dataclasses",
     "storage_users",
     "symbolic_mode",
 ]
+
+_MEETING = timedelta(seconds=60)
 
 
 def _gather_any_strided_shard() -> None:
@@ -106,6 +122,58 @@ def default_store() -> Store:
 def cloned_store(store: Store) -> Store:
     """The same store over a connection of its own."""
     found: Store = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
+    return found
+
+
+# --- symmetric memory, which needs no registration of groups in these versions
+
+
+def group_of(name: str) -> Any:
+    """The process group that a program calls by this name."""
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,attr-defined]
+
+
+def has_symmetric_memory(device: torch.device) -> bool:
+    """True if torch can allocate symmetric memory on a device."""
+    return _SymmetricMemory.get_backend(device) is not None
+
+
+def meet_in_symmetric_memory(group: Any) -> None:
+    """Map a small buffer of every rank of a group; raises where that fails.
+
+    Ranks meet at the group's store. One that fails leaves the others waiting there, for no longer
+    than `_MEETING` then, in place of the minutes that a store has. The fused ops take for granted
+    that a device that can multicast does, where torch goes on without when it fails to.
+    """
+    store = _get_process_group_store(group)
+    patience = store.timeout  # type: ignore[attr-defined]  # not in torch's stubs
+    store.set_timeout(_MEETING)
+    try:
+        met = symmetric.get_symm_mem_workspace(group.group_name, min_size=1 << 20)
+    finally:
+        store.set_timeout(patience)
+    device = torch.cuda.current_device()
+    if _SymmetricMemory.has_multicast_support(DeviceType.CUDA, device) and not met.multicast_ptr:
+        raise RuntimeError(
+            "multicast failed on devices that have it; set TORCH_SYMM_MEM_DISABLE_MULTICAST=1"
+        )
+
+
+def fused_all_gather_matmul(
+    shard: Tensor, others: list[Tensor], group_name: str, keep: bool
+) -> tuple[Tensor | None, list[Tensor]]:
+    """Torch's op on matrices, whose rows are gathered."""
+    # small ones are gathered by multicast, unless they are wanted: it takes multiples of 16 bytes
+    wanted = keep or shard.numel() * shard.element_size() % 16 > 0
+    whole, products = torch.ops.symm_mem.fused_all_gather_matmul(
+        shard, others, 0, group_name, return_A=wanted
+    )
+    return whole, products
+
+
+def fused_matmul_reduce_scatter(a: Tensor, b: Tensor, group_name: str) -> Tensor:
+    """Torch's op on matrices, the rows of whose product are summed and scattered."""
+    found: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(a, b, "sum", 0, group_name)
     return found
 
 

@@ -171,7 +171,8 @@ def parallelize(
         seed: of dropout; default: the first rank's `torch.initial_seed()`.
         backend: "eager" runs the emitted graphs as they are; "inductor" compiles them with torch's
             Inductor, and runs those as they are that it fails on, with a warning.
-        passes: names of the passes over the program, out of `autopar.PASSES`; default: all. The
+        passes: names of the passes over the program, out of `autopar.PASSES` and
+            "symmetric_memory", which runs only where it is named; default: `autopar.PASSES`. The
             same on every rank.
         fusion: True or False for fused kernels, or `{"off": [...]}` by name, `{"dump": folder}` for
             the sources of generated ones; default: on CUDA only.

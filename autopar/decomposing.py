@@ -28,7 +28,7 @@ from autopar.cost_model import Cluster
 from autopar.cost_model.collectives import CollectiveKind
 from autopar.cost_model.simulator import Simulation, simulate
 
-__all__ = ["Trial", "decomposed"]
+__all__ = ["Trial", "decomposed", "look"]
 
 _COUNTS = (2, 3, 4, 6, 8)
 _MOST_TRIALS = 4
@@ -147,7 +147,7 @@ def _promising(before: Trial, plan: Plan, cluster: Cluster) -> list[_Group]:
     for site in find_sites(before.graph):
         # what leaves a stage is known by another name in each stage
         if key_of(site.start)[0] in plan.nodes:
-            alike[_look(site)].append(site)
+            alike[look(site)].append(site)
     found: list[tuple[_Group, set[fx.Node]]] = []
     for sites in alike.values():
         hidden = [shares.get(key_of(site.start), 0.0) for site in sites]
@@ -173,7 +173,7 @@ def _promising(before: Trial, plan: Plan, cluster: Cluster) -> list[_Group]:
     return chosen
 
 
-def _look(site: Site) -> Hashable:
+def look(site: Site) -> Hashable:
     """What sites that are alike have in common."""
     _, axis, kind = key_of(site.start)
     products = tuple(

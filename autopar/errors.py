@@ -10,6 +10,7 @@ __all__ = [
     "LostRankError",
     "PlanMismatchError",
     "ShardingError",
+    "SymmetricMemoryWarning",
     "TraceError",
     "UncheckedWarning",
     "UnsupportedOpWarning",
@@ -73,3 +74,7 @@ class UnsupportedOpWarning(UserWarning):
 
 class UncheckedWarning(UserWarning):
     """The model checks values and raises; the parallel program leaves the check out."""
+
+
+class SymmetricMemoryWarning(UserWarning):
+    """A process group has no symmetric memory: the pass of that name gains nothing there."""

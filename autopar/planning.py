@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from autopar.runtime.pipeline import PipelinedStep
 from autopar.runtime.pipeline_mesh import PipelineMesh, check_ascending, own_plan
 from autopar.runtime.state import materialize
 from autopar.step_plans import StepPlans
+from autopar.symmetric_calls import with_symmetric_calls
 from autopar.tracer.fold import find_repeats
 from autopar.tracer.trace import trace
 
@@ -161,6 +163,9 @@ class Planner:
             training: with gradients.
         """
         traced, chosen = self._planned(args, kwargs, training)
+        if "symmetric_memory" in self.passes:
+            marked = partial(with_symmetric_calls, chosen, traced, self.passes)
+            chosen = self._by_first(marked)
         if chosen.pipeline is not None:
             return PipelinedStep(
                 traced,
@@ -255,12 +260,19 @@ class Planner:
             self._check_given(chosen, traced)
             self.first = chosen
             return chosen
+        chosen = self._by_first(partial(self._solve, traced))
+        if self.first is None:
+            self.first = chosen
+        return chosen
+
+    def _by_first(self, plan: Callable[[], Plan]) -> Plan:
+        """What the mesh's first rank plans, on every rank."""
         box: list[Any] = [None]
         src = int(self.mesh.mesh.flatten()[0])
         failure: Exception | None = None
         if dist.get_rank() == src:
             try:
-                box = [self._solve(traced)]
+                box = [plan()]
             except AutoparError as error:
                 box = [error]
             except Exception as error:
@@ -274,8 +286,6 @@ class Planner:
         if isinstance(chosen, AutoparError):
             raise chosen
         assert isinstance(chosen, Plan)
-        if self.first is None:
-            self.first = chosen
         return chosen
 
     def _solve(self, traced: TracedModel) -> Plan:

@@ -20,6 +20,7 @@ from autopar.cost_model.opdb import OpDatabase
 from autopar.cost_model.simulator import Simulation
 from autopar.cost_model.simulator import simulate as simulate_program
 from autopar.errors import AutoparError
+from autopar.symmetric_calls import with_symmetric_calls
 from autopar.tracer.trace import trace
 
 __all__ = ["simulate"]
@@ -71,6 +72,7 @@ def simulate(
         plan = unfolded(plan, trace(model, example_inputs, fold=True, **options), whole)
     first = [0] * len(plan.mesh_shape)
     fused = Fusion.of(plan) if fusion is None else fusion
+    plan = with_symmetric_calls(plan, whole, passes)
     program = emit(whole, plan, first, passes=passes, fusion=fused)
     trainable = {spec.target for spec in whole.parameters() if spec.trainable}
     local = [

@@ -19,6 +19,7 @@ from autopar.errors import PlanMismatchError
 from autopar.runtime.lockstep import mesh_coords, run_lockstep
 from autopar.runtime.shards import assemble, take_shard
 from autopar.runtime.turns import Strided, run_stages
+from autopar.symmetric_calls import with_symmetric_calls
 from autopar.tracer.precision import call_in, low_dtype
 from autopar.tracer.trace import normalize_inputs, trace
 
@@ -98,6 +99,7 @@ def verify(
                 f"{folded.fingerprint()}"
             )
         plan = unfolded_plan(plan, folded, traced)
+    plan = with_symmetric_calls(plan, traced, passes)
     args, kwargs = normalize_inputs(example_inputs)
     flat = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     whole = whole_inputs(traced, model, flat, seed)

@@ -13,9 +13,12 @@ from autopar.codegen.emit import emit
 from autopar.codegen.passes.sites import find_sites, key_of
 from autopar.codegen.turns import emit_turns
 from autopar.core.graph import TracedModel
+from autopar.core.overlapped import GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from autopar.core.plan import Pieces, Plan
 from autopar.cost_model import Cluster
 from autopar.runtime.turns import stages_at_turns
+
+CALLS = (GATHER_MATMUL, MATMUL_REDUCE_SCATTER)
 
 
 class Gated(nn.Module):
@@ -111,3 +114,8 @@ def cut(graph: fx.Graph) -> dict[Any, list[fx.Node]]:
         if "piece" in node.meta:
             found.setdefault(key_of(node), []).append(node)
     return found
+
+
+def calls(graph: fx.Graph) -> list[fx.Node]:
+    """Nodes that are a collective and the products beside it."""
+    return [node for node in graph.nodes if node.target in CALLS]

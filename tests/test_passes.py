@@ -14,9 +14,16 @@ from torch.utils._pytree import tree_map_only
 import autopar
 from autopar.codegen.emit import Program, emit
 from autopar.codegen.partition import split_phases
-from autopar.codegen.passes import PASSES, check_passes, run_last_passes, run_passes
+from autopar.codegen.passes import (
+    OPTIONAL_PASSES,
+    PASSES,
+    check_passes,
+    run_last_passes,
+    run_passes,
+)
 from autopar.codegen.passes.lifetimes import Lifetimes, is_start, is_wait
 from autopar.codegen.passes.sites import find_sites, key_of
+from autopar.codegen.passes.symmetric import can_be_called
 from autopar.core.blocks import Block, Blocks
 from autopar.core.constraints import Constraints
 from autopar.core.graph import TracedModel
@@ -46,6 +53,8 @@ SUBSETS = [
     (PASSES[0],),
     *((PASSES[0], name) for name in MOVING),
     PASSES,
+    OPTIONAL_PASSES,
+    (*OPTIONAL_PASSES, *PASSES),
 ]
 FEW = [names for names in SUBSETS if len(names) <= 1 or len(names) >= len(PASSES) - 1]
 
@@ -403,6 +412,7 @@ class Runs:
             block_of=self.block_of,
             spare=spare,
             pieces={key_of(site.start): 2 for site in find_sites(copy)},
+            calls={key_of(site.start) for site in find_sites(copy) if can_be_called(site)},
         )
         run_last_passes(found, names)
         return found
@@ -437,8 +447,8 @@ def stale(graph: fx.Graph) -> list[fx.Node]:
 
 def sent(graph: fx.Graph) -> dict[tuple[str, int], int]:
     found: dict[tuple[str, int], int] = {}
-    for node in filter(is_start, graph.nodes):
-        kind, axis, num_bytes, times = node.meta["collective"]
+    for node in (n for n in graph.nodes if is_start(n) or "overlapped" in n.meta):
+        kind, axis, num_bytes, times = node.meta.get("collective") or node.meta["overlapped"]
         found[kind, axis] = found.get((kind, axis), 0) + num_bytes * times
     return found
 

@@ -75,8 +75,9 @@ def count_collectives(graph: fx.Graph) -> tuple[CommBytes, ...]:
     size: Counter[tuple[int, str]] = Counter()
     count: Counter[tuple[int, str]] = Counter()
     for node in graph.nodes:
-        if "collective" in node.meta:
-            kind, axis, num_bytes, times = node.meta["collective"]
+        sent = node.meta.get("collective") or node.meta.get("overlapped")
+        if sent is not None:
+            kind, axis, num_bytes, times = sent
             size[axis, kind] += num_bytes * times
             count[axis, kind] += times
     return tuple(
@@ -104,7 +105,7 @@ def emit(
         group_names: process group of each axis; symbolic names where the program is not run
             by a process of its own.
         device: of factory results.
-        passes: names out of `autopar.codegen.passes.PASSES`; None for all.
+        passes: names out of those of `autopar.codegen.passes`; None for `PASSES`.
         fusion: what to fuse; see `Fusion.parse`.
 
     Raises:
@@ -222,16 +223,20 @@ class Emitter:
         check_traffic(count_collectives(self.graph), self.plan)
 
     def program(
-        self, passes: Collection[str] | None, pieces: Mapping[Key, int] | None = None
+        self,
+        passes: Collection[str] | None,
+        pieces: Mapping[Key, int] | None = None,
+        calls: Collection[Key] | None = None,
     ) -> Program:
         """The program that passes make of what is written, which is left as it is.
 
         Args:
-            passes: names out of `autopar.codegen.passes.PASSES`; None for all.
+            passes: names out of those of `autopar.codegen.passes`; None for `PASSES`.
             pieces: of collectives that are cut; default: the plan's.
+            calls: collectives that may be one call with their products; default: the plan's.
         """
         inputs, outputs = self.inputs, self.outputs
-        graph = self._through(passes, pieces)
+        graph = self._through(passes, pieces, calls)
         if self.fusion.kernels:
             fuse(graph, self.fusion, self.builder.fake_mode)
         tangents = {spec.node for spec, _ in inputs if spec.kind == "tangent"}
@@ -256,6 +261,7 @@ class Emitter:
         self,
         passes: Collection[str] | None,
         pieces: Mapping[Key, int] | None,
+        calls: Collection[Key] | None = None,
         resident: Mapping[str, int] | None = None,
     ) -> fx.Graph:
         """What is written, behind its passes; the arguments are those of `run_passes`."""
@@ -266,6 +272,7 @@ class Emitter:
             block_of=self._block,
             resident=resident,
             pieces=self.plan.piece_counts() if pieces is None else pieces,
+            calls=self.plan.symmetric_calls() if calls is None else calls,
         )
 
     def _inputs(self) -> list[tuple[InputSpec, Layout]]:

@@ -183,6 +183,9 @@ def _statement(node: fx.Node, plan: Plan) -> str:
     if "collective" in node.meta:
         kind, axis, num_bytes, _ = node.meta["collective"]
         comment += f" {kind} on {plan.axis_names[axis]}, {format_bytes(num_bytes)}"
+    if "overlapped" in node.meta:
+        kind, axis, num_bytes, _ = node.meta["overlapped"]
+        comment += f" {kind} on {plan.axis_names[axis]}, {format_bytes(num_bytes)}, in one call"
     if "piece" in node.meta:
         piece, count = node.meta["piece"]
         comment += f", piece {piece + 1} of {count}"

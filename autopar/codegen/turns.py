@@ -90,7 +90,7 @@ def emit_turns(
         coords: coordinate on each axis of the stage's mesh.
         group_names: process group of each axis; symbolic names where no process runs it.
         device: of factory results.
-        passes: names out of `autopar.codegen.passes.PASSES`; None for all.
+        passes: names out of those of `autopar.codegen.passes`; None for `PASSES`.
         fusion: what to fuse; see `Fusion.parse`.
 
     Raises:
@@ -140,16 +140,25 @@ class TurnWriter:
         for emitter in self._emitters:
             emitter.write()
 
+    @property
+    def graph(self) -> fx.Graph:
+        """Of one turn, as it is written."""
+        return self._emitters[0].graph
+
     def program(
-        self, passes: Collection[str] | None, pieces: Mapping[Key, int] | None = None
+        self,
+        passes: Collection[str] | None,
+        pieces: Mapping[Key, int] | None = None,
+        calls: Collection[Key] | None = None,
     ) -> TurnProgram:
         """The program that passes make of what is written, which is left as it is.
 
         Args:
-            passes: names out of `autopar.codegen.passes.PASSES`; None for all.
+            passes: names out of those of `autopar.codegen.passes`; None for `PASSES`.
             pieces: of collectives that are cut; default: the plan's.
+            calls: collectives that may be one call with their products; default: the plan's.
         """
-        graphs = [emitter.passed(passes, pieces) for emitter in self._emitters]
+        graphs = [emitter.passed(passes, pieces, calls) for emitter in self._emitters]
         if len(graphs) > 1:
             _depend_on_turn(graphs)
         return self._emitters[0].of_all_turns(graphs[0], passes)
@@ -186,9 +195,14 @@ class _TurnEmitter(Emitter):
             inputs_first(self.graph, [node for node, spec, _ in self.leaving if _is_sent(spec)])
         check_traffic(count_collectives(self.graph), self.plan)
 
-    def passed(self, passes: Collection[str] | None, pieces: Mapping[Key, int] | None) -> fx.Graph:
+    def passed(
+        self,
+        passes: Collection[str] | None,
+        pieces: Mapping[Key, int] | None,
+        calls: Collection[Key] | None,
+    ) -> fx.Graph:
         """The graph of one turn, with its passes and with the written kernels of its fusion."""
-        graph = self._through(passes, pieces, self._resident())
+        graph = self._through(passes, pieces, calls, self._resident())
         self._fuse(graph, self.fusion.kernels - {GENERATED})
         return graph
 

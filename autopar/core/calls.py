@@ -32,15 +32,18 @@ class BucketBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
-    """Into how many pieces a collective is cut, to run beside the product that it belongs to.
+    """How a collective runs beside the product that it belongs to: in pieces, or in one call.
 
     Attributes:
         node: that the collective is emitted for.
         axis, kind: of the collective.
-        count: of pieces, at least 2.
+        count: of pieces; 1 where it stays whole without that call.
+        call: True where one call with the product is predicted to be faster; it is made by the pass
+            `symmetric_memory`, where that runs.
     """
 
     node: str
     axis: int
     kind: str
     count: int
+    call: bool = False

@@ -148,6 +148,10 @@ class Plan:
         """Pieces of the collectives that are cut, by node, mesh axis and kind."""
         return {(row.node, row.axis, row.kind): row.count for row in self.pieces}
 
+    def symmetric_calls(self) -> frozenset[tuple[str, int, str]]:
+        """Collectives that may be one call with their products, by node, mesh axis and kind."""
+        return frozenset((row.node, row.axis, row.kind) for row in self.pieces if row.call)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; layouts as lists of short forms such as `"S0"`.
 

@@ -15,6 +15,9 @@ Copies of activations to host memory and back have a stream each way. One starts
 issued before it is done and its stream is free, and one that comes back no sooner than it has gone
 to the host; where compute stands at the wait for one, these seconds are added to I, as the copy's.
 
+A call that sends and multiplies at once (`overlapped_calls.py`) begins when both streams are free,
+and takes both; what it takes longer than its ops is exposed.
+
 In a folded program a node of the block that stands for k counts k times: the blocks between run as
 this one does. Where that would hide more than C, hidden is C.
 """
@@ -40,6 +43,7 @@ from autopar.cost_model.collectives import CollectiveKind
 from autopar.cost_model.compute import compute_seconds_array
 from autopar.cost_model.memory import Offloaded, dtype_bytes, optimizer_state_bytes
 from autopar.cost_model.offload import can_offload, offload_seconds
+from autopar.cost_model.overlapped_calls import call_seconds
 from autopar.cost_model.profile import DeviceProfile
 from autopar.cost_model.streams import Streams
 
@@ -169,9 +173,9 @@ def simulate(
     sent: list[tuple[fx.Node, Span]] = []
     copies: list[tuple[fx.Node, Span]] = []
     for node in graph.nodes:
-        span = _issue(node, streams, cluster, times) if node.op == "call_function" else None
-        if span is not None:
-            spans.append(span)
+        found = _issue(node, streams, cluster, times) if node.op == "call_function" else ()
+        spans += found
+        for span in found:
             if span.stream != "compute":
                 (sent if isinstance(span.stream, int) else copies).append((node, span))
     streams.wait(streams.comm_free_s)  # what nobody waited for ends before the step does
@@ -190,31 +194,41 @@ def simulate(
     )
 
 
-def _issue(node: fx.Node, streams: Streams, cluster: Cluster, times: OpTimes | None) -> Span | None:
-    """Let a node run, or wait; what it does on its stream."""
+def _issue(
+    node: fx.Node, streams: Streams, cluster: Cluster, times: OpTimes | None
+) -> Sequence[Span]:
+    """Let a node run, or wait; what it does on its streams."""
     phase, count = str(node.meta.get("phase", "forward")), int(node.meta.get("times", 1))
     origin = str(node.meta.get("origin", ""))
+    if "overlapped" in node.meta:
+        kind, axis, num_bytes, count = node.meta["overlapped"]
+        compute_s, comm_s, exposed_s = call_seconds(node, cluster)
+        start = streams.call(node, compute_s, exposed_s)
+        members = ((origin, num_bytes),)
+        return (
+            Span(node.name, "compute", phase, start, compute_s, count, origin=origin),
+            Span(node.name, axis, phase, start, comm_s, count, kind, 0.0, members, origin),
+        )
     if "collective" in node.meta:
         kind, axis, num_bytes, count = node.meta["collective"]
         seconds = cluster.collective_seconds(CollectiveKind(kind), num_bytes, axis)
         start = streams.send(node, seconds, cluster.compute_share(axis))
         members = node.meta.get("members", ((origin, num_bytes),))
-        return Span(
-            node.name, axis, phase, start, seconds, count, kind, members=members, origin=origin
-        )
+        return (Span(node.name, axis, phase, start, seconds, count, kind, 0.0, members, origin),)
     if node.args and isinstance(node.args[0], fx.Node) and node.args[0] in streams.ends:
         streams.wait(streams.ends[node.args[0]])
-        return None
+        return ()
     if node.target is ARRIVED:
         streams.stand_for(node.all_input_nodes[0])
-        return None
+        return ()
     if node.target in WITH_HOST and can_offload(cluster.device):
         seconds = node_seconds(node, cluster.device)
         start, way = streams.copy(node, seconds), "up" if node.target is FROM_HOST else "down"
-        return Span(node.name, way, phase, start, seconds, count, origin=origin)
+        return (Span(node.name, way, phase, start, seconds, count, origin=origin),)
     found = times.seconds(node) if times is not None else None
     seconds = node_seconds(node, cluster.device) if found is None else found
-    return Span(node.name, "compute", phase, streams.run(seconds), seconds, count, origin=origin)
+    start = streams.run(seconds)
+    return (Span(node.name, "compute", phase, start, seconds, count, origin=origin),)
 
 
 def _by_axis(

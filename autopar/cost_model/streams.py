@@ -69,6 +69,13 @@ class Streams:
         self.exposed[node] = 0.0
         return start
 
+    def call(self, node: fx.Node, compute_s: float, exposed_s: float) -> float:
+        """Run an op that sends while it computes; returns when it starts."""
+        self.wait(self.comm_free_s)
+        start = self.run(compute_s + exposed_s)
+        self.comm_free_s, self.exposed[node] = self.compute_s, exposed_s
+        return start
+
     def copy(self, node: fx.Node, seconds: float) -> float:
         """Start a copy to or from host memory; returns when it starts."""
         link, there_s = self._links[node.target], self._copied.get(node.all_input_nodes[0], 0.0)

@@ -14,6 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autopar.core.einsum import contract
+from autopar.core.overlapped import (
+    GATHER_MATMUL,
+    MATMUL_REDUCE_SCATTER,
+    multiplied,
+    parts_of,
+)
+
 __all__ = ["mesh_coords", "run_lockstep"]
 
 c10d = torch.ops._c10d_functional
@@ -40,7 +48,7 @@ def _reduce(values: list[Tensor], op: str) -> Tensor:
     return stacked.amax(0) if op == "max" else stacked.amin(0)
 
 
-def _run_group(target: Any, args: list[tuple[Any, ...]]) -> list[Tensor]:
+def _run_group(target: Any, args: list[tuple[Any, ...]]) -> list[Any]:
     """One collective for the ranks of one group, given the arguments of each."""
     inputs = [a[0] for a in args]
     if target is c10d.all_reduce_.default:
@@ -57,7 +65,19 @@ def _run_group(target: Any, args: list[tuple[Any, ...]]) -> list[Tensor]:
     if target is c10d.all_to_all_single.default:
         sent = [x.split(a[2]) for x, a in zip(inputs, args, strict=True)]
         return [torch.cat([parts[me] for parts in sent]) for me in range(len(inputs))]
+    if target is GATHER_MATMUL:
+        whole = torch.cat(inputs, args[0][3])
+        return [multiplied(whole.clone(), a[1], a[2], a[4]) for a in args]
+    if target is MATMUL_REDUCE_SCATTER:
+        return _scattered_products(args)
     raise AssertionError(f"{target} is not a collective that codegen emits")
+
+
+def _scattered_products(args: list[tuple[Any, ...]]) -> list[Tensor]:
+    products = [contract(equation, a, b) for a, b, equation, *_ in args]
+    dim, ranks = args[0][3:5]
+    summed = _reduce([parts_of(product, dim, ranks) for product in products], "sum")
+    return [part.clone() for part in summed]
 
 
 def run_lockstep(
@@ -99,8 +119,9 @@ def _run_row(
         return fx.map_arg(row[rank].args, lookup), fx.map_arg(row[rank].kwargs, lookup)
 
     target: Any = row[0].target
-    if "collective" in row[0].meta:
-        axis = row[0].meta["collective"][1]
+    sent = row[0].meta.get("collective") or row[0].meta.get("overlapped")
+    if sent is not None:
+        axis = sent[1]
         for group in _groups(mesh_shape, axis):
             values = _run_group(target, [arguments(rank)[0] for rank in group])
             for rank, value in zip(group, values, strict=True):

@@ -130,6 +130,8 @@ class TimedGraph:
                 "op": str(node.target),
                 "of": str(node.meta.get("origin", "")),
             }
+            if "overlapped" in node.meta:
+                details["bytes"] = node.meta["overlapped"][2]
             if node.target is torch.ops._c10d_functional.wait_tensor.default:
                 source = node.args[0]
                 assert isinstance(source, fx.Node)

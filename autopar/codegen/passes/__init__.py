@@ -13,6 +13,9 @@ late        waits stand in front of the first reader, those for what only the   
 in_place    an all-reduce works in the memory of its operand                    `in_place.py`
 ==========  ==================================================================  ==============
 
+One more runs in front of these where it is asked for by name: `symmetric_memory` puts one call in
+place of a collective and the products beside it (`symmetric.py`).
+
 Each works on the joint graph, alone or with the others, keeps its values, and raises its peak
 memory by no more than it is allowed to. `in_place` runs behind whatever else is done to a graph.
 """
@@ -37,12 +40,16 @@ from autopar.codegen.passes.overlap import (
     wait_late,
 )
 from autopar.codegen.passes.sites import Key
+from autopar.codegen.passes.symmetric import symmetric_memory
 from autopar.errors import AutoparError
 
-__all__ = ["PASSES", "check_passes", "phase_of", "run_last_passes", "run_passes"]
+__all__ = ["OPTIONAL_PASSES", "PASSES", "check_passes", "phase_of", "run_last_passes", "run_passes"]
 
 PASSES = ("decompose", "bucket", "prefetch", "early", "late", "in_place")
-"""All passes, in order."""
+"""The passes that run by default, in order."""
+
+OPTIONAL_PASSES = ("symmetric_memory",)
+"""Passes that run only where their names are given, in front of the others."""
 
 # scratch inside ops is not counted as live, so a moment may hold more than it seems to
 _SCRATCH = 0.1
@@ -54,18 +61,19 @@ def phase_of(node: fx.Node) -> Hashable:
 
 
 def check_passes(names: Collection[str] | None) -> tuple[str, ...]:
-    """The passes of these names in their order; all for None.
+    """The passes of these names in their order; `PASSES` for None.
 
     Raises:
         AutoparError: there is no such pass.
     """
     if names is None:
         return PASSES
-    unknown = [repr(name) for name in names if name not in PASSES]
+    unknown = [repr(n) for n in names if n not in PASSES and n not in OPTIONAL_PASSES]
     if isinstance(names, str) or unknown:
         given = repr(names) if isinstance(names, str) else ", ".join(unknown)
-        raise AutoparError(f"passes={given}: give a list of names out of {', '.join(PASSES)}")
-    return tuple(name for name in PASSES if name in names)
+        known = ", ".join((*PASSES, *OPTIONAL_PASSES))
+        raise AutoparError(f"passes={given}: give a list of names out of {known}")
+    return tuple(name for name in (*OPTIONAL_PASSES, *PASSES) if name in names)
 
 
 def run_passes(
@@ -77,17 +85,19 @@ def run_passes(
     spare: int = 0,
     resident: Mapping[str, int] | None = None,
     pieces: Mapping[Key, int] | None = None,
+    calls: Collection[Key] = (),
 ) -> fx.Graph:
     """Run passes over a joint graph, all but those of `run_last_passes`.
 
     Args:
         graph: with fake values; it may be changed.
-        names: out of `PASSES`; None for all.
+        names: out of `PASSES` and `OPTIONAL_PASSES`; None for `PASSES`.
         sizes: bytes that close a bucket, by axis and kind.
         block_of: block of a node of the traced graph, by name; None outside of blocks.
         spare: bytes by which the peak may grow.
         resident: bytes that live beside the graph's own, by phase.
         pieces: of collectives that are cut, by origin, axis and kind.
+        calls: of collectives that become one call with their products, where that pass runs.
 
     Returns:
         The graph that the passes made of it.
@@ -101,6 +111,8 @@ def run_passes(
     def block(node: fx.Node) -> Hashable:
         return block_of(str(node.meta.get("origin", "")))
 
+    if "symmetric_memory" in chosen and calls:
+        graph = symmetric_memory(graph, calls, budget, resident)
     if "decompose" in chosen and pieces:
         graph = decompose(graph, pieces, budget, resident)
     if "bucket" in chosen:

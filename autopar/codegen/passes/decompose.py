@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from autopar.codegen.passes.lifetimes import Lifetimes
-from autopar.codegen.passes.order import call_like, copied, reorder, show_anew
+from autopar.codegen.passes.order import call_like, copied, erase, reorder, show_anew
 from autopar.codegen.passes.sites import (
     Gather,
     Key,
@@ -39,7 +39,7 @@ from autopar.codegen.passes.sites import (
     split_dim,
 )
 
-__all__ = ["decompose", "rewrite"]
+__all__ = ["at_work", "decompose", "rewrite"]
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -74,11 +74,11 @@ def decompose(
         lifetimes = Lifetimes(trial, resident)
         if lifetimes.peak_bytes <= budget:
             return trial
-        whole |= _open(made, lifetimes)
+        whole |= at_work(made, lifetimes)
     return graph
 
 
-def _open(made: Mapping[int, Sequence[fx.Node]], lifetimes: Lifetimes) -> set[int]:
+def at_work(made: Mapping[int, Sequence[fx.Node]], lifetimes: Lifetimes) -> set[int]:
     """The sites that are at work where most is live; if none is, the one that was last."""
     peak, place = int(lifetimes.live.argmax()), lifetimes.position
     spans = {index: (place[nodes[0]], place[nodes[-1]]) for index, nodes in made.items()}
@@ -256,10 +256,10 @@ class _GatherWriter(_Writer):
             for product, sink in sinks.items():
                 where = equation_of(product).out.index(letter(site, product, self.dim))
                 sink.replace_all_uses_with(self.join(sink, at, outs[product], where))
-            _erase([*sinks.values(), *products, *reversed(site.body)])
+            erase([*sinks.values(), *products, *reversed(site.body)])
             if site.value.users:  # somebody else needs it whole
                 site.value.replace_all_uses_with(self.join(site.start, at, wholes, self.dim))
-                _erase([*reversed(site.body)])
+                erase([*reversed(site.body)])
 
     def _issue(self, at: float, piece: int) -> fx.Node:
         site = self.site
@@ -317,7 +317,7 @@ class _ReductionWriter(_Writer):
                 for user in list(site.value.users):
                     if user not in body:
                         user.replace_input_with(site.value, assembled)
-        _erase([*reversed(site.body), *reversed(site.sums), *products])
+        erase([*reversed(site.body), *reversed(site.sums), *products])
 
     def _term(self, node: fx.Node, at: float, piece: int) -> fx.Node:
         """A piece of a sum."""
@@ -385,12 +385,3 @@ def _aliases_of(product: fx.Node, value: fx.Node) -> list[fx.Node]:
         if node is value:
             found.append(operand)
     return found
-
-
-def _erase(nodes: Sequence[fx.Node]) -> None:
-    """Take out what nothing reads any more, users before operands."""
-    left = dict.fromkeys(nodes)
-    while dead := [node for node in left if not node.users]:
-        for node in dead:
-            node.graph.erase_node(node)
-            del left[node]

@@ -43,7 +43,8 @@ class Lifetimes:
     Attributes:
         nodes: of the graph, in order.
         position: of each node.
-        live: bytes while each node runs, its operands and results included.
+        live: bytes while each node runs, its operands and results included, and what it is known to
+            need beside these (`scratch` in its `meta`).
     """
 
     def __init__(self, graph: fx.Graph, resident: Mapping[str, int] | None = None) -> None:
@@ -63,7 +64,8 @@ class Lifetimes:
         for storage, made, end in self._added() if resident else ():
             change[made + 1] -= self._bytes[storage]
             change[end + 1] += self._bytes[storage]
-        self.live = np.cumsum(change)[:-1]
+        scratch = [node.meta.get("scratch", 0) for node in self.nodes]
+        self.live = np.cumsum(change)[:-1] + np.array(scratch, dtype=np.int64)
         if resident:
             phases = (str(node.meta.get("phase")) for node in self.nodes)
             self.live += np.array([resident.get(phase, 0) for phase in phases], dtype=np.int64)

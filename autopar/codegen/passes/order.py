@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from autopar.core.work import is_view
 __all__ = [
     "call_like",
     "copied",
+    "erase",
     "feeding",
     "is_packing",
     "link",
@@ -111,6 +112,15 @@ def call_like(like: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: A
     node.meta = {k: v for k, v in like.meta.items() if k in ("phase", "origin", "times")}
     node.meta["val"] = _fake(node)
     return node
+
+
+def erase(nodes: Sequence[fx.Node]) -> None:
+    """Take out what nothing reads any more, users before operands."""
+    left = dict.fromkeys(nodes)
+    while dead := [node for node in left if not node.users]:
+        for node in dead:
+            node.graph.erase_node(node)
+            del left[node]
 
 
 def show_anew(graph: fx.Graph, changed: Iterable[fx.Node]) -> None:
