@@ -41,7 +41,7 @@ from autopar.cost_model.memory import Offloaded, dtype_bytes, optimizer_state_by
 from autopar.cost_model.offload import can_offload, offload_seconds
 from autopar.cost_model.profile import DeviceProfile
 
-__all__ = ["OpTimes", "Simulation", "Span", "optimizer_seconds", "simulate"]
+__all__ = ["OpTimes", "Simulation", "Span", "node_seconds", "optimizer_seconds", "simulate"]
 
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.contiguous.default)
 

@@ -6,6 +6,7 @@ it as text only. A content security policy forbids every load.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
@@ -13,12 +14,13 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from autopar.core.blocks import block_of
+from autopar.core.excerpt import excerpts_to
 from autopar.core.placement import Layout
 from autopar.core.plan import Plan
 from autopar.core.timeline import PlannedOp
 from autopar.core.units import format_bytes, format_seconds
 from autopar.report.memory import memory_views
-from autopar.report.parameters import parameter_rows
+from autopar.report.parameters import index_ranges, parameter_rows
 from autopar.report.stages import StageGroup, holders, longest_rank, stage_groups
 from autopar.report.summary import facts, mesh_text
 from autopar.report.totals import MEMORY_KINDS, communication, compute
@@ -26,18 +28,19 @@ from autopar.report.totals import MEMORY_KINDS, communication, compute
 __all__ = ["page_data", "render_page"]
 
 _NOTHING_S = 1e-12  # what is hidden but for rounding
-_SCRIPTS = ("helpers.js", "placement.js", "charts.js", "pipeline.js", "ops.js", "start.js")
+_SCRIPTS = ("helpers", "placement", "charts", "pipeline", "lanes", "ops", "program", "start")
 
 
 def render_page(plan: Plan) -> str:
     """The page of a plan, as HTML text."""
     assets = resources.files("autopar.report") / "assets"
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    scripts = ((assets / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS)
     template = environment.from_string((assets / "page.html").read_text(encoding="utf-8"))
     p, limit = plan.predicted, plan.memory_limit_bytes
     return template.render(
         style=Markup((assets / "page.css").read_text(encoding="utf-8")),
-        script=Markup("".join((assets / name).read_text(encoding="utf-8") for name in _SCRIPTS)),
+        script=Markup("".join(scripts)),
         data=page_data(plan),
         mesh=mesh_text(plan).partition(" (")[0].replace("=", " "),
         pipeline=_pipeline_text(plan),
@@ -102,7 +105,22 @@ def page_data(plan: Plan) -> dict[str, Any]:
         ],
         "memory": memory_views(plan),
         "pipeline": _pipeline(plan),
+        "program": _program(plan, groups),
         "kinds": MEMORY_KINDS,
+    }
+
+
+def _program(plan: Plan, groups: Sequence[StageGroup]) -> dict[str, Any]:
+    """What a rank runs for blocks, and of each the group whose ops its nodes are for."""
+    firsts = [x.stages[0] if x.stages else 0 for x in plan.excerpts]
+    return excerpts_to(plan.excerpts) | {
+        "groups": [next(i for i, g in enumerate(groups) if n in g.stages) for n in firsts],
+        "labels": [
+            f"stage{'s' * (len(x.stages) > 1)} {index_ranges(list(x.stages)).strip('[]')}"
+            if len(groups) > 1 and x.stages
+            else ""
+            for x in plan.excerpts
+        ],
     }
 
 

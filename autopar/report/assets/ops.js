@@ -42,27 +42,8 @@ function drawGraph() {
   const views = $("graph-views").checked;
   const ops = D.ops.filter((op) => blockKey(op) === $("graph-block").value && op.phase === $("graph-phase").value && (views || op.class !== "view")).slice(0, 600);
   const source = (name, op) => (views ? name : behindViews(name, byName[op.group]));
-  const row = new Map(ops.map((op, i) => [op.name, i])), end = new Map();
-  const reads = ops.map((op) => op.operands.map((name) => source(name, op)).filter((name) => row.has(name)));
-  reads.forEach((names, i) => names.forEach((name) => end.set(name, i)));
-  const free = [], lane = new Map();
-  ops.forEach((op, i) => {
-    if (!end.has(op.name)) return;
-    let at = free.findIndex((until) => until <= i);
-    if (at < 0) at = free.length;
-    free[at] = end.get(op.name);
-    lane.set(op.name, at);
-  });
-  const H = 46, gap = 11, width = Math.min(free.length, 22) * gap + 22;
-  const host = el("div"), lines = svg("svg", { width, height: ops.length * H, "aria-hidden": "true" });
-  const x = (name) => 12 + (lane.get(name) % 22) * gap, mid = (i) => i * H + H / 2;
-  const hue = (name) => `hsl(${(lane.get(name) * 67 + 215) % 360} 42% 55%)`;
-  ops.forEach((op, i) => {
-    if (!lane.has(op.name)) return;
-    lines.append(svg("line", { x1: x(op.name), x2: x(op.name), y1: mid(i), y2: mid(end.get(op.name)), style: `stroke:${hue(op.name)};stroke-width:1.5` }));
-    lines.append(svg("circle", { cx: x(op.name), cy: mid(i), r: 4, style: `fill:${hue(op.name)}` }));
-  });
-  reads.forEach((names, i) => names.forEach((name) => lines.append(svg("line", { x1: x(name), x2: width - 4, y1: mid(i), y2: mid(i), style: `stroke:${hue(name)};stroke-opacity:.55` }))));
+  const { lines, width } = lanes(ops.map((op) => op.name), ops.map((op) => op.operands.map((name) => source(name, op))));
+  const host = el("div");
   ops.forEach((op) => host.append(graphRow(op, width)));
   host.prepend(lines);
   $("graph-rows").replaceChildren(ops.length ? host : el("p", { class: "note" }, "No ops here."));
