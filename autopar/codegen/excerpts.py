@@ -26,6 +26,7 @@ from autopar.core.work import is_view
 __all__ = ["Found", "Run", "excerpts", "merged"]
 
 _GRADIENT = "gradient of "
+_ROUNDING = 1e-9
 _WAITS = (torch.ops._c10d_functional.wait_tensor.default, ARRIVED)
 _COPIES = (*WITH_HOST, STORED, FETCHED)
 
@@ -189,7 +190,7 @@ def _emitted(call: _Call, runs: Mapping[tuple[str, str], Run]) -> EmittedNode:
         part=call.part,
         origin=str(node.meta.get("origin", "")),
         seconds=_short(run.seconds),
-        hidden_s=_short(run.hidden_s),
+        hidden_s=_short(run.hidden_s) if run.hidden_s > _ROUNDING * run.seconds else 0.0,
         sends=_sends(node),
         inside=tuple(target_text(n.target) for n in inside),
     )

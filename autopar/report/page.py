@@ -49,7 +49,6 @@ def render_page(plan: Plan) -> str:
         highest=_highest_text(plan),
         facts=facts(plan),
         step_time=format_seconds(p.step_time_s),
-        hides=p.hidden_time_s > _NOTHING_S,
         comm_share=p.exposed_time_s / p.step_time_s if p.step_time_s else 0.0,
         hidden_time=format_seconds(p.hidden_time_s if p.hidden_time_s > _NOTHING_S else 0.0),
         peak=format_bytes(p.peak_memory_bytes),
@@ -57,6 +56,7 @@ def render_page(plan: Plan) -> str:
         limit_share=p.peak_memory_bytes / limit if limit else 0.0,
         solver=plan.solver,
         bound=format_seconds(plan.solver.bound),
+        objective=format_seconds(plan.solver.objective),
     )
 
 
