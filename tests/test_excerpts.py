@@ -13,7 +13,7 @@ from torch import fx
 
 import autopar
 from autopar.codegen.emit import emit
-from autopar.codegen.listing import argument_text, target_text
+from autopar.codegen.listing import argument_text, program_text, target_text
 from autopar.core.excerpt import EmittedNode, excerpts_from, excerpts_to
 from autopar.core.plan import Plan
 from autopar.tracer.trace import trace
@@ -135,6 +135,16 @@ def test_a_generated_kernel_names_its_ops() -> None:
     kernels = [n for n in nodes_of(plan_of("tensor", fusion=True)) if n.kind == "kernel"]
     assert any(node.inside for node in kernels)
     assert any(node.target.startswith("autopar_kernels.") for node in kernels)
+
+
+def test_the_printed_program_names_the_ops_of_a_generated_kernel() -> None:
+    model, batch = Tower(0.1), {"x": torch.randn(16, 8), "labels": torch.arange(16) % 4}
+    plan = autopar.plan(model, cluster(2), batch, constraints={"data": 2}, cache=False)
+    traced = trace(model, batch, training=True)
+    program = emit(traced, plan, [0], fusion={"only": ["generated"]})
+    lines = program_text(program, traced, plan).splitlines()
+    kernels = [line for line in lines if line.startswith("fused_") and "getitem" not in line]
+    assert kernels and all("], of aten." in line or "], of autopar." in line for line in kernels)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])

@@ -192,11 +192,26 @@ def test_the_program_of_a_block_can_be_followed(deep: Plan) -> None:
             const call = d.querySelector('#program-node .call');
             steps.push(call.textContent);
             const link = call.querySelector('button');
-            if (!link) break;
+            if (!link || i === 39) break;
             link.click();
           }
-          return { block, parts, forward, chips, backward, steps,
-            chosen: texts('#program-rows .chosen .place'), facts: texts('#program-node dt') };
+          const chosen = texts('#program-rows .chosen .place');
+          let shown = 0, wrong = [];
+          for (const option of [...d.getElementById('program-block').options]) {
+            pick('program-block', option.value);
+            for (const part of [...d.getElementById('program-part').options].map((o) => o.value)) {
+              pick('program-part', part);
+              for (const row of rows()) {
+                row.click();
+                const name = row.querySelector('.place').textContent;
+                const call = d.querySelector('#program-node .call').textContent;
+                shown += 1;
+                if (!call.startsWith(`${name} = `)) wrong.push(name);
+              }
+            }
+          }
+          return { block, parts, forward, chips, backward, steps, shown, wrong,
+            chosen, facts: texts('#program-node dt') };
         }""",
     )["found"]
     inner = max((x for x in deep.excerpts if x.block), key=lambda x: x.count)
@@ -212,6 +227,9 @@ def test_the_program_of_a_block_can_be_followed(deep: Plan) -> None:
     for here, there in itertools.pairwise(steps):
         if here in nodes:  # it may lead to another block
             assert there == nodes[here].operands[0]
+    assert found["chosen"] == [steps[-1]]
+    assert found["wrong"] == []
+    assert found["shown"] == sum(len(excerpt.nodes) for excerpt in deep.excerpts)
     assert {"yields", "read by"} <= set(found["facts"])
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from autopar.codegen.emit import Program
+from autopar.codegen.fusion.generated import Generated
 from autopar.codegen.parts import Part
 from autopar.codegen.turns import TurnProgram
 from autopar.core.graph import InputSpec, NodeInfo, TracedModel
@@ -186,6 +187,8 @@ def _statement(node: fx.Node, plan: Plan) -> str:
     if "piece" in node.meta:
         piece, count = node.meta["piece"]
         comment += f", piece {piece + 1} of {count}"
+    if isinstance(node.target, Generated):
+        comment += f", of {', '.join(target_text(member.target) for member in node.target.members)}"
     return f"{text}  # {comment}" if comment else text
 
 

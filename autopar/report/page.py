@@ -255,5 +255,8 @@ def _op(plan: Plan, op: PlannedOp) -> dict[str, Any]:
         "compute_s": op.compute_s,
         "moves": [list(move) for move in op.moves],
         "more_s": op.alternative.more_s if op.alternative is not None else None,
-        "other": [_layout(x) for x in op.alternative.outputs] if op.alternative else [],
+        "other": [
+            [_layout(x) for x in side]
+            for side in ((op.alternative.inputs, op.alternative.outputs) if op.alternative else ())
+        ],
     }

@@ -48,6 +48,7 @@ function drawGraph() {
   host.prepend(lines);
   $("graph-rows").replaceChildren(ops.length ? host : el("p", { class: "note" }, "No ops here."));
 }
+const placesText = (inputs, outputs) => `${inputs.map(layoutText).join(" × ") || "–"} → ${outputs.map(layoutText).join(", ")}`;
 const shortOp = (op) => op.op.split(".").slice(-2)[0] || op.op;
 function graphRow(op, width) {
   const given = op.inputs.map(layoutText).join(" × ") || "–", made = op.outputs.map(layoutText).join(", ");
@@ -69,7 +70,7 @@ const COLUMNS = [
   ["Module and source", (op) => op.module, staged ? "22%" : "26%", "wide"],
   ["Result", (op) => op.outputs.map(layoutText).join(), staged ? "16%" : "18%", ""], ["Times", (op) => op.times, "62px", "n wide"],
   ["Compute", (op) => op.compute_s * op.times, "86px", "n"], ["Comm.", (op) => cost(op) - op.compute_s * op.times, "86px", "n"],
-  ["Total", cost, "86px", "n"], ["This alone", (op) => (op.more_s === null ? Infinity : op.more_s), "98px", "n"],
+  ["Total", cost, "86px", "n"], ["Runner-up", (op) => (op.more_s === null ? Infinity : op.more_s), "150px", "n"],
 ];
 const numbers = COLUMNS.findIndex((column) => column[0] === "Times");
 let order = { column: numbers + 3, down: true }, limit = 60;
@@ -79,6 +80,7 @@ function drawOps() {
   const found = D.ops.filter((op) => (!group || op.group === +group) && words.every((word) => op.text.includes(word)));
   const key = COLUMNS[order.column][1], sign = order.down ? -1 : 1;
   found.sort((a, b) => { const x = key(a), y = key(b); return x < y ? -sign : x > y ? sign : 0; });
+  const more = (s) => (s ? "+" + seconds(s) : "no slower");
   const small = (s) => (s ? seconds(s) : "–");
   const rows = found.slice(0, limit).map((op) => el("tr", { onclick: () => showOp(op), title: movesText(op) },
     el("td", {}, el("span", { class: "mono" }, op.name), el("small", {}, `${op.op}, ${op.phase}`)),
@@ -87,7 +89,7 @@ function drawOps() {
     el("td", { class: "mono" }, op.outputs.map(layoutText).join(", ")),
     el("td", { class: "n wide" }, String(op.times)), el("td", { class: "n" }, small(op.compute_s * op.times)),
     el("td", { class: "n" }, small(cost(op) - op.compute_s * op.times)), el("td", { class: "n" }, small(cost(op))),
-    el("td", { class: "n", title: op.other.map(layoutText).join(", ") }, op.more_s === null ? "none" : "+" + seconds(op.more_s))));
+    el("td", { class: "n" }, op.more_s === null ? "none" : more(op.more_s), el("small", { class: "mono" }, op.other.length ? placesText(...op.other) : ""))));
   $("op-table").tBodies[0].replaceChildren(...rows);
   const computed = found.reduce((sum, op) => sum + op.compute_s * op.times, 0), all = found.reduce((sum, op) => sum + cost(op), 0);
   $("op-count").textContent = `${found.length} of ${D.ops.length} ops: compute ${seconds(computed)}, communication ${seconds(Math.max(0, all - computed))}`;

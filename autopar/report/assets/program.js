@@ -61,7 +61,7 @@ function drawProgram() {
   const left = all.length > most ? [el("p", { class: "note" }, `${all.length - most} more nodes are not drawn.`)] : [];
   $("program-rows").replaceChildren(nodes.length ? host : el("p", { class: "note" }, "Nothing but views."), ...left);
   const counts = Object.entries(KINDS).map(([kind, [name, tint]]) => [name, tint, whole.filter((node) => node.kind === kind).length]).filter((row) => row[2]);
-  $("program-legend").replaceChildren(...counts.map(([name, tint, count]) => el("span", {}, el("i", { style: `background:${color(tint)}` }), `${count} ${name}`)));
+  $("program-legend").replaceChildren(...counts.map(([name, tint, count]) => el("span", {}, el("i", { style: `background:${color(tint)}` }), `${name}: ${count}`)));
   const sum = (found) => found.reduce((total, node) => total + node.seconds, 0);
   const sent = whole.filter((node) => node.sends), copies = whole.filter((node) => node.kind === "copy");
   const beside = [...sent, ...copies].reduce((total, node) => total + node.hidden, 0);
@@ -110,7 +110,7 @@ const elsewhere = (name) => programs.find((other) => other !== running && other.
 function nameLink(name) {
   const other = running.byName.has(name) ? running : elsewhere(name);
   if (!other) return el("span", { class: "mono", title: running.from.get(name) || "" }, name);
-  return el("button", { type: "button", class: "link mono", title: running.from.get(name) || running.byName.get(name).value, onclick: () => followNode(name, other) }, name);
+  return el("button", { type: "button", class: "link mono", title: running.from.get(name) || other.byName.get(name).value, onclick: () => followNode(name, other) }, name);
 }
 function fillNode(node) {
   const op = plannedOf(node), rows = [];
@@ -121,15 +121,15 @@ function fillNode(node) {
   if (node.sends && node.sends.members.length) add("bucket of", ...node.sends.members.flatMap((name, i) => (i ? [el("br"), name] : [name])));
   if (node.inside.length) add("fused ops", el("span", { class: "mono" }, node.inside.join(", ")));
   if (node.seconds) add("takes", `${seconds(node.seconds)}${node.hidden ? `, ${seconds(node.hidden)} of it beside compute` : ""}`);
-  const readers = running.readers.get(node.name) || [];
-  add("read by", ...(readers.length ? listed(readers) : ["nothing in this block"]));
+  const readers = programs.filter((other) => other === running || other.stages[0] === running.stages[0]).flatMap((other) => other.readers.get(node.name) || []);
+  add("read by", ...(readers.length ? listed(readers) : ["nothing that is shown"]));
   const given = [...new Set([...node.operands, ...node.operands.map(throughViews)])].filter((name) => running.from.has(name));
   for (const name of given) add("reads", nameLink(name), ` ${running.from.get(name)}`);
   if (op) {
     add("for", el("button", { type: "button", class: "link mono", title: "show who holds its result", onclick: () => showOp(op) }, op.name), ` ${op.op}`);
     if (op.module) add("module", op.module);
     if (op.source) add("source", op.source);
-    add("placements", el("span", { class: "mono" }, `${op.inputs.map(layoutText).join(" × ") || "–"} → ${op.outputs.map(layoutText).join(", ")}`));
+    add("placements", el("span", { class: "mono" }, placesText(op.inputs, op.outputs)));
   } else if (node.origin) add("for", node.origin);
   const call = el("p", { class: "call mono" }, `${node.name} = ${node.target}(`, ...node.words.map((word, i) => (i % 2 ? nameLink(word) : word)), ")");
   $("program-node").replaceChildren(call, el("dl", {}, ...rows));
