@@ -25,7 +25,7 @@ from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, ConstraintError, PlanMismatchError
 from autopar.runtime.agree import agree
-from autopar.runtime.compiled_step import CompiledStep
+from autopar.runtime.compiled_step import CompiledStep, in_one_piece
 from autopar.runtime.inductor import compile_program
 from autopar.runtime.initialize import InitWeights
 from autopar.runtime.pipeline import PipelinedStep
@@ -192,6 +192,7 @@ class Planner:
             fusion=self.fusion,
             keywords=tuple(kwargs),
             compiled=compiled,
+            at_once=in_one_piece(traced, program) if compiled is None else None,
         )
 
     def _planned(self, args: Any, kwargs: Any, training: bool) -> tuple[TracedModel, Plan]:

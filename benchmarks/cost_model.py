@@ -11,17 +11,22 @@ For each world size the machine is measured first, with that many ranks at once.
 
 Another program's load adds to a wall clock and never takes away, so the least of the turns is
 shown beside the median, and the spread of the turns says how noisy the machine was. On one rank
-the CPU's own clock gives seconds without that load. Writes results/cost_model.{json,png}.
+the CPU's own clock gives seconds without that load. Cores also change their speed between the
+measuring of the machine and that of a step: in each turn some of the ops that curves are made of
+run once more, and "pace" is how much longer they take now, on the CPU's own clock. Errors are given
+as they are and with the prediction at that pace. Writes results/cost_model.{json,png}.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import warnings
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +48,7 @@ from autopar.cost_model.measure import (
     write_profile,
 )
 from autopar.cost_model.memory import dtype_bytes
-from autopar.cost_model.probes import held_out_probes
+from autopar.cost_model.probes import Probe, held_out_probes, probes
 from autopar.cost_model.ranks import on_ranks
 from autopar.cost_model.simulator import simulate
 from autopar.cost_model.timing import median_seconds
@@ -52,6 +57,7 @@ from benchmarks.models import build
 from benchmarks.provenance import provenance
 
 RESULTS = Path(__file__).parent / "results"
+REFERENCE = (3, 5)  # groups of probes
 HELD_OUT_BYTES = (3 << 10, 40 << 10, 600 << 10, 3 << 20, 10 << 20)
 TENSOR = {"tensor": {"mode": "1d", "size": 2}}
 PLANS: dict[int, dict[str, Any]] = {
@@ -80,11 +86,7 @@ def ops_of_rank(rank: int, device: str, profile: str, rounds: int) -> list[list[
     seconds = median_seconds([p.run for p in found], device, rounds)
     rows: list[list[Any]] = []
     for probe, measured in zip(found, seconds, strict=True):
-        flops = probe.work if probe.unit == "flops" else 0.0
-        cost = OpCost(
-            op_class=probe.op_class, flops=flops, bytes=probe.num_bytes, dtype=probe.dtype
-        )
-        predicted = compute_seconds(cluster, cost)
+        predicted = _predicted(probe, cluster)
         rows.append([probe.label, probe.op_class, predicted, share * measured])
     if world > 1:
         for sample in measure_collectives(device, world, HELD_OUT_BYTES, rounds):
@@ -92,6 +94,29 @@ def ops_of_rank(rank: int, device: str, profile: str, rounds: int) -> list[list[
             label = f"{sample.kind} {sample.num_bytes}"
             rows.append([label, "collective", predicted, sample.seconds])
     return rows
+
+
+def _reference(device: str, cluster: Cluster) -> Callable[[], float]:
+    """How much longer than their curves say some ops take now: their geometric mean."""
+    share = max(1.0, dist.get_world_size() / (os.cpu_count() or 1))
+    found = [p for p in probes(device, "float32", plain=True) if p.group in REFERENCE]
+
+    def pace() -> float:
+        dist.barrier()
+        seconds = median_seconds([p.run for p in found], device, 1)
+        logs = [
+            math.log(share * s / _predicted(p, cluster))
+            for p, s in zip(found, seconds, strict=True)
+        ]
+        return math.exp(statistics.mean(logs))
+
+    return pace
+
+
+def _predicted(probe: Probe, cluster: Cluster) -> float:
+    flops = probe.work if probe.unit == "flops" else 0.0
+    cost = OpCost(op_class=probe.op_class, flops=flops, bytes=probe.num_bytes, dtype=probe.dtype)
+    return compute_seconds(cluster, cost)
 
 
 def _local_bytes(plan: Plan) -> list[tuple[int, str]]:
@@ -145,13 +170,16 @@ def steps_of_rank(
         )
     for way in ways:
         way.run()
+    reference, paces = _reference(device, cluster), []
     for _ in range(rounds):
+        paces.append(reference())
         for way in ways:
             way.timed()
     measured = iter(ways)
     for row in rows:
         if "refused" not in row:
             way = next(measured)
+            row["pace"] = statistics.median(paces)
             row["median_s"] = statistics.median(way.seconds)
             row["least_s"] = min(way.seconds)
             row["spread"] = (max(way.seconds) - min(way.seconds)) / row["median_s"]
@@ -185,7 +213,7 @@ def ops_table(world: int, rows: list[list[Any]]) -> dict[str, float]:
 def steps_table(world: int, rows: list[dict[str, Any]]) -> None:
     table = Table(
         "model", "plan", "solver ms", "predicted ms", "median ms", "least ms", "CPU ms", "spread",
-        "predicted MiB", "live MiB", title=f"training steps, {world} rank(s)",
+        "pace", "predicted MiB", "live MiB", title=f"training steps, {world} rank(s)",
     )  # fmt: skip
     for row in rows:
         if "refused" in row:
@@ -194,7 +222,8 @@ def steps_table(world: int, rows: list[dict[str, Any]]) -> None:
         times = [row[k] for k in ("solver_s", "predicted_s", "median_s", "least_s", "cpu_s")]
         table.add_row(
             row["model"], row["plan"], *(f"{1e3 * t:.1f}" for t in times), f"{row['spread']:.0%}",
-            f"{row['predicted_bytes'] / 2**20:.1f}", f"{row['measured_bytes'] / 2**20:.1f}",
+            f"{row['pace']:.2f}", f"{row['predicted_bytes'] / 2**20:.1f}",
+            f"{row['measured_bytes'] / 2**20:.1f}",
         )  # fmt: skip
     Console(width=120).print(table)
 
@@ -206,6 +235,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     for clock in ("median_s", "least_s", "cpu_s"):
         error = [abs(r["predicted_s"] - r[clock]) / r[clock] for r in rows]
         found[f"mape_{clock}"] = statistics.mean(error)
+        paced = [abs(r["pace"] * r["predicted_s"] - r[clock]) / r[clock] for r in rows]
+        found[f"mape_{clock}_at_pace"] = statistics.mean(paced)
         taus = []
         for model in {r["model"] for r in rows}:
             same = [r for r in rows if r["model"] == model]
@@ -292,7 +323,8 @@ def run_world(world: int, models: list[str], quick: bool) -> dict[str, Any]:
         for row, *others in zip(*found, strict=True):
             if "refused" not in row:
                 row["measured_bytes"] = max(x["measured_bytes"] for x in (row, *others))
-                row["cpu_s"] = statistics.mean(x["cpu_s"] for x in (row, *others))
+                for key in ("cpu_s", "pace"):
+                    row[key] = statistics.mean(x[key] for x in (row, *others))
         steps += found[0]
     steps_table(world, steps)
     result = summary(steps)

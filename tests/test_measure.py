@@ -154,11 +154,27 @@ def test_noise_does_not_make_curves_or_lines_fall() -> None:
         for size in (2, 4)
         for n in (1 << 10, 1 << 16, 1 << 20)
     ]
-    link = _link(BASE.intra, samples, "test")
+    link = _link(BASE.intra, samples, "test", 1.0)
     for kind in CollectiveKind:
         two, four = link.lines_of(kind)
         assert (two.latency_s, two.seconds_per_byte) == pytest.approx((1e-3, 1e-9), rel=1e-3)
         assert four.latency_s == two.latency_s
+
+
+@pytest.mark.parametrize(
+    ("cores", "share"),
+    [(0.0, 0.0), (0.5, 0.8), (1.0, 0.4), (1.25, 0.15), (2.0, 0.0)],
+    ids=["device of its own", "half a core", "one core", "some to spare", "enough to spare"],
+)
+def test_collectives_take_the_cores_that_a_rank_computes_with(cores: float, share: float) -> None:
+    samples = [
+        Sample("all_reduce", 2, n, seconds, 0.4 * seconds) for n, seconds in ((8, 1), (9, 3))
+    ]
+    assert _link(BASE.intra, _all_kinds(samples), "test", cores).compute_share == share
+
+
+def _all_kinds(samples: list[Sample]) -> list[Sample]:
+    return [replace(sample, kind=str(kind)) for kind in CollectiveKind for sample in samples]
 
 
 def test_fit_has_no_negative_part() -> None:

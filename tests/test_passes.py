@@ -293,6 +293,36 @@ def test_printed_graph_of_zero(names: Any, expected: str, monkeypatch: pytest.Mo
     assert outline(emit(traced, plan, [0], passes=names).joint.graph) == expected
 
 
+def _told_waits(program: Program) -> list[bool]:
+    """Of each wait in the forward, whether the backward is over there."""
+    nodes = list(program.joint.graph.nodes)
+    last = max(i for i, n in enumerate(nodes) if n.meta.get("phase") == "backward")
+    return [i > last for i, n in enumerate(nodes) if is_wait(n) and n.meta["phase"] == "forward"]
+
+
+def test_the_loss_is_waited_for_behind_the_backward() -> None:
+    _, _, traced = traced_model("gpt2")
+    cluster = Cluster.from_profile("cpu-gloo", devices_per_node=2, mesh_shape=(2,))
+    plan = solve(traced, cluster, constraints=Constraints.parse({"data": 2, "zero": 0}))
+    late, plain = (emit(traced, plan, [0], passes=names) for names in (None, ["bucket", "early"]))
+    assert _told_waits(late)[-1] and not any(_told_waits(plain))
+    seconds, waited = (simulate(p.joint.graph, cluster).exposed_s[0] for p in (late, plain))
+    assert seconds < waited
+    # called alone, the forward has the loss all the same
+    assert any(is_wait(n) for n in late.forward.graph.nodes)
+
+
+def test_a_gather_that_only_the_caller_reads_is_not_held_where_the_peak_would_rise() -> None:
+    """The sum of a whole activation: its gather is waited for, and freed, where it is."""
+    traced, plan = planned(Pairs(), {"data": 2, "zero": 0})
+    program = emit(traced, plan, [0])
+    assert _told_waits(program) == [False]
+    peaks = [
+        Lifetimes(p.joint.graph).peak_bytes for p in (program, emit(traced, plan, [0], passes=()))
+    ]
+    assert peaks[0] <= peaks[1]
+
+
 def test_early_moves_a_gather_of_activations_in_front_of_what_it_does_not_need() -> None:
     """Megatron's backward gathers the saved shard of a linear's input again, for its weight."""
     traced, plan = tensor_parallel()

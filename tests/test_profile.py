@@ -45,11 +45,7 @@ def profiled(rank: int, world: int, folder: str, pins: dict[str, Any]) -> dict[s
         "equal": all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)),
         "texts": texts,
         "names": [n.name for n in nodes],
-        "executed": sum(
-            n.op == "call_function"
-            for part in (step.program.forward, step.program.backward)
-            for n in part.graph.nodes
-        ),
+        "executed": sum(n.op == "call_function" for n in step.at_once.graph.nodes),
         "collectives": sum("collective" in n.meta for n in nodes),
         "axes": list(parallel.plan.axis_names),
     }

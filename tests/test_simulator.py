@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,6 +77,41 @@ def test_a_collective_hides_behind_what_runs_until_its_wait() -> None:
     assert found.compute_s == pytest.approx(4 * OP_S)
 
 
+def _taking(share: float) -> Cluster:
+    """The cluster, with collectives inside a node that take a share of compute."""
+    return replace(CLUSTER, intra=replace(CLUSTER.intra, compute_share=share))
+
+
+@pytest.mark.parametrize("share", [0.25, 0.75, 1.0])
+def test_what_a_collective_takes_of_compute_is_exposed(share: float) -> None:
+    script = Script()
+    sent = script.send(8 * MIB)
+    for _ in range(40):
+        script.compute()
+    script.wait(sent)
+    found = simulate(script.graph, _taking(share))
+    comm = sent_seconds(8 * MIB)
+    assert comm < 10 * OP_S
+    assert found.exposed_s[0] == pytest.approx(share * comm)
+    assert found.step_s == pytest.approx(40 * OP_S + share * comm)
+
+
+def test_a_long_collective_hides_as_much_as_gets_done_beside_it() -> None:
+    script = Script()
+    sent = script.send(64 * MIB)
+    script.compute()
+    script.wait(sent)
+    found = simulate(script.graph, _taking(0.5))
+    assert sent_seconds(64 * MIB) > 2 * OP_S
+    assert found.hidden_s[0] == pytest.approx(OP_S)
+    assert found.step_s == pytest.approx(sent_seconds(64 * MIB))
+
+
+def test_a_share_counts_on_the_links_that_have_it() -> None:
+    between = replace(CLUSTER, inter=replace(CLUSTER.inter, compute_share=0.3), devices_per_node=4)
+    assert [between.compute_share(axis) for axis in (0, 1)] == [0.3, 0.0]
+
+
 def test_the_communication_stream_is_one_queue() -> None:
     """Two collectives do not run side by side, and each second of waiting has one owner."""
     script = Script()
@@ -107,8 +143,8 @@ _steps = st.lists(
 
 
 @settings(max_examples=200)
-@given(steps=_steps)
-def test_hidden_communication_never_exceeds_compute(steps: list[Any]) -> None:
+@given(steps=_steps, share=st.sampled_from([0.0, 0.4, 1.0]))
+def test_hidden_communication_never_exceeds_compute(steps: list[Any], share: float) -> None:
     script = Script()
     sent: list[fx.Node] = []
     for step in steps:
@@ -120,8 +156,10 @@ def test_hidden_communication_never_exceeds_compute(steps: list[Any]) -> None:
             script.wait(sent.pop(step % len(sent)))
     for node in sent:
         script.wait(node)
-    found = simulate(script.graph, CLUSTER)
+    cluster = replace(_taking(share), inter=replace(CLUSTER.inter, compute_share=share))
+    found = simulate(script.graph, cluster)
     assert found.step_s == pytest.approx(found.compute_s + sum(found.exposed_s))
+    assert sum(found.hidden_s) <= (1 - share) * sum(found.comm_s) + 1e-12
     assert -1e-12 <= sum(found.hidden_s) <= found.compute_s + 1e-12
     for comm, exposed in zip(found.comm_s, found.exposed_s, strict=True):
         assert -1e-12 <= exposed <= comm + 1e-12

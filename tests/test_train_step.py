@@ -25,6 +25,7 @@ def _accumulates(rank: int, world: int) -> tuple[float, float, int]:
         ]
         return max(float(x) for x in found)
 
+    assert parallel.compiled.at_once is not None
     parallel(**inputs).loss.backward()
     expected = [p.grad.to_local().clone() for p in parameters]
     parallel.zero_grad()

@@ -14,7 +14,7 @@ from autopar.codegen.reuse import write_over_operands
 from autopar.core.einsum import contract, takes_bias
 from autopar.core.late_module import late_module
 
-__all__ = ["EmptiesItsList", "copy_part", "split_phases"]
+__all__ = ["EmptiesItsList", "copy_part", "split_phases", "whole_step"]
 
 # called without torch's dispatcher, which takes longer than a small product
 _DIRECT: dict[Any, Any] = {torch.ops.autopar.einsum.default: contract}
@@ -54,6 +54,21 @@ def split_phases(
     backward.graph.set_codegen(EmptiesItsList())
     backward.recompile()
     return forward, backward
+
+
+def whole_step(joint: fx.Graph, outputs: Collection[int]) -> fx.GraphModule:
+    """`step(*placeholders) -> outputs`: forward and backward in one, in the order of the graph.
+
+    Args:
+        joint: of a training step.
+        outputs: positions of those of its outputs that are wanted; nothing is held for others.
+    """
+    output = next(iter(reversed(joint.nodes)))
+    return copy_part(
+        [n for n in joint.nodes if n.op == "placeholder"],
+        [n for n in joint.nodes if n.op == "call_function"],
+        tuple(output.args[0][index] for index in outputs),
+    )
 
 
 class EmptiesItsList(CodeGen):

@@ -283,6 +283,13 @@ class Cluster:
             raise ClusterError(f"{kind} of {num_bytes} bytes: num_bytes must not be negative")
         return a + b * num_bytes if num_bytes > 0 else 0.0
 
+    def compute_share(self, axis: int) -> float:
+        """Share of a device's compute that a collective on a mesh axis takes while it runs."""
+        geometry = axis_geometry(self.mesh_shape, axis, self.devices_per_node)
+        if geometry.num_nodes == 1:
+            return self.intra.compute_share
+        return max(self.intra.compute_share, self.inter.compute_share)
+
     def bucketed_seconds(
         self, kind: CollectiveKind, num_bytes: float, axis: int, shared: int
     ) -> float:

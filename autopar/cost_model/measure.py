@@ -3,7 +3,7 @@
 All ranks run at once, one thread each, as they do in a step. Ops are timed in interleaved rounds,
 of which the median counts. On a CPU the clock is the thread's own, times the ranks per core where
 there is more than one: so the wait for a core that the ranks give each other is in, and other
-programs' load is not. Collectives need a wall clock; of their rounds the lower quartile counts.
+programs' load is not. Collectives need a wall clock; of their rounds the median counts.
 Curves and lines are then made monotone. Lines are fitted by least squares of the *relative*
 error, so that small sizes count as much as large ones. (Rings: Thakur, Rabenseifner and Gropp
 2005, doi:10.1177/1094342005051521.)
@@ -56,12 +56,19 @@ MESSAGE_BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Measured seconds of one collective."""
+    """One measured collective.
+
+    Attributes:
+        kind, group_size, num_bytes: see `CollectiveLine`.
+        seconds: that it takes.
+        busy_s: CPU seconds of this process meanwhile, all threads together; 0 for other devices.
+    """
 
     kind: str
     group_size: int
     num_bytes: int
     seconds: float
+    busy_s: float = 0.0
 
 
 # --- what each rank does
@@ -94,7 +101,7 @@ def _measure_rank(
 
 
 def _row(sample: Sample) -> list[Any]:
-    return [sample.kind, sample.group_size, sample.num_bytes, sample.seconds]
+    return [sample.kind, sample.group_size, sample.num_bytes, sample.seconds, sample.busy_s]
 
 
 def measure_collectives(
@@ -117,17 +124,21 @@ def measure_collectives(
         repeats.append(max(1, min(20, int(5e-3 / max(time.perf_counter() - start, 1e-7)))))
     agreed = torch.tensor(repeats, device=device)
     dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
-    times: dict[tuple[str, int], list[float]] = defaultdict(list)
+    times: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for _ in range(rounds):
         for key, call, count in zip(keys, calls, agreed.tolist(), strict=True):
             dist.barrier()
             sync()
-            start = time.perf_counter()
+            start, busy = time.perf_counter(), time.process_time()
             for _ in range(count):
                 call()
             sync()
-            times[key].append((time.perf_counter() - start) / count)
-    return [Sample(str(kind), group_size, n, statistics.median(times[kind, n])) for kind, n in keys]
+            busy = time.process_time() - busy if device == "cpu" else 0.0
+            times[key].append(((time.perf_counter() - start) / count, busy / count))
+    medians = {
+        key: [statistics.median(each) for each in zip(*t, strict=True)] for key, t in times.items()
+    }
+    return [Sample(str(kind), group_size, n, *medians[kind, n]) for kind, n in keys]
 
 
 def collective_calls(
@@ -210,7 +221,7 @@ def measure_profile(
         base,
         name=name,
         device=_device(base.device, merged, ranks, cores, source),
-        intra=_link(base.intra, merged.collectives, source) if sizes else base.intra,
+        intra=_link(base.intra, merged.collectives, source, cores / ranks) if sizes else base.intra,
         devices_per_node=ranks,
         device_name_pattern="(?!)",  # never chosen by the name of a device: others may differ
         provenance=how,
@@ -233,9 +244,9 @@ def _merged(found: Sequence[dict[str, Any]], share: float) -> _Merged:
         ],
         share * statistics.median(rank["view_s"] for rank in found),
         [
-            Sample(kind, size, num_bytes, max(row[-1] for row in rows))
+            Sample(kind, size, n, max(r[3] for r in rows), statistics.mean(r[4] for r in rows))
             for rows in zip(*(rank["collectives"] for rank in found), strict=True)
-            for kind, size, num_bytes, _ in rows[:1]
+            for kind, size, n, _, _ in rows[:1]
         ],
     )
 
@@ -305,7 +316,21 @@ def _rate(curve: Curve) -> float:
     return max(w / s for w, s in zip(curve.work, curve.seconds, strict=True))
 
 
-def _link(base: LinkProfile, samples: Sequence[Sample], source: str) -> LinkProfile:
+def _compute_share(samples: Sequence[Sample], cores: float) -> float:
+    """Of what a rank computes with, the share that its collectives keep busy.
+
+    Args:
+        samples: of collectives.
+        cores: CPU cores for each rank; 0 where it has a device of its own.
+    """
+    if not cores:
+        return 0.0
+    busy = sum(s.busy_s for s in samples) / sum(s.seconds for s in samples)
+    computing = min(1.0, cores)  # one thread a rank
+    return min(1.0, max(0.0, (computing + busy - cores) / computing))
+
+
+def _link(base: LinkProfile, samples: Sequence[Sample], source: str, cores: float) -> LinkProfile:
     lines: list[CollectiveLine] = []
     for kind in CollectiveKind:
         low = (0.0, 0.0)
@@ -326,8 +351,9 @@ def _link(base: LinkProfile, samples: Sequence[Sample], source: str) -> LinkProf
         latency_s=hop,
         base_latency_s=hop,
         bandwidth=2 * (n - 1) / (n * max(ring.seconds_per_byte, 1e-15)),
+        compute_share=float(f"{_compute_share(samples, cores):.3g}"),
         lines=tuple(lines),
-        sources=dict.fromkeys((*base.sources, "lines"), source),
+        sources=dict.fromkeys((*base.sources, "compute_share", "lines"), source),
     )
 
 

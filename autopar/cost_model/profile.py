@@ -272,6 +272,7 @@ class LinkProfile:
         bandwidth: bytes/s for each device in one direction. Between nodes it is the device's
             share: a node has ``devices_per_node * bandwidth`` in all.
         base_latency_s: seconds for starting any collective.
+        compute_share: of a device's compute, what a collective takes while it runs.
         lines: measured collectives, used in place of the law inside a node.
         sources: per figure, where it comes from.
     """
@@ -280,6 +281,7 @@ class LinkProfile:
     latency_s: float
     bandwidth: float
     base_latency_s: float
+    compute_share: float = 0.0
     lines: tuple[CollectiveLine, ...] = ()
     sources: Mapping[str, str] = field(hash=False, default_factory=dict)
 
@@ -298,9 +300,9 @@ class LinkProfile:
             )
         _require(self.bandwidth > 0, f"{where}: bandwidth must be positive, got {self.bandwidth}")
         _require(
-            self.latency_s >= 0 and self.base_latency_s >= 0,
-            f"{where}: latencies must not be negative, got {self.latency_s} and "
-            f"{self.base_latency_s}",
+            min(self.latency_s, self.base_latency_s) >= 0 and 0 <= self.compute_share <= 1,
+            f"{where}: latencies must not be negative and compute_share be in [0, 1], got "
+            f"{self.latency_s}, {self.base_latency_s} and {self.compute_share}",
         )
 
     def lines_of(self, kind: str) -> tuple[CollectiveLine, ...]:

@@ -3,7 +3,8 @@
 The host issues nodes in order. An op runs when the compute stream is free. A collective starts when
 everything issued before it on the compute stream is done and the communication stream is free (the
 event that torch's process groups record). A wait stops the compute stream until its collective has
-ended. With C the seconds of ops, and I those in which the compute stream stands at waits::
+ended. With C the seconds of ops, and I those in which the compute stream stands at waits, or makes
+no headway as a collective takes its share of the device::
 
     total = C + I        exposed = I        hidden = (seconds of collectives) - I
 
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from autopar.core.host import ARRIVED, FROM_HOST, TO_HOST, WITH_HOST
+from autopar.core.host import ARRIVED, FROM_HOST, WITH_HOST
 from autopar.core.strategy import op_call
 from autopar.core.work import LOOKUPS, global_flops, is_view, op_class
 from autopar.cost_model.cluster import Cluster
@@ -40,6 +41,7 @@ from autopar.cost_model.compute import compute_seconds_array
 from autopar.cost_model.memory import Offloaded, dtype_bytes, optimizer_state_bytes
 from autopar.cost_model.offload import can_offload, offload_seconds
 from autopar.cost_model.profile import DeviceProfile
+from autopar.cost_model.streams import Streams
 
 __all__ = ["OpTimes", "Simulation", "Span", "node_seconds", "optimizer_seconds", "simulate"]
 
@@ -142,66 +144,6 @@ class Simulation:
         }
 
 
-_Busy = tuple[float, float, fx.Node]  # start and end of what a stream does
-
-
-class _Streams:
-    """Clocks of the streams, and the collectives and copies in flight."""
-
-    def __init__(self) -> None:
-        self.links: dict[Any, list[_Busy]] = {TO_HOST: [], FROM_HOST: []}
-        self.copied: dict[fx.Node, float] = {}
-        self.compute_s = self.comm_free_s = 0.0
-        self.exposed: dict[fx.Node, float] = {}
-        self.busy: list[_Busy] = []  # on the communication
-        self.ends: dict[fx.Node, float] = {}
-
-    def run(self, seconds: float) -> float:
-        start, self.compute_s = self.compute_s, self.compute_s + seconds
-        return start
-
-    def send(self, node: fx.Node, seconds: float) -> float:
-        start = max(self.compute_s, self.comm_free_s)
-        self.comm_free_s = self.ends[node] = start + seconds
-        self.busy.append((start, start + seconds, node))
-        self.exposed[node] = 0.0
-        return start
-
-    def copy(self, node: fx.Node, seconds: float) -> Span:
-        link, there_s = self.links[node.target], self.copied.get(node.all_input_nodes[0], 0.0)
-        start = max(self.compute_s, link[-1][1] if link else 0.0, there_s)
-        link.append((start, start + seconds, node))
-        self.copied[node] = start + seconds
-        self.exposed[node] = 0.0
-        return Span(node.name, "up" if node.target is FROM_HOST else "down", "", start, seconds)
-
-    def stand_for(self, copy: fx.Node) -> None:
-        """Stop the compute stream until a copy has been made.
-
-        What comes back meanwhile is exposed; where nothing does yet, what still goes to the host.
-        """
-        end_s = self.copied.get(copy, 0.0)
-        now = self.compute_s
-        for start, stop, node in self.links[FROM_HOST]:
-            if stop > now and now < end_s:
-                self._expose(self.links[TO_HOST], now, min(start, end_s))
-                self._expose([(start, stop, node)], now, end_s)
-                now = stop
-        self.compute_s = max(self.compute_s, end_s)
-
-    def _expose(self, busy: Iterable[_Busy], from_s: float, to_s: float) -> None:
-        for start, stop, node in busy:
-            self.exposed[node] += max(0.0, min(stop, to_s) - max(start, from_s))
-
-    def wait(self, end_s: float) -> None:
-        """Stop the compute stream until `end_s`; who was sending meanwhile is exposed."""
-        # what ended before now can never be waited for again
-        self.busy = [b for b in self.busy if b[1] > self.compute_s]
-        if end_s > self.compute_s:
-            self._expose(self.busy, self.compute_s, end_s)
-            self.compute_s = end_s
-
-
 def simulate(
     graph: fx.Graph,
     cluster: Cluster,
@@ -222,7 +164,7 @@ def simulate(
     Returns:
         Seconds, and what ran when.
     """
-    streams = _Streams()
+    streams = Streams()
     spans: list[Span] = []
     sent: list[tuple[fx.Node, Span]] = []
     copies: list[tuple[fx.Node, Span]] = []
@@ -248,16 +190,14 @@ def simulate(
     )
 
 
-def _issue(
-    node: fx.Node, streams: _Streams, cluster: Cluster, times: OpTimes | None
-) -> Span | None:
+def _issue(node: fx.Node, streams: Streams, cluster: Cluster, times: OpTimes | None) -> Span | None:
     """Let a node run, or wait; what it does on its stream."""
     phase, count = str(node.meta.get("phase", "forward")), int(node.meta.get("times", 1))
     origin = str(node.meta.get("origin", ""))
     if "collective" in node.meta:
         kind, axis, num_bytes, count = node.meta["collective"]
         seconds = cluster.collective_seconds(CollectiveKind(kind), num_bytes, axis)
-        start = streams.send(node, seconds)
+        start = streams.send(node, seconds, cluster.compute_share(axis))
         members = node.meta.get("members", ((origin, num_bytes),))
         return Span(
             node.name, axis, phase, start, seconds, count, kind, members=members, origin=origin
@@ -269,8 +209,9 @@ def _issue(
         streams.stand_for(node.all_input_nodes[0])
         return None
     if node.target in WITH_HOST and can_offload(cluster.device):
-        span = streams.copy(node, node_seconds(node, cluster.device))
-        return replace(span, phase=phase, times=count, origin=origin)
+        seconds = node_seconds(node, cluster.device)
+        start, way = streams.copy(node, seconds), "up" if node.target is FROM_HOST else "down"
+        return Span(node.name, way, phase, start, seconds, count, origin=origin)
     found = times.seconds(node) if times is not None else None
     seconds = node_seconds(node, cluster.device) if found is None else found
     return Span(node.name, "compute", phase, streams.run(seconds), seconds, count, origin=origin)

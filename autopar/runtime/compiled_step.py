@@ -6,18 +6,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autopar._compat import register_dataclasses
 from autopar.codegen.emit import Program
 from autopar.codegen.fusion import Fusion
+from autopar.codegen.partition import whole_step
 from autopar.core.graph import TracedModel, output_paths
 from autopar.core.plan import Plan
 from autopar.errors import AutoparError
 from autopar.runtime.inductor import CompiledProgram
 
-__all__ = ["CompiledStep", "input_signature", "position_of_loss", "tensors_in_order"]
+__all__ = [
+    "CompiledStep",
+    "in_one_piece",
+    "input_signature",
+    "kept_outputs",
+    "position_of_loss",
+    "tensors_in_order",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +33,7 @@ class CompiledStep:
     """A traced step with its plan and this rank's program, for one input signature.
 
     `compiled` runs in place of the program's graphs, where a backend made it. `keywords` are the
-    names of keyword inputs, in the order of the trace.
+    names of keyword inputs, in the order of the trace. `at_once`: see `in_one_piece`.
     """
 
     traced: TracedModel
@@ -34,6 +42,7 @@ class CompiledStep:
     fusion: Fusion
     keywords: tuple[str, ...] = ()
     compiled: CompiledProgram | None = None
+    at_once: fx.GraphModule | None = None
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -73,6 +82,29 @@ def tensors_in_order(
             "produced. Detach it, or register it as an nn.Parameter of the model."
         )
     return found
+
+
+def kept_outputs(program: Program, loss: int) -> list[int]:
+    """Positions of a joint program's outputs without results other than the loss."""
+    return [
+        position
+        for position, (spec, _) in enumerate(program.outputs)
+        if spec.kind != "output" or int(spec.target) == loss
+    ]
+
+
+def in_one_piece(traced: TracedModel, program: Program) -> fx.GraphModule | None:
+    """What `train_step` runs: the loss first waited for behind the backward, other results let go.
+
+    `step(*placeholders) -> kept outputs`; None where there is no backward or no loss.
+    """
+    if program.backward is None:
+        return None
+    try:
+        loss = position_of_loss(traced)
+    except AutoparError:  # told when train_step is called
+        return None
+    return whole_step(program.joint.graph, kept_outputs(program, loss))
 
 
 def position_of_loss(traced: TracedModel) -> int:

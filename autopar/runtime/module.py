@@ -269,16 +269,12 @@ class ParallelModule(StateModule):
 
     @torch.no_grad()
     def _without_autograd(self, step: CompiledStep, index: int, args: Any, kwargs: Any) -> Tensor:
-        """Both programs in turn: autograd has one node here, and takes a while for each DTensor."""
+        """The programs alone: autograd has one node here, and takes a while for each DTensor."""
         run = Run(self, step, feed(self, step, args, kwargs))
-        results, saved = run.forward()
-        run.saved = list(saved)
-        loss = results[index]
         scale = 1.0 if self.loss_scaler is None else self.loss_scaler.get_scale()
-        tangents: list[Tensor | None] = [None] * len(results)
-        tangents[index] = torch.full_like(loss, scale)
-        del results, saved
-        for name, gradient in zip(self._parameter_order, run.backward(tangents), strict=True):
+        once = run.in_turn if step.at_once is None else run.at_once
+        loss, gradients = once(index, scale)
+        for name, gradient in zip(self._parameter_order, gradients, strict=True):
             parameter = self.parameter(name)
             if gradient is None or not parameter.requires_grad:
                 continue

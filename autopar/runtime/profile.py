@@ -245,8 +245,11 @@ def _measured(
     if step.program.backward is not None:
         graphs.append(TimedGraph(step.program.backward, True, watch))
     backward = graphs[1] if len(graphs) > 1 else None
+    whole = None if step.at_once is None else TimedGraph(step.at_once, False, watch)
+    graphs += [whole] if whole is not None else []
     program: Any = replace(step.program, forward=forward, backward=backward)  # type: ignore[arg-type]
-    return replace(step, program=program, compiled=None), lambda seconds: [
+    timed_step = replace(step, program=program, compiled=None, at_once=whole)  # type: ignore[arg-type]
+    return timed_step, lambda seconds: [
         interval for graph in graphs for interval in graph.intervals(seconds)
     ]
 

@@ -13,7 +13,7 @@ from autopar._compat import dtensor_placements
 from autopar.core.graph import InputSpec, TracedModel, output_paths
 from autopar.core.placement import Layout, Replicate
 from autopar.errors import AutoparError
-from autopar.runtime.compiled_step import CompiledStep, tensors_in_order
+from autopar.runtime.compiled_step import CompiledStep, kept_outputs, tensors_in_order
 from autopar.runtime.lost import naming_lost_ranks
 from autopar.runtime.pipeline import PipelinedStep
 from autopar.runtime.shards import take_shard
@@ -166,24 +166,65 @@ class Run:
         return out
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Any]:
-        program, plan = self.step.program, self.step.plan
         run = self.step.backward
         assert run is not None
         if self.saved is None:
             raise _called_twice()
         values, self.saved = self.saved, None
-        tangents = []
-        for spec, layout in program.inputs:
+        values += self._tangents(grads)
+        with naming_lost_ranks("in the backward"):
+            values = list(run(values))
+        return self._gradients(values)
+
+    def in_turn(self, loss: int, tangent: float) -> tuple[Tensor, list[Any]]:
+        """Forward, then backward: the loss, and the gradients of `tangent` times it."""
+        results, saved = self.forward()
+        self.saved = list(saved)
+        grads: list[Tensor | None] = [None] * len(results)
+        grads[loss] = torch.full_like(results[loss], tangent)
+        found: Tensor = results[loss]
+        del results, saved
+        return found, self.backward(grads)
+
+    def at_once(self, loss: int, tangent: float) -> tuple[Tensor, list[Any]]:
+        """Forward and backward in one: the loss, and the gradients of `tangent` times it."""
+        program, run = self.step.program, self.step.at_once
+        assert run is not None
+        grads: list[Tensor | None] = [None] * program.num_results
+        for spec in self.tangents:
+            if int(spec.target) == loss:
+                grads[loss] = torch.full(
+                    spec.shape, tangent, dtype=spec.dtype, device=self.module.device
+                )
+        given, tangents = iter(self.given), iter(self._tangents(grads))
+        kinds = [spec.kind for spec, _ in program.inputs]
+        values = [next(tangents if kind == "tangent" else given) for kind in kinds]
+        with naming_lost_ranks("in train_step"):
+            values = list(run(*values))
+        told: dict[str, Tensor] = {}
+        for position in kept_outputs(program, loss):
+            output, _ = program.outputs[position]
+            if output.kind == "buffer":
+                self.module._set_buffer(output.target, values.pop(0))
+            elif output.kind == "output":
+                told[output.target] = values.pop(0)
+        return told[str(loss)], self._gradients(values)
+
+    def _tangents(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        """This rank's shares of the gradients of results, zeros for those without."""
+        found = []
+        for spec, layout in self.step.program.inputs:
             if spec.kind == "tangent":
                 grad = grads[int(spec.target)]
                 if grad is None:
                     grad = torch.zeros(spec.shape, dtype=spec.dtype, device=self.module.device)
-                tangents.append(
-                    take_shard(_whole(grad), layout, plan.mesh_shape, self.module.coords)
-                )
-        values += tangents
-        with naming_lost_ranks("in the backward"):
-            values = list(run(values))
+                shares = self.step.plan.mesh_shape, self.module.coords
+                found.append(take_shard(_whole(grad), layout, *shares))
+        return found
+
+    def _gradients(self, values: list[Any]) -> list[Any]:
+        """Gradients as DTensors, in the order of the parameters; `values` is emptied."""
+        program, plan = self.step.program, self.step.plan
         found: dict[str, Tensor] = {}
         held: set[int] = set()
         outputs = program.outputs[program.num_results :]

@@ -103,7 +103,9 @@ class StandIns:
 
 
 def _share(value: Tensor) -> Tensor:
-    return value._local_tensor.detach() if isinstance(value, DTensor) else value.detach()
+    """The rank's own part of a tensor, outside of autograd."""
+    share: Tensor = value._local_tensor if isinstance(value, DTensor) else value
+    return share.detach() if share.requires_grad else share  # a detach takes as long as a view
 
 
 def _as_dtensors(new: dict[str, Any], old: dict[str, Any], parameter: DTensor) -> dict[str, Any]:

@@ -327,6 +327,7 @@ class _Builder:
                 column = self.moves.matrix(produced, [self.whole], num_bytes)[:, 0]
                 owner = self.classes[value[0]]
                 times = self.step.blocks.runs(value[0])
+                column = column * self._weight(bool(self.step.gradients))
                 self.problem.costs[owner] = self.problem.costs[owner] + column * times
 
     def _add_sends(self) -> None:

@@ -1,7 +1,7 @@
 """What a step costs where gradients and parameters travel beside compute, and how to search for it.
 
-With C the seconds of ops, H those of the collectives that gather parameters and reduce gradients,
-and N all others, which ops wait for, a step takes about::
+With C the seconds of ops, H those of the collectives that gather parameters, reduce gradients or
+make what only the caller reads, and N all others, which ops wait for, a step takes about::
 
     N + C + max(e · H, H - C)
 

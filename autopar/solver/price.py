@@ -169,7 +169,8 @@ class Pricing:
         for value, target, times, of in self.ends():
             bucket = self.step.reductions if of in own else ALONE
             op_name = value[0] if value[0] in self.step.ops else last
-            self.add_moves(value, target, times, op_name, of, bucket, of in own)
+            hides = of in own or (of == "result" and bool(self.step.gradients))
+            self.add_moves(value, target, times, op_name, of, bucket, hides)
 
     def ends(self) -> Iterator[tuple[Value, Layout, int, str]]:
         """Values that leave the step, their layout, how often, and what they are."""

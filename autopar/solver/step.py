@@ -112,6 +112,7 @@ class Step:
         ports: what other stages send (placeholders) and names for layouts of what they are sent.
         sends: what goes to other stages.
         closing: ops that only cast or rearrange a gradient that is computed.
+        told: forward ops that nothing but the caller reads the results of, such as a loss's sum.
         outside: producers of values that come in any layout for nothing, of a part of a step.
         shares: of ops that will be in a fused kernel, what is left of their work.
         beside: of copies with host memory, seconds of compute that they hide behind.
@@ -132,6 +133,7 @@ class Step:
     ports: dict[str, TensorSpec] = field(default_factory=dict)
     sends: tuple[Send, ...] = ()
     closing: frozenset[str] = frozenset()
+    told: frozenset[str] = frozenset()
     outside: frozenset[str] = frozenset()
     shares: Mapping[str, Share] = field(default_factory=dict)
     beside: Mapping[str, float] = field(default_factory=dict)
@@ -161,9 +163,11 @@ class Step:
     def may_hide(self, value: Value, consumer: str) -> bool:
         """True if the moves of a value on its way to an op run beside other ops.
 
-        Parameters are there before; gradients that are only cast or rearranged are not waited for.
+        Parameters are there before; gradients that are only cast or rearranged are not waited for,
+        nor is what only the caller reads.
         """
-        return consumer in self.closing or self._owner(value) in self.parameters
+        beside = consumer in self.closing or consumer in self.told
+        return beside or self._owner(value) in self.parameters
 
     def _owner(self, value: Value) -> str:
         """The parameter that a value shows; else its own producer."""
@@ -239,6 +243,7 @@ def build_step(traced: TracedModel, fused: FusedShares | None = None) -> Step:
         ports=ports,
         sends=sends,
         closing=_closing(ops, gradients),
+        told=_told(ops, gradients) if gradients else frozenset(),
         shares=shares_of(ops, sends, blocks, fused) if fused else {},
     )
 
@@ -309,6 +314,15 @@ def _closing(ops: dict[str, Op], gradients: dict[str, Value]) -> frozenset[str]:
             found.add(name)
             name, _ = ops[name].operands[0]
     return frozenset(found)
+
+
+def _told(ops: dict[str, Op], gradients: dict[str, Value]) -> frozenset[str]:
+    """Ops of a training step that no gradient is made of."""
+    needed = {name for name, _ in gradients.values()}
+    for op in reversed(ops.values()):
+        if op.backward or op.name in needed:
+            needed.update(name for name, _ in op.operands)
+    return frozenset(n for n, op in ops.items() if not op.backward and n not in needed)
 
 
 _RESHAPES = (

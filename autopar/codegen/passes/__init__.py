@@ -8,7 +8,8 @@ bucket      small collectives of one group, kind and dtype become one           
 prefetch    parameters of a block are gathered, and activations that wait in    `overlap.py`
             host memory are fetched, while the block before it runs
 early       other collectives are issued as soon as their operand is there      `overlap.py`
-late        waits stand in front of the first reader                            `overlap.py`
+late        waits stand in front of the first reader, those for what only the   `overlap.py`
+            caller reads behind the backward
 in_place    an all-reduce works in the memory of its operand                    `in_place.py`
 ==========  ==================================================================  ==============
 
@@ -32,6 +33,7 @@ from autopar.codegen.passes.overlap import (
     follow_later,
     issue_early,
     prefetch,
+    tell_last,
     wait_late,
 )
 from autopar.codegen.passes.sites import Key
@@ -108,7 +110,7 @@ def run_passes(
     orders: dict[str, Callable[[], None]] = {
         "prefetch": lambda: _prefetch(graph, block, int((1 - _SCRATCH) * budget), resident),
         "early": lambda: _early(graph, budget, resident),
-        "late": lambda: wait_late(graph, budget, resident),
+        "late": lambda: _late(graph, budget, resident),
     }
     for name, run in orders.items():
         if name in chosen:
@@ -133,6 +135,12 @@ def _prefetch(
 def _early(graph: fx.Graph, budget: int, resident: Mapping[str, int] | None) -> None:
     issue_early(graph, budget, resident)
     follow_later(graph, budget, resident)
+
+
+def _late(graph: fx.Graph, budget: int, resident: Mapping[str, int] | None) -> None:
+    wait_late(graph, budget, resident)
+    if resident is None:  # parts of a step in microbatches end with their own waits
+        tell_last(graph, budget)
 
 
 def run_last_passes(

@@ -24,9 +24,18 @@ from autopar.codegen.passes.order import feeding, is_packing, link, phase_starts
 from autopar.core.host import ARRIVED, FROM_HOST
 from autopar.core.work import is_view
 
-__all__ = ["begin_early", "fetch_ahead", "follow_later", "issue_early", "prefetch", "wait_late"]
+__all__ = [
+    "begin_early",
+    "fetch_ahead",
+    "follow_later",
+    "issue_early",
+    "prefetch",
+    "tell_last",
+    "wait_late",
+]
 
 Resident = Mapping[str, int] | None
+_LITTLE = 1e-3  # of the peak
 _BEFORE = 1e-4
 """Of a key: a chain of views stays within the place of its reader."""
 
@@ -287,3 +296,28 @@ def wait_late(graph: fx.Graph, budget: int, resident: Resident = None) -> None:
             first = first if at == end else max(keys[node], at - 0.5)
         keys[node] = first
     reorder(graph, keys)
+
+
+def tell_last(graph: fx.Graph, budget: int) -> None:
+    """Put behind the backward what only the caller reads of a collective: the sum of a loss, say.
+
+    The order stays as it was where this would raise the peak above `budget` by more than a little:
+    a loss is summed where the most is live, and a few numbers of it are held longer.
+    """
+    nodes = list(graph.nodes)
+    needed: set[fx.Node] = set()
+    for node in reversed(nodes):
+        if node.meta.get("phase") == "backward" or is_start(node) or node in needed:
+            needed.update(node.all_input_nodes)
+    if not any(node.meta.get("phase") == "backward" for node in nodes):
+        return
+    told: dict[fx.Node, None] = {}
+    for node in nodes:
+        if node.op != "output" and node.meta.get("phase") == "forward" and node not in needed:
+            if is_wait(node) or any(source in told for source in node.all_input_nodes):
+                told[node] = None
+    if not told:
+        return
+    reorder(graph, {node: len(nodes) + index for index, node in enumerate(told)})
+    if Lifetimes(graph).peak_bytes > (1 + _LITTLE) * budget:
+        reorder(graph, {node: float(index) for index, node in enumerate(nodes)})
