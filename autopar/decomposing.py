@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -43,11 +43,13 @@ class Trial:
         graph: forward and backward.
         parts: simulations of what runs in one go, by name.
         last: of the last backward with "finish" beside it, where a program has that.
+        code: what a rank runs, by part.
     """
 
     graph: fx.Graph
     parts: Mapping[str, Simulation]
     last: Simulation | None = None
+    code: Mapping[str, fx.Graph] = field(default_factory=dict)
 
     def step_s(self, least_s: float = 0.0) -> float:
         """Seconds of the step, of which at least so many are of ops."""

@@ -10,14 +10,18 @@ What compute waits for of copies with host memory is put in place of the search'
 The parts of a pipeline stage are simulated one by one, as nothing overlaps across their ends, and
 the stages run on the clock of the schedule again with what is left of their seconds. Gradients are
 reduced beside the last backward: what that takes longer with them is what is left of `finish`.
+
+Of each program that was simulated, the plan keeps one block of each kind (`codegen/excerpts.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from autopar.codegen.emit import written
+from autopar.codegen.excerpts import Found, Run, excerpts, merged
 from autopar.codegen.fusion import Fusion
 from autopar.codegen.stages import staged_as_planned
 from autopar.codegen.turns import TurnWriter
@@ -27,7 +31,7 @@ from autopar.core.plan import Plan
 from autopar.core.schedule import actions
 from autopar.core.timeline import PlannedMove, PlannedOp, rounded
 from autopar.cost_model import Cluster
-from autopar.cost_model.simulator import Simulation, simulate
+from autopar.cost_model.simulator import Simulation, node_seconds, simulate
 from autopar.cost_model.stages import pipelined_time, transfer_seconds
 from autopar.cost_model.waits import with_waits
 from autopar.decomposing import Trial, decomposed
@@ -55,12 +59,30 @@ def scheduled(plan: Plan, traced: TracedModel) -> Plan:
 
     def run(trial: Plan) -> Trial:
         program = emitter.program(None, trial.piece_counts())
-        graph = program.joint.graph
-        return Trial(graph=graph, parts={"step": simulate(graph, cluster)})
+        graph, code = program.joint.graph, {"forward": program.forward.graph}
+        if program.backward is not None:
+            code["backward"] = program.backward.graph
+        return Trial(graph=graph, parts={"step": simulate(graph, cluster)}, code=code)
 
     cut, found = decomposed(plan, run(plan), run, cluster)
     cut = with_waits(cut, found.parts)
-    return _with_hidden(cut, found.shares(), cut.predicted.compute_time_s)
+    hiding = _with_hidden(cut, found.shares(), cut.predicted.compute_time_s)
+    kept = excerpts(found.code, emitter.traced, _runs(found, cluster))
+    return replace(hiding, excerpts=merged([((), kept)]))
+
+
+def _runs(trial: Trial, cluster: Cluster) -> dict[tuple[str, str], Run]:
+    """What each node of a program takes, by part and name."""
+    spans = {(part, s.name): s for part, simulated in trial.parts.items() for s in simulated.spans}
+    found: dict[tuple[str, str], Run] = {}
+    for part, graph in trial.code.items():
+        for node in graph.nodes:
+            span = spans.get((part if part in trial.parts else "step", node.name))
+            if span is not None:
+                found[part, node.name] = Run(span.duration_s, span.hidden_s)
+            elif "instead_of" in node.meta:  # written when the program was cut into its parts
+                found[part, node.name] = Run(node_seconds(node, cluster.device), 0.0)
+    return found
 
 
 def _with_hidden(plan: Plan, shares: Shares, most_s: float) -> Plan:
@@ -110,24 +132,35 @@ def _scheduled_stages(plan: Plan, traced: TracedModel) -> Plan:
     ends = [order[-1] for order in orders]
     closing = {end.stage for end in ends if end.kind == ("W" if splits else "B")}
     cluster, fusion = Cluster.from_dict(plan.cluster), Fusion.of(plan)
-    tried: dict[int, tuple[int, Plan, Trial]] = {}  # equal stages of a folded graph share nodes
+    tried: dict[int, _Tried] = {}  # equal stages of a folded graph share nodes
+    alike: dict[int, list[int]] = {}
     known: dict[tuple[int, bool], Plan] = {}
     stages: list[Plan] = []
     for number, stage in enumerate(p.stages):
-        alike, closes = id(stage.nodes), number in closing
-        if alike not in tried:
+        key, closes = id(stage.nodes), number in closing
+        alike.setdefault(key, []).append(number)
+        if key not in tried:
             own, model = parts.named(number, stage, back=True), parts.model(number)
-            tried[alike] = number, *_tried(own, model, cluster, fusion, p.microbatches, splits)
-        if (alike, closes) not in known:
-            first, planned, trial = tried[alike]
-            found = _scheduled_stage(planned, trial, p.microbatches, splits, closes)
-            known[alike, closes] = parts.named(first, found)
-        like = known[alike, closes]
+            tried[key] = _tried(own, model, cluster, fusion, p.microbatches, splits)
+        if (key, closes) not in known:
+            one = tried[key]
+            found = _scheduled_stage(one.plan, one.trial, p.microbatches, splits, closes)
+            known[key, closes] = parts.named(alike[key][0], found)
+        like = known[key, closes]
         stages.append(replace(stage, predicted=like.predicted, pieces=like.pieces))
     transfer_s = transfer_seconds(parts.crossings(), stages, cluster, p.size)
     clock = pipelined_time(stages, orders, transfer_s, p.microbatches, plan.predicted.memory)
     pipeline = replace(p, stages=tuple(stages), bubble=clock.bubble, slots=clock.slots)
-    return replace(plan, predicted=clock.predicted, pipeline=pipeline)
+    kept = merged((numbers, tried[key].excerpts) for key, numbers in alike.items())
+    return replace(plan, predicted=clock.predicted, pipeline=pipeline, excerpts=kept)
+
+
+class _Tried(NamedTuple):
+    """A stage's plan with its pieces, its program, and what is kept of that."""
+
+    plan: Plan
+    trial: Trial
+    excerpts: list[Found]
 
 
 def _tried(
@@ -137,8 +170,7 @@ def _tried(
     fusion: Fusion,
     microbatches: int,
     splits: bool,
-) -> tuple[Plan, Trial]:
-    """A stage's plan with its pieces, and its program."""
+) -> _Tried:
     names = ("prepare", "forward", *(("input", "weight") if splits else ("backward",)), "finish")
 
     writer = TurnWriter([model], plan, [0] * len(plan.mesh_shape), fusion=fusion)
@@ -151,9 +183,11 @@ def _tried(
             if name in program.parts
         }
         last = simulated.pop("last", None)
-        return Trial(graph=program.joint.graph, parts=simulated, last=last)
+        code = {name: program.parts[name].module.graph for name in simulated}
+        return Trial(graph=program.joint.graph, parts=simulated, last=last, code=code)
 
-    return decomposed(plan, run(plan), run, cluster, microbatches)
+    cut, found = decomposed(plan, run(plan), run, cluster, microbatches)
+    return _Tried(cut, found, excerpts(found.code, writer.traced, _runs(found, cluster)))
 
 
 def _scheduled_stage(

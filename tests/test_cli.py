@@ -6,15 +6,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import torch  # noqa: F401  (its log handlers must not bind to the stderr of one test)
+import torch  # (its log handlers must not bind to the stderr of one test)
 
 from autopar.cli import main
 from autopar.cli.arguments import pin
+from autopar.codegen.fusion import Fusion
 from autopar.core.plan import Plan
 from autopar.cost_model.catalogue import profile_names
+from autopar.errors import AutoparError
 
 MODELS = """
 import torch
@@ -232,6 +235,10 @@ def test_defects_keep_their_traceback(capsys: pytest.CaptureFixture[str]) -> Non
         plan_args("gpt2", "--nodes", "0"),
         plan_args("gpt2", "--factory-args", "{"),
         plan_args("gpt2", "--dtype", "int4"),
+        plan_args("gpt2", "--fusion", "some"),
+        plan_args("gpt2", "--fusion", "only"),
+        plan_args("gpt2", "--fusion", "off="),
+        plan_args("gpt2", "--fusion", "rotary=off"),
     ],
 )
 def test_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -276,6 +283,44 @@ def test_frontier(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--frontier" in capsys.readouterr().err
     assert main([*base, "--frontier", "3", "--out", "plan.json"]) == 2
     assert "--frontier" in capsys.readouterr().err
+
+
+FUSIONS: list[tuple[list[str], Any]] = [
+    ([], None),
+    (["on"], True),
+    (["off"], False),
+    (["off=softmax,generated"], {"off": ["softmax", "generated"]}),
+    (["only=layer_norm, bias_act"], {"only": ["layer_norm", "bias_act"]}),
+    (["on=linear_nll", "off=token_nll"], {"on": ["linear_nll"], "off": ["token_nll"]}),
+    (["on", "off=generated"], {"off": ["generated"]}),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), FUSIONS)
+def test_fusion_is_chosen_by_name(given: list[str], expected: Any) -> None:
+    options = [text for each in given for text in ("--fusion", each)]
+    assert main(plan_args("gpt2", *TOKENS, *options, "--out", "plan.json")) == 0
+    parsed = Fusion.parse(expected, torch.device("cuda"))
+    assert set(Plan.load("plan.json").fusion) == parsed.kernels
+
+
+def test_bad_fusion(capsys: pytest.CaptureFixture[str]) -> None:
+    message = failing(plan_args("broken", *TOKENS, "--fusion", "off=rotery"), capsys)
+    assert "no fused kernel 'rotery'" in message and "Did you mean 'rotary'?" in message
+    both = ["--fusion", "off", "--fusion", "only=rotary"]
+    assert "leaves no kernel" in failing(plan_args("broken", *TOKENS, *both), capsys)
+
+
+def test_fusion_of_a_frontier(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def frontier(*args: Any, **options: Any) -> list[Any]:
+        seen.update(options)
+        raise AutoparError("enough")
+
+    monkeypatch.setattr("autopar.frontier.frontier", frontier)
+    assert main(plan_args("deep", "--frontier", "2", "--fusion", "off")) == 2
+    assert seen["fusion"] is False
 
 
 def test_pins_are_priced_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

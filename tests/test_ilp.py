@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -157,3 +159,19 @@ def test_a_fold_takes_the_first_best_state(sizes: tuple[int, int, int]) -> None:
     best, least = _joined(own, left, right)
     assert np.array_equal(best, total.argmin(axis=0))
     assert np.array_equal(least, total.min(axis=0))
+
+
+def test_nothing_is_printed() -> None:
+    """HiGHS prints a banner when the first one of a process is made."""
+    program = """
+import pulp
+from autopar.solver.highs import HiGHS
+problem = pulp.LpProblem("least")
+x = problem.add_variable("x", lowBound=2, cat="Integer")
+problem.setObjective(pulp.LpAffineExpression({x: 1.0}))
+problem += pulp.LpAffineExpression({x: 2.0}) >= 5
+problem.solve(HiGHS(gap_abs=0.0, mip_max_nodes=10))
+assert x.value() == 3.0 and problem.sol_status == pulp.LpSolutionOptimal
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert done.stdout == b""

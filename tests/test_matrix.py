@@ -97,7 +97,7 @@ def check(name: str, plan: Plan) -> None:
     limited = plan.memory_limit_bytes < plan.cluster["device"]["memory_bytes"]
     if len(plan.mesh_shape) <= 2 and not limited:
         # the two sides of a maximum are bounded apart, which shows where ranks mostly communicate
-        assert plan.solver.gap <= 0.015
+        assert plan.solver.gap <= 0.025
 
 
 # these models in all modes and all models in these modes; the others are in the slow run

@@ -278,7 +278,7 @@ def test_a_shape_that_does_not_fit_says_what_it_needs() -> None:
     pins = Constraints.parse({"pipeline": {"size": 1}})
     plan = plan_step(traced, one, constraints=pins, memory_limit=told.value.required_bytes - 1)
     assert plan.pipeline is not None
-    (row,) = (r for r in plan.considered if r.shape == "1 ranks, 1 microbatches")
+    (row,) = (r for r in plan.considered if r.shape == "1 rank, 1 microbatch")
     assert row.why.startswith("needs")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from autopar.api import load_plan, plan
+from autopar.core.considered import Considered
 from autopar.core.placement import Partial, Replicate, Shard
 from autopar.core.plan import PLAN_VERSION, CommBytes, NodePlan, Plan, Prediction, SolverReport
 from autopar.core.timeline import PlannedMove, PlannedOp, Timeline
@@ -18,6 +19,7 @@ from autopar.cost_model import Cluster
 from autopar.errors import PlanMismatchError
 from autopar.report import format_bytes, format_seconds, parameter_rows, render_summary
 from autopar.report.differences import render_differences
+from autopar.report.summary import facts
 from tests.zoo import MODELS
 
 GIB = 2**30
@@ -185,6 +187,32 @@ def test_header_and_communication() -> None:
     assert "\x1b" not in text
     assert "input_ids" in text
     assert "tangent" not in text
+
+
+def test_kernels_and_what_was_not_chosen_are_told() -> None:
+    found = layers(3)
+    rows = tuple(Considered(shape=f"{n} ranks", why=f"bound {n} s") for n in range(2, 12))
+    found = replace(found, considered=rows, fusion=("rotary", "gated"))
+    told = dict(facts(found))
+    assert told["fused kernels"] == "gated, rotary"
+    assert told["not chosen"].startswith("2 ranks: bound 2 s; 3 ranks")
+    assert told["not chosen"].endswith("5 ranks: bound 5 s; and 6 less promising "
+                                       "(`considered` in the file)")  # fmt: skip
+    assert dict(facts(layers(3)))["fused kernels"] == "none"
+    assert "not chosen" not in dict(facts(layers(3)))
+
+
+def test_differences_have_signs_of_one_kind_and_what_ranks_wait() -> None:
+    plan = layers(3)
+    slow = replace(plan.predicted, step_time_s=2 * plan.predicted.step_time_s, bubble_s=1.5)
+    other = replace(plan, predicted=slow, fusion=("gated",))
+    text = render_differences(other, plan, 200)
+    assert "(−50.00%)" in text and "(-" not in text
+    (bubble,) = [line for line in text.splitlines() if "bubble" in line]
+    assert "1.5 s" in bubble and "(−100.00%)" in bubble
+    (kernels,) = [line for line in text.splitlines() if "fused kernels" in line]
+    assert "gated" in kernels and "none" in kernels and "differs" in kernels
+    assert "bubble" not in render_differences(plan, plan, 200)
 
 
 def test_an_unproved_plan_is_labelled() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -111,6 +112,7 @@ def test_it_opens_and_fits(name: str, width: int, request: pytest.FixtureRequest
           tensors: [...d.querySelectorAll('#tensor-list button .mono')].map((b) => b.textContent),
           devices: d.querySelectorAll('#mesh-svg rect').length,
           rows: d.querySelectorAll('#op-table tbody tr').length,
+          program: d.querySelectorAll('#program-rows .row').length,
           graph: d.querySelectorAll('#graph-rows .row').length,
           areas: d.querySelectorAll('#memory-svg path').length,
           images: d.images.length,
@@ -123,7 +125,7 @@ def test_it_opens_and_fits(name: str, width: int, request: pytest.FixtureRequest
     assert found["images"] == 0
     assert found["devices"] == math.prod(plan.mesh_shape)
     assert found["rows"] == min(60, len(plan.nodes))
-    assert found["graph"] > 5 and found["areas"] > 3
+    assert found["program"] > 2 and found["graph"] > 5 and found["areas"] > 3
     assert found["bars"] == len(page_data(plan)["compute"]) + len(plan.predicted.comm_bytes)
     if name == "hostile":
         assert any(HOSTILE in text for text in found["tensors"])
@@ -165,6 +167,84 @@ def test_search_sort_and_choice(deep: Plan) -> None:
     blocks = math.prod(size for placement, size in layout if placement[0] == "S")
     assert found["colors"] == blocks
     assert found["after"].startswith(found["sorted"][0])
+
+
+@in_browser
+def test_the_program_of_a_block_can_be_followed(deep: Plan) -> None:
+    found = inspect(
+        render_page(deep),
+        1280,
+        """(d) => {
+          const rows = () => [...d.querySelectorAll('#program-rows .row')];
+          const texts = (query) => [...d.querySelectorAll(query)].map((e) => e.textContent);
+          const pick = (id, value) => { const e = d.getElementById(id); e.value = value;
+            e.dispatchEvent(new Event('change')); };
+          const block = d.getElementById('program-block').selectedOptions[0].textContent;
+          const parts = texts('#program-part option');
+          const forward = rows().length;
+          const chips = texts('#program-rows .chip');
+          pick('program-part', 'backward');
+          d.getElementById('program-views').click();
+          const backward = rows().map((r) => r.querySelector('.place').textContent);
+          rows()[rows().length - 1].click();
+          const steps = [];
+          for (let i = 0; i < 40; i++) {
+            const call = d.querySelector('#program-node .call');
+            steps.push(call.textContent);
+            const link = call.querySelector('button');
+            if (!link || i === 39) break;
+            link.click();
+          }
+          const chosen = texts('#program-rows .chosen .place');
+          let shown = 0, wrong = [];
+          for (const option of [...d.getElementById('program-block').options]) {
+            pick('program-block', option.value);
+            for (const part of [...d.getElementById('program-part').options].map((o) => o.value)) {
+              pick('program-part', part);
+              for (const row of rows()) {
+                row.click();
+                const name = row.querySelector('.place').textContent;
+                const call = d.querySelector('#program-node .call').textContent;
+                shown += 1;
+                if (!call.startsWith(`${name} = `)) wrong.push(name);
+              }
+            }
+          }
+          return { block, parts, forward, chips, backward, steps, shown, wrong,
+            chosen, facts: texts('#program-node dt') };
+        }""",
+    )["found"]
+    inner = max((x for x in deep.excerpts if x.block), key=lambda x: x.count)
+    nodes = {node.name: node for node in inner.nodes}
+    assert found["block"].startswith(f"{inner.block} ({inner.count} blocks run the same)")
+    assert found["parts"] == ["forward", "backward"]
+    own = [node for node in inner.nodes if node.part == "forward" and node.kind != "view"]
+    assert found["forward"] == len(own)
+    assert len(found["chips"]) == sum(node.sends is not None for node in own) > 0
+    assert found["backward"] == [n.name for n in inner.nodes if n.part == "backward"]
+    steps = [text.partition(" = ")[0] for text in found["steps"]]
+    assert len(steps) > 3 and steps[0] == found["backward"][-1]
+    for here, there in itertools.pairwise(steps):
+        if here in nodes:  # it may lead to another block
+            assert there == nodes[here].operands[0]
+    assert found["chosen"] == [steps[-1]]
+    assert found["wrong"] == []
+    assert found["shown"] == sum(len(excerpt.nodes) for excerpt in deep.excerpts)
+    assert {"yields", "read by"} <= set(found["facts"])
+
+
+def as_older(plan: Plan) -> Plan:
+    data = json.loads(json.dumps(plan.to_dict()))
+    del data["excerpts"]
+    return Plan.from_dict(data)
+
+
+@in_browser
+def test_a_plan_of_an_older_autopar_says_that_it_has_no_program(deep: Plan) -> None:
+    page = render_page(as_older(deep))
+    seen = inspect(page, 800, "(d) => d.getElementById('program').textContent")
+    assert seen["ready"] == "yes" and "Plan again" in seen["found"]
+    assert "Plan again" not in render_page(deep)
 
 
 @in_browser

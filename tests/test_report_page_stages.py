@@ -213,6 +213,21 @@ LOOK = """(d, w) => {
 }"""  # noqa: E501
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_nodes_of_the_program_are_for_ops_of_their_stage(mode: str) -> None:
+    plan = plan_of(mode)
+    data = page_data(plan)["program"]
+    groups = stage_groups(plan)
+    assert len(data["groups"]) == len(data["labels"]) == len(plan.excerpts) > 1
+    for excerpt, group, label in zip(plan.excerpts, data["groups"], data["labels"], strict=True):
+        ops = {op.name: op for op in groups[group].plan.predicted.timeline.ops}
+        assert excerpt.stages[0] in groups[group].stages
+        assert (label == "") == (mode == "turns")
+        known = [ops[node.origin] for node in excerpt.nodes if node.origin in ops]
+        assert len(known) > len(excerpt.nodes) / 2 or not excerpt.block
+        assert all(op.module.startswith(excerpt.block) for op in known)
+
+
 @in_browser
 @pytest.mark.parametrize("mode", ["line", "chunks", "older"])
 def test_the_drawn_page_knows_stages(mode: str) -> None:

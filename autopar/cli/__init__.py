@@ -24,7 +24,7 @@ from typing import Any
 
 from autopar import __version__
 from autopar.cli import commands as commands_
-from autopar.cli.arguments import json_value, mesh, pin, positive, size, whole
+from autopar.cli.arguments import fusion, json_value, mesh, pin, positive, size, whole
 from autopar.cli.factory import DTYPES
 from autopar.errors import AutoparError
 
@@ -148,6 +148,14 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         "--precision", choices=["fp32", "bf16", "fp16"], help="of compute; masters stay as they are"
     )
     add("--reduce-dtype", choices=["fp32", "bf16", "fp16"], help="of sums of gradients")
+    add(
+        "--fusion",
+        type=fusion,
+        action="append",
+        metavar="on|off|KEY=NAMES",
+        help="what will be fused, which ops are priced by: all, nothing, or off=rotary,generated, "
+        "on=…, only=… by names of kernels; repeatable (default: on, for CUDA devices)",
+    )
     add("--constraints", metavar="JSON|FILE", help="what to pin, such as '{\"data\": 4}'")
     add(
         "--pin",

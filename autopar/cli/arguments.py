@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,17 @@ from autopar.core.placement import parse_placement
 from autopar.core.units import parse_bytes
 from autopar.errors import AutoparError, ConstraintError, ShardingError
 
-__all__ = ["constraints", "json_value", "mesh", "pin", "positive", "size", "whole"]
+__all__ = [
+    "chosen_fusion",
+    "constraints",
+    "fusion",
+    "json_value",
+    "mesh",
+    "pin",
+    "positive",
+    "size",
+    "whole",
+]
 
 
 def positive(text: str) -> int:
@@ -64,6 +74,42 @@ def pin(text: str) -> tuple[str, tuple[str, ...]]:
     except ShardingError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
     return glob, parsed
+
+
+def fusion(text: str) -> tuple[str, tuple[str, ...] | None]:
+    """`on`, `off`, or a key of `fusion=` with names: `off=rotary,generated`."""
+    key, equals, names = text.partition("=")
+    given = tuple(name.strip() for name in names.split(",") if name.strip())
+    if key not in ("on", "off", "only") or bool(equals) != bool(given) or text == "only":
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is none of: on, off, off=NAMES, on=NAMES, only=NAMES (names of kernels, "
+            "with commas between them)"
+        )
+    return key, given or None
+
+
+def chosen_fusion(given: Sequence[tuple[str, tuple[str, ...] | None]] | None) -> Any:
+    """What all `--fusion` together mean, as `autopar.plan` takes it.
+
+    Raises:
+        AutoparError: they contradict each other, or a name is unknown.
+    """
+    if not given:
+        return None
+    whole = {key for key, names in given if names is None}
+    listed: dict[str, list[str]] = {}
+    for key, names in given:
+        listed.setdefault(key, []).extend(names or ())
+    lists = {key: names for key, names in listed.items() if names}
+    if whole == {"on", "off"} or (whole == {"off"} and lists):
+        raise AutoparError("--fusion off leaves no kernel: give it alone, or name what is off")
+    chosen = lists or (whole == {"on"})
+    import torch
+
+    from autopar.codegen.fusion import Fusion
+
+    Fusion.parse(chosen, torch.device("cpu"))
+    return chosen
 
 
 def constraints(text: str | None) -> Mapping[str, Any] | None:

@@ -22,6 +22,7 @@ __all__ = ["diff", "explain", "plan", "profile", "profiles", "report", "show", "
 def plan(args: argparse.Namespace) -> None:
     """Plan a model, and print the plan; or price pins; or print the frontier."""
     constraints = dict(arguments.constraints(args.constraints) or {})
+    args.fusion = arguments.chosen_fusion(args.fusion)
     cluster = _cluster(args)
     _check_folder("--out", args.out)
     _check_folder("--plot", args.plot)
@@ -69,6 +70,7 @@ def _planned(
             optimizer=args.optimizer,
             precision=args.precision,
             reduce_dtype=args.reduce_dtype,
+            fusion=args.fusion,
         )
     except TraceError as error:
         raise _with_inputs(error, inputs) if made else error from error
@@ -117,6 +119,7 @@ def _frontier(
         "optimizer": args.optimizer,
         "precision": args.precision,
         "reduce_dtype": args.reduce_dtype,
+        "fusion": args.fusion,
     }
     points = frontier(model, cluster, inputs, points=args.frontier, **options)
     print(render_frontier(points, args.width), end="")

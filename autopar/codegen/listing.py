@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from autopar.codegen.emit import Program
+from autopar.codegen.fusion.generated import Generated
 from autopar.codegen.parts import Part
 from autopar.codegen.turns import TurnProgram
 from autopar.core.graph import InputSpec, NodeInfo, TracedModel
@@ -20,7 +21,7 @@ from autopar.core.plan import Plan
 from autopar.core.recompute import recomputed
 from autopar.core.units import format_bytes
 
-__all__ = ["program_text", "turns_text"]
+__all__ = ["argument_text", "program_text", "target_text", "turns_text", "value_text"]
 
 _WIDTH = 100
 
@@ -76,7 +77,7 @@ def _part(part: Part, program: TurnProgram, traced: TracedModel, plan: Plan) -> 
     yield from _statements(graph, traced, plan, leaving)
     yield ""
     (output,) = (n for n in graph.nodes if n.op == "output")
-    made = {n: _argument(node) for n, node in zip(part.writes, output.args[0], strict=True)}
+    made = {n: argument_text(node) for n, node in zip(part.writes, output.args[0], strict=True)}
     for spec, layout, name in program.outputs:
         if name in made:
             yield f"{spec.kind} {spec.target} = {made[name]}  # {format_layout(layout)}"
@@ -109,7 +110,7 @@ def _axis(name: str, size: int) -> str:
 def _inputs(graph: fx.Graph, inputs: Sequence[tuple[InputSpec, Layout]]) -> Iterator[str]:
     placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
     for spec, layout in inputs:
-        local = _value_text(placeholders[spec.node].meta.get("val"))
+        local = value_text(placeholders[spec.node].meta.get("val"))
         yield f"{spec.node} = {spec.kind}({spec.target!r})  # {local} {_of(spec.shape, layout)}"
 
 
@@ -124,7 +125,7 @@ def _outputs(program: Program) -> Iterator[str]:
     yield ""
     yield "# results"
     for (spec, layout), node in zip(program.outputs, output.args[0], strict=True):
-        yield f"{spec.kind} {spec.target} = {_argument(node)}  # {format_layout(layout)}"
+        yield f"{spec.kind} {spec.target} = {argument_text(node)}  # {format_layout(layout)}"
 
 
 def _statements(
@@ -176,10 +177,10 @@ def _short(source: str) -> str:
 
 
 def _statement(node: fx.Node, plan: Plan) -> str:
-    arguments = [_argument(a) for a in node.args]
-    arguments += [f"{key}={_argument(value)}" for key, value in node.kwargs.items()]
-    text = f"{node.name} = {_target(node.target)}({', '.join(arguments)})"
-    comment = _value_text(node.meta.get("val"))
+    arguments = [argument_text(a) for a in node.args]
+    arguments += [f"{key}={argument_text(value)}" for key, value in node.kwargs.items()]
+    text = f"{node.name} = {target_text(node.target)}({', '.join(arguments)})"
+    comment = value_text(node.meta.get("val"))
     if "collective" in node.meta:
         kind, axis, num_bytes, _ = node.meta["collective"]
         comment += f" {kind} on {plan.axis_names[axis]}, {format_bytes(num_bytes)}"
@@ -189,28 +190,32 @@ def _statement(node: fx.Node, plan: Plan) -> str:
     if "piece" in node.meta:
         piece, count = node.meta["piece"]
         comment += f", piece {piece + 1} of {count}"
+    if isinstance(node.target, Generated):
+        comment += f", of {', '.join(target_text(member.target) for member in node.target.members)}"
     return f"{text}  # {comment}" if comment else text
 
 
-def _target(target: Any) -> str:
+def target_text(target: Any) -> str:
+    """Name of what a node calls."""
     if isinstance(target, torch._ops.OpOverload):
         return str(target).removesuffix(".default")
     return getattr(target, "__name__", str(target))
 
 
-def _argument(value: Any) -> str:
+def argument_text(value: Any) -> str:
+    """An argument, nodes by their names."""
     if isinstance(value, fx.Node):
         return value.name
     if isinstance(value, (list, tuple)):
-        inner = ", ".join(map(_argument, value))
+        inner = ", ".join(map(argument_text, value))
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
     return repr(value)
 
 
-def _value_text(value: Any) -> str:
+def value_text(value: Any) -> str:
     """`float32[4, 8]` of a tensor, several of them with commas."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, (list, tuple)):
-        return ", ".join(filter(None, map(_value_text, value)))
+        return ", ".join(filter(None, map(value_text, value)))
     return ""

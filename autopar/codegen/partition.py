@@ -138,7 +138,7 @@ def _add_biases(graph: fx.Graph) -> None:
                 position[moved] = position[product] - 1 / (index + 2)
             with graph.inserting_before(product):
                 joined = graph.call_function(contract, (*product.args, bias))
-            joined.meta = dict(node.meta)
+            joined.meta = dict(node.meta) | {"instead_of": node.name}
             position[joined] = position[product]
             node.replace_all_uses_with(joined)
             break

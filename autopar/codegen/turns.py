@@ -105,7 +105,8 @@ def emit_turns(
 class TurnWriter:
     """Has written the graphs of a stage, of which it makes programs with any passes.
 
-    Arguments and errors are those of `emit_turns`.
+    Arguments and errors are those of `emit_turns`. `traced` is the stage's graph at the first turn,
+    with its recomputation.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class TurnWriter:
             )
             for traced in turns
         ]
+        self.traced = self._emitters[0].traced
         for emitter in self._emitters:
             emitter.write()
 

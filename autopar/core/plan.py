@@ -13,6 +13,7 @@ from autopar.core.block_kinds import Checkpoint, read_checkpoint
 from autopar.core.calls import BucketBytes, CommBytes, Pieces
 from autopar.core.considered import Considered
 from autopar.core.constraints import Constraints
+from autopar.core.excerpt import Excerpt, excerpts_from, excerpts_to
 from autopar.core.graph import Repeat
 from autopar.core.held import Held
 from autopar.core.placement import Layout, parse_placement
@@ -104,6 +105,7 @@ class Plan:
         considered: the most promising pipelines that it was preferred to.
         pieces: collectives that are cut into pieces (`codegen/passes/decompose.py`).
         fusion: names of the fused kernels that its ops were priced in.
+        excerpts: what a rank runs for one block of each kind; of a pipeline, of all its stages.
     """
 
     fingerprint: str
@@ -132,6 +134,7 @@ class Plan:
     considered: tuple[Considered, ...] = ()
     pieces: tuple[Pieces, ...] = ()
     fusion: tuple[str, ...] = ()
+    excerpts: tuple[Excerpt, ...] = ()
     version: int = PLAN_VERSION
 
     @property
@@ -159,8 +162,17 @@ class Plan:
         """
         bare = replace(self.predicted, timeline=Timeline(), held=None)
         plain = asdict(
-            replace(self, predicted=bare, nodes={}, parameters={}, inputs={}, pipeline=None)
+            replace(
+                self,
+                predicted=bare,
+                nodes={},
+                parameters={},
+                inputs={},
+                pipeline=None,
+                excerpts=(),
+            )
         )
+        plain["excerpts"] = excerpts_to(self.excerpts)
         plain["predicted"]["timeline"] = self.predicted.timeline.to_dict()
         if self.predicted.held is not None:
             plain["predicted"]["held"] = self.predicted.held.to_dict()
@@ -324,6 +336,7 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
     fields["pieces"] = tuple(Pieces(**row) for row in data.get("pieces", ()))
     fields["considered"] = tuple(Considered(**row) for row in data.get("considered", ()))
     fields["fusion"] = tuple(data.get("fusion", ()))
+    fields["excerpts"] = excerpts_from(data.get("excerpts", {}))
     fields["repeats"] = tuple(Repeat(**row) for row in data.get("repeats", ()))
     fields["constraints"] = Constraints.parse(data.get("constraints")).to_dict()
     return fields

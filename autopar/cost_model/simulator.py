@@ -47,7 +47,7 @@ from autopar.cost_model.overlapped_calls import call_seconds
 from autopar.cost_model.profile import DeviceProfile
 from autopar.cost_model.streams import Streams
 
-__all__ = ["OpTimes", "Simulation", "Span", "optimizer_seconds", "simulate"]
+__all__ = ["OpTimes", "Simulation", "Span", "node_seconds", "optimizer_seconds", "simulate"]
 
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.contiguous.default)
 

@@ -10,7 +10,13 @@ from autopar.core.block_kinds import checkpoint_text
 from autopar.core.plan import Plan
 from autopar.core.units import format_bytes, format_seconds, without_residue
 from autopar.report.parameters import merged_names
-from autopar.report.summary import mesh_text, pinned_text
+from autopar.report.pipeline import pipeline_facts
+from autopar.report.summary import (
+    fusion_text,
+    mesh_text,
+    pinned_text,
+    precision_text,
+)
 from autopar.report.tables import plain_table, render, shown
 from autopar.report.totals import MEMORY_KINDS, CommTotal, communication, compute
 
@@ -20,8 +26,11 @@ _SAME = 1e-9  # relative: sums of seconds in another order
 _FACTS: dict[str, Callable[[Plan], str]] = {
     "mesh": mesh_text,
     "pinned": pinned_text,
+    "pipeline": lambda plan: ", ".join(text for _, text in pipeline_facts(plan)) or "none",
     "recomputation": lambda plan: checkpoint_text(plan.checkpoint),
     "solver": lambda plan: f"{plan.solver.status}, gap {plan.solver.gap:.2%}",
+    "precision": precision_text,
+    "fused kernels": fusion_text,
     "memory limit": lambda plan: format_bytes(plan.memory_limit_bytes),
 }
 
@@ -50,7 +59,7 @@ def _change(before: float, after: float, text: Callable[[float], str]) -> str:
     if abs(after - before) <= _SAME * abs(before):
         return "the same"
     sign = "+" if after >= before else "−"
-    share = f"{(after - before) / before:+.2%}" if before else "new"
+    share = f"{sign}{abs(after - before) / before:.2%}" if before else "new"
     return f"{sign}{text(abs(after - before))} ({share})"
 
 
@@ -68,8 +77,15 @@ def _totals(a: Plan, b: Plan) -> Iterator[RenderableType]:
         before, after = (sum(found.get(name, {}).values()) for found in classes)
         seconds.append((f"  {name}", before, after))
     seconds.append(("  exposed communication", p.exposed_time_s, q.exposed_time_s))
-    if p.offload_s or q.offload_s:
-        seconds.append(("  offload", p.offload_s, q.offload_s))
+    seconds += [
+        (f"  {name}", before, after)
+        for name, before, after in (
+            ("exposed copies", p.exposed_copy_s, q.exposed_copy_s),
+            ("bubble", p.bubble_s, q.bubble_s),
+            ("offload", p.offload_s, q.offload_s),
+        )
+        if before or after
+    ]
     seconds.append(("hidden communication", p.hidden_time_s, q.hidden_time_s))
     whole_s = max(p.step_time_s, q.step_time_s)
     for name, *pair in seconds:

@@ -206,7 +206,7 @@ def _more(seconds: float, step_s: float) -> str:
     if abs(seconds) <= _SAME * step_s:
         return "no slower"
     sign = "+" if seconds > 0 else "−"
-    share = f" ({seconds / step_s:+.2%})" if step_s else ""
+    share = f" ({sign}{abs(seconds) / step_s:.2%})" if step_s else ""
     return f"{sign}{format_seconds(abs(seconds))}{share}"
 
 

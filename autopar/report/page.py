@@ -6,6 +6,7 @@ it as text only. A content security policy forbids every load.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
@@ -13,12 +14,13 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from autopar.core.blocks import block_of
+from autopar.core.excerpt import excerpts_to
 from autopar.core.placement import Layout
 from autopar.core.plan import Plan
 from autopar.core.timeline import PlannedOp
 from autopar.core.units import format_bytes, format_seconds
 from autopar.report.memory import memory_views
-from autopar.report.parameters import parameter_rows
+from autopar.report.parameters import index_ranges, parameter_rows
 from autopar.report.stages import StageGroup, holders, longest_rank, stage_groups
 from autopar.report.summary import facts, mesh_text
 from autopar.report.totals import MEMORY_KINDS, communication, compute
@@ -26,18 +28,19 @@ from autopar.report.totals import MEMORY_KINDS, communication, compute
 __all__ = ["page_data", "render_page"]
 
 _NOTHING_S = 1e-12  # what is hidden but for rounding
-_SCRIPTS = ("helpers.js", "placement.js", "charts.js", "pipeline.js", "ops.js", "start.js")
+_SCRIPTS = ("helpers", "placement", "charts", "pipeline", "lanes", "ops", "program", "start")
 
 
 def render_page(plan: Plan) -> str:
     """The page of a plan, as HTML text."""
     assets = resources.files("autopar.report") / "assets"
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    scripts = ((assets / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS)
     template = environment.from_string((assets / "page.html").read_text(encoding="utf-8"))
     p, limit = plan.predicted, plan.memory_limit_bytes
     return template.render(
         style=Markup((assets / "page.css").read_text(encoding="utf-8")),
-        script=Markup("".join((assets / name).read_text(encoding="utf-8") for name in _SCRIPTS)),
+        script=Markup("".join(scripts)),
         data=page_data(plan),
         mesh=mesh_text(plan).partition(" (")[0].replace("=", " "),
         pipeline=_pipeline_text(plan),
@@ -46,7 +49,6 @@ def render_page(plan: Plan) -> str:
         highest=_highest_text(plan),
         facts=facts(plan),
         step_time=format_seconds(p.step_time_s),
-        hides=p.hidden_time_s > _NOTHING_S,
         comm_share=p.exposed_time_s / p.step_time_s if p.step_time_s else 0.0,
         hidden_time=format_seconds(p.hidden_time_s if p.hidden_time_s > _NOTHING_S else 0.0),
         peak=format_bytes(p.peak_memory_bytes),
@@ -54,6 +56,7 @@ def render_page(plan: Plan) -> str:
         limit_share=p.peak_memory_bytes / limit if limit else 0.0,
         solver=plan.solver,
         bound=format_seconds(plan.solver.bound),
+        objective=format_seconds(plan.solver.objective),
     )
 
 
@@ -102,7 +105,22 @@ def page_data(plan: Plan) -> dict[str, Any]:
         ],
         "memory": memory_views(plan),
         "pipeline": _pipeline(plan),
+        "program": _program(plan, groups),
         "kinds": MEMORY_KINDS,
+    }
+
+
+def _program(plan: Plan, groups: Sequence[StageGroup]) -> dict[str, Any]:
+    """What a rank runs for blocks, and of each the group whose ops its nodes are for."""
+    firsts = [x.stages[0] if x.stages else 0 for x in plan.excerpts]
+    return excerpts_to(plan.excerpts) | {
+        "groups": [next(i for i, g in enumerate(groups) if n in g.stages) for n in firsts],
+        "labels": [
+            f"stage{'s' * (len(x.stages) > 1)} {index_ranges(list(x.stages)).strip('[]')}"
+            if len(groups) > 1 and x.stages
+            else ""
+            for x in plan.excerpts
+        ],
     }
 
 
@@ -237,5 +255,8 @@ def _op(plan: Plan, op: PlannedOp) -> dict[str, Any]:
         "compute_s": op.compute_s,
         "moves": [list(move) for move in op.moves],
         "more_s": op.alternative.more_s if op.alternative is not None else None,
-        "other": [_layout(x) for x in op.alternative.outputs] if op.alternative else [],
+        "other": [
+            [_layout(x) for x in side]
+            for side in ((op.alternative.inputs, op.alternative.outputs) if op.alternative else ())
+        ],
     }

@@ -1,4 +1,4 @@
-"""Ranks and stages of a pipeline as tables: memory of each rank, seconds of each stage."""
+"""A pipeline in words and as tables: its shape, memory of each rank, seconds of each stage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from autopar.core.units import format_bytes, format_seconds
 from autopar.cost_model.memory import dtype_bytes
 from autopar.report.tables import bar, plain_table
 
-__all__ = ["most_stored", "pipeline_tables"]
+__all__ = ["considered_facts", "most_stored", "pipeline_facts", "pipeline_tables"]
+
+_CUTS = 6  # that are named
+_TOLD = 4  # pipelines that were not chosen
 
 
 def most_stored(plan: Plan) -> tuple[int, int]:
@@ -79,3 +82,25 @@ def _cells(stage: Plan, microbatches: int) -> tuple[str, ...]:
     once_s = phases.get("prepare", 0.0) + phases.get("finish", 0.0)
     total_s = once_s + microbatches * (forward_s + backward_s)
     return tuple(map(format_seconds, (forward_s, backward_s, once_s, total_s)))
+
+
+def pipeline_facts(plan: Plan) -> list[tuple[str, str]]:
+    """Microbatches, stages, schedule; nothing of a step in one piece."""
+    p = plan.pipeline
+    if p is None:
+        return []
+    stages = f"{len(p.stages)} stages on {p.size} ranks" if p.size > 1 else "no stages"
+    named = p.cuts if len(p.cuts) <= _CUTS else (*p.cuts[: _CUTS - 2], "…", p.cuts[-1])
+    cuts = f", cut at {', '.join(named)}" if p.cuts else ""
+    text = f"{p.microbatches} microbatches, {stages}, {p.schedule}{cuts}"
+    if p.size > 1:
+        text += f"; ranks stand idle for {p.bubble:.1%} of their time on average"
+    return [("pipeline", text)]
+
+
+def considered_facts(plan: Plan) -> list[tuple[str, str]]:
+    """Pipelines that were weighed and not chosen."""
+    told = [f"{row.shape}: {row.why}" for row in plan.considered[:_TOLD]]
+    left = len(plan.considered) - len(told)
+    told += [f"and {left} less promising (`considered` in the file)"] if left else []
+    return [("not chosen", "; ".join(told))] if told else []

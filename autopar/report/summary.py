@@ -15,16 +15,27 @@ from autopar.core.placement import Layout
 from autopar.core.plan import Plan
 from autopar.core.units import format_bytes, format_seconds, without_residue
 from autopar.report.parameters import parameter_rows
-from autopar.report.pipeline import most_stored, pipeline_tables
+from autopar.report.pipeline import (
+    considered_facts,
+    most_stored,
+    pipeline_facts,
+    pipeline_tables,
+)
 from autopar.report.tables import bar, plain_table, render, shown
 from autopar.report.totals import MEMORY_KINDS, communication, compute
 
-__all__ = ["facts", "mesh_text", "pinned_text", "render_summary"]
+__all__ = [
+    "facts",
+    "fusion_text",
+    "mesh_text",
+    "pinned_text",
+    "precision_text",
+    "render_summary",
+]
 
 # Placeholders that are not the user's: buffers, lifted constants, dropout seed, output gradients.
 _INTERNAL_INPUT = re.compile(r"[bc]_wrapped_|autopar_seed$|tangent_\d+$")
 
-_CUTS = 6  # that are named in the header
 _KINDS = {
     **MEMORY_KINDS,
     "received": "from the neighbours of this pipeline stage, for its microbatches in work",
@@ -63,8 +74,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
     return [
         ("plan", f"{kind} of model {plan.fingerprint}, {_num_ops(plan)} ops"),
         ("mesh", mesh_text(plan)),
-        *_pipeline(plan),
-        *_considered(plan),
+        *pipeline_facts(plan),
         ("cluster", _cluster(plan)),
         ("step time", _step_time(plan)),
         ("peak memory", _memory(plan)),
@@ -75,32 +85,15 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ("solver", _solver(plan)),
         ("pinned", pinned_text(plan)),
         *([("optimizer", plan.optimizer)] if plan.training else []),
-        ("precision", _precision(plan)),
+        ("precision", precision_text(plan)),
+        ("fused kernels", fusion_text(plan)),
+        *considered_facts(plan),
     ]
 
 
 def _num_ops(plan: Plan) -> int:
     stages = plan.pipeline.stages if plan.pipeline is not None else (plan,)
     return sum(len(stage.nodes) for stage in stages)
-
-
-def _pipeline(plan: Plan) -> list[tuple[str, str]]:
-    p = plan.pipeline
-    if p is None:
-        return []
-    stages = f"{len(p.stages)} stages on {p.size} ranks" if p.size > 1 else "no stages"
-    named = p.cuts if len(p.cuts) <= _CUTS else (*p.cuts[: _CUTS - 2], "…", p.cuts[-1])
-    cuts = f", cut at {', '.join(named)}" if p.cuts else ""
-    text = f"{p.microbatches} microbatches, {stages}, {p.schedule}{cuts}"
-    if p.size > 1:
-        text += f"; ranks stand idle for {p.bubble:.1%} of their time on average"
-    return [("pipeline", text)]
-
-
-def _considered(plan: Plan) -> list[tuple[str, str]]:
-    """Pipelines that were weighed and not chosen."""
-    told = "; ".join(f"{row.shape}: {row.why}" for row in plan.considered)
-    return [("not chosen", told)] if told else []
 
 
 def _offload(plan: Plan) -> list[tuple[str, str]]:
@@ -220,7 +213,12 @@ def _solver(plan: Plan) -> str:
     )
 
 
-def _precision(plan: Plan) -> str:
+def fusion_text(plan: Plan) -> str:
+    """Names of the kernels that ops were priced in."""
+    return ", ".join(sorted(plan.fusion)) or "none"
+
+
+def precision_text(plan: Plan) -> str:
     """Of the parameters, and of compute where that is another."""
     kept = ", ".join(sorted(set(plan.dtypes.values())))
     if not kept or plan.precision == "fp32":

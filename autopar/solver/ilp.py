@@ -12,12 +12,12 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import highspy
 import numpy as np
 import pulp
 
 from autopar.errors import AutoparError
 from autopar.solver.eliminate import minimise
+from autopar.solver.highs import HiGHS
 from autopar.solver.messages import Bounds, MessagePassing
 from autopar.solver.problem import Assignment, ChoiceProblem, Indices, Row, evaluate
 from autopar.solver.program import SECONDS, Program
@@ -133,20 +133,6 @@ def _among(problem: ChoiceProblem, keep: Mapping[Hashable, Indices]) -> ChoicePr
     )
 
 
-class _HiGHS(pulp.HiGHS):
-    """HiGHS with the status of a search that a limit of nodes ended, which PuLP does not know."""
-
-    def findSolutionValues(self, lp: pulp.LpProblem) -> tuple[int, int]:  # noqa: N802
-        if lp.solverModel.getModelStatus() != highspy.HighsModelStatus.kSolutionLimit:
-            return super().findSolutionValues(lp)
-        values = list(lp.solverModel.getSolution().col_value)
-        if not math.isfinite(lp.solverModel.getObjectiveValue()):
-            return pulp.LpStatusNotSolved, pulp.LpSolutionNoSolutionFound
-        for variable in lp.variables():
-            variable.varValue = values[variable.index]
-        return pulp.LpStatusOptimal, pulp.LpSolutionIntegerFeasible
-
-
 def _run(program: Program, gap: float, below: float = math.inf) -> tuple[str, float]:
     """Solve to a gap in seconds; returns the status and the proved bound.
 
@@ -157,13 +143,8 @@ def _run(program: Program, gap: float, below: float = math.inf) -> tuple[str, fl
     """
     nodes = max(_LEAST_NODES, _EFFORT // max(program.prob.numConstraints(), 1))
     ceiling = below * SECONDS - program.constants[0]
-    # relative gaps would be of an objective without the constant that tables share
-    solver = _HiGHS(
-        msg=False,
-        gapRel=0.0,
-        gapAbs=gap * SECONDS,
-        threads=1,
-        random_seed=0,
+    solver = HiGHS(
+        gap_abs=gap * SECONDS,
         mip_max_nodes=nodes,
         **({"objective_bound": ceiling} if math.isfinite(ceiling) else {}),
     )

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import pulp
 
+from autopar.solver.highs import HiGHS
 from autopar.solver.ilp import Infeasible
 from autopar.solver.relaxed import Column
 
@@ -79,6 +80,6 @@ def heaviest_weights(columns: Sequence[Column], positions: Sequence[int]) -> dic
 
 
 def _solve(master: pulp.LpProblem) -> None:
-    master.solve(pulp.HiGHS(msg=False, threads=1, random_seed=0))
+    master.solve(HiGHS())
     if master.sol_status != pulp.LpSolutionOptimal:
         raise Infeasible(f"the LP of memory {master.name} has no solution")

@@ -71,7 +71,8 @@ class PipelineShape:
 
     def __str__(self) -> str:
         ranks = f"{self.size}×{self.chunks}" if self.chunks > 1 else f"{self.size}"
-        return f"{ranks} ranks, {self.microbatches} microbatches"
+        turns = f"{self.microbatches} microbatch{'es' * (self.microbatches > 1)}"
+        return f"{ranks} rank{'s' * (self.size > 1)}, {turns}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,5 +72,9 @@ def _names(given: Sequence[str] | None, known: set[str]) -> set[str]:
     found = {given} if isinstance(given, str) else set(given or ())
     unknown = sorted(found - known)
     if unknown:
-        raise AutoparError(f"no fused kernel {unknown[0]!r}: there are {', '.join(sorted(known))}")
+        near = difflib.get_close_matches(unknown[0], sorted(known), n=1)
+        hint = f". Did you mean {near[0]!r}?" if near else ""
+        raise AutoparError(
+            f"no fused kernel {unknown[0]!r}: there are {', '.join(sorted(known))}{hint}"
+        )
     return found

@@ -33,7 +33,8 @@ function bytes(n) {
 }
 function seconds(s) {
   if (s === 0 || s >= 1) return +s.toPrecision(4) + " s";
-  return s >= 1e-3 ? +(s * 1e3).toPrecision(4) + " ms" : +(s * 1e6).toPrecision(4) + " µs";
+  for (const [unit, scale] of [["ms", 1e3], ["µs", 1e6]]) if (s * scale >= 1) return +(s * scale).toPrecision(4) + " " + unit;
+  return +(s * 1e9).toPrecision(4) + " ns";
 }
 const percent = (x) => (100 * x).toFixed(1) + "%";
 const product = (xs) => xs.reduce((a, b) => a * b, 1);

@@ -42,31 +42,13 @@ function drawGraph() {
   const views = $("graph-views").checked;
   const ops = D.ops.filter((op) => blockKey(op) === $("graph-block").value && op.phase === $("graph-phase").value && (views || op.class !== "view")).slice(0, 600);
   const source = (name, op) => (views ? name : behindViews(name, byName[op.group]));
-  const row = new Map(ops.map((op, i) => [op.name, i])), end = new Map();
-  const reads = ops.map((op) => op.operands.map((name) => source(name, op)).filter((name) => row.has(name)));
-  reads.forEach((names, i) => names.forEach((name) => end.set(name, i)));
-  const free = [], lane = new Map();
-  ops.forEach((op, i) => {
-    if (!end.has(op.name)) return;
-    let at = free.findIndex((until) => until <= i);
-    if (at < 0) at = free.length;
-    free[at] = end.get(op.name);
-    lane.set(op.name, at);
-  });
-  const H = 46, gap = 11, width = Math.min(free.length, 22) * gap + 22;
-  const host = el("div"), lines = svg("svg", { width, height: ops.length * H, "aria-hidden": "true" });
-  const x = (name) => 12 + (lane.get(name) % 22) * gap, mid = (i) => i * H + H / 2;
-  const hue = (name) => `hsl(${(lane.get(name) * 67 + 215) % 360} 42% 55%)`;
-  ops.forEach((op, i) => {
-    if (!lane.has(op.name)) return;
-    lines.append(svg("line", { x1: x(op.name), x2: x(op.name), y1: mid(i), y2: mid(end.get(op.name)), style: `stroke:${hue(op.name)};stroke-width:1.5` }));
-    lines.append(svg("circle", { cx: x(op.name), cy: mid(i), r: 4, style: `fill:${hue(op.name)}` }));
-  });
-  reads.forEach((names, i) => names.forEach((name) => lines.append(svg("line", { x1: x(name), x2: width - 4, y1: mid(i), y2: mid(i), style: `stroke:${hue(name)};stroke-opacity:.55` }))));
+  const { lines, width } = lanes(ops.map((op) => op.name), ops.map((op) => op.operands.map((name) => source(name, op))));
+  const host = el("div");
   ops.forEach((op) => host.append(graphRow(op, width)));
   host.prepend(lines);
   $("graph-rows").replaceChildren(ops.length ? host : el("p", { class: "note" }, "No ops here."));
 }
+const placesText = (inputs, outputs) => `${inputs.map(layoutText).join(" × ") || "–"} → ${outputs.map(layoutText).join(", ")}`;
 const shortOp = (op) => op.op.split(".").slice(-2)[0] || op.op;
 function graphRow(op, width) {
   const given = op.inputs.map(layoutText).join(" × ") || "–", made = op.outputs.map(layoutText).join(", ");
@@ -88,7 +70,7 @@ const COLUMNS = [
   ["Module and source", (op) => op.module, staged ? "22%" : "26%", "wide"],
   ["Result", (op) => op.outputs.map(layoutText).join(), staged ? "16%" : "18%", ""], ["Times", (op) => op.times, "62px", "n wide"],
   ["Compute", (op) => op.compute_s * op.times, "86px", "n"], ["Comm.", (op) => cost(op) - op.compute_s * op.times, "86px", "n"],
-  ["Total", cost, "86px", "n"], ["This alone", (op) => (op.more_s === null ? Infinity : op.more_s), "98px", "n"],
+  ["Total", cost, "86px", "n"], ["Runner-up", (op) => (op.more_s === null ? Infinity : op.more_s), "150px", "n"],
 ];
 const numbers = COLUMNS.findIndex((column) => column[0] === "Times");
 let order = { column: numbers + 3, down: true }, limit = 60;
@@ -98,6 +80,7 @@ function drawOps() {
   const found = D.ops.filter((op) => (!group || op.group === +group) && words.every((word) => op.text.includes(word)));
   const key = COLUMNS[order.column][1], sign = order.down ? -1 : 1;
   found.sort((a, b) => { const x = key(a), y = key(b); return x < y ? -sign : x > y ? sign : 0; });
+  const more = (s) => (s ? "+" + seconds(s) : "no slower");
   const small = (s) => (s ? seconds(s) : "–");
   const rows = found.slice(0, limit).map((op) => el("tr", { onclick: () => showOp(op), title: movesText(op) },
     el("td", {}, el("span", { class: "mono" }, op.name), el("small", {}, `${op.op}, ${op.phase}`)),
@@ -106,7 +89,7 @@ function drawOps() {
     el("td", { class: "mono" }, op.outputs.map(layoutText).join(", ")),
     el("td", { class: "n wide" }, String(op.times)), el("td", { class: "n" }, small(op.compute_s * op.times)),
     el("td", { class: "n" }, small(cost(op) - op.compute_s * op.times)), el("td", { class: "n" }, small(cost(op))),
-    el("td", { class: "n", title: op.other.map(layoutText).join(", ") }, op.more_s === null ? "none" : "+" + seconds(op.more_s))));
+    el("td", { class: "n" }, op.more_s === null ? "none" : more(op.more_s), el("small", { class: "mono" }, op.other.length ? placesText(...op.other) : ""))));
   $("op-table").tBodies[0].replaceChildren(...rows);
   const computed = found.reduce((sum, op) => sum + op.compute_s * op.times, 0), all = found.reduce((sum, op) => sum + cost(op), 0);
   $("op-count").textContent = `${found.length} of ${D.ops.length} ops: compute ${seconds(computed)}, communication ${seconds(Math.max(0, all - computed))}`;

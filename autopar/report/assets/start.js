@@ -13,6 +13,7 @@ if (D.pipeline) {
   fillPipelineLegend();
   redrawn($("pipeline-svg"), drawPipeline);
 }
+if (programs.length) fillProgramControls();
 fillGraphControls();
 drawGraph();
 fillOps();
