@@ -121,7 +121,7 @@ VARIANTS = {
     "loss_backward": "loss",
     # sums of rows, added to each other, in place of sums along rows
     "reduction_leading": "reduction",
-    # an operand of another size: often not vectorised
+    # an operand of another type: often not vectorised
     "select": "pointwise",
 }
 FEW_CHANNELS = 8  # that a convolution reads per output: fewer do not fill a vector

@@ -323,7 +323,8 @@ def _calls(x: Tensor, y: Tensor, chosen: str) -> list[_Call]:
          lambda: aten.clone.default(x.t(), memory_format=torch.contiguous_format)),
     ]  # fmt: skip
     gelu_tanh = {"approximate": "tanh"}
-    above = x > 0.5
+    # runs, as masks have: where it is random, a processor takes most of the time to guess wrong
+    chosen_half = (torch.arange(width, device=x.device) < width // 2).repeat(rows, 1)
     gelu: _Call = ("special_gelu", "gelu", 2.0, lambda: aten.gelu.default(x))
     held_out: list[_Call] = [
         ("pointwise", "sub", 3.0, lambda: aten.sub.Tensor(x, y)),
@@ -338,7 +339,7 @@ def _calls(x: Tensor, y: Tensor, chosen: str) -> list[_Call]:
         ("pointwise", "add", 3.0, lambda: aten.add.Tensor(x, y)),
         ("pointwise", "mul", 3.0, lambda: aten.mul.Tensor(x, y)),
         ("pointwise", "relu", 2.0, lambda: aten.relu.default(x)),
-        ("select", "where", 3.25, lambda: aten.where.self(above, x, y)),
+        ("select", "where", 3.25, lambda: aten.where.self(chosen_half, x, y)),
         ("special", "exp", 2.0, lambda: aten.exp.default(x)),
         ("special", "log", 2.0, lambda: aten.log.default(x)),
         ("special", "sin", 2.0, lambda: aten.sin.default(x)),
