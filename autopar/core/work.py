@@ -112,9 +112,11 @@ VARIANTS = {
     **{f"conv{kind}": "conv" for kind in ("_1x1", "_depthwise", "_image")},
     **{f"conv_backward{kind}": "conv_backward" for kind in ("_1x1", "_depthwise", "_image")},
     # functions that cost up to six times as much as each other
+    "special_exp": "special",
     "special_sigmoid": "special",
     "special_gelu": "special",
     "special_gelu_tanh": "special",
+    "special_gelu_tanh_backward": "special",  # goes by arithmetic: a third operand costs nothing
     # a backward reads twice as much, and calls no transcendental function (or another one)
     "softmax_backward": "softmax",
     "norm_backward": "norm",
@@ -138,6 +140,7 @@ _CLASSES: dict[str, str] = {
     "aten::tanh": "tanh",
     "aten::where": "select",
     "aten::masked_fill": "select",
+    **dict.fromkeys(["aten::exp", "aten::exp2", "aten::log", "aten::log2"], "special_exp"),
     "aten::sigmoid": "special_sigmoid",
     "aten::silu": "special_sigmoid",
     "aten::silu_backward": "special_sigmoid",
@@ -166,7 +169,7 @@ _CLASSES: dict[str, str] = {
 _NORMS = ("native_layer_norm", "native_batch_norm", "native_group_norm", "_fused_rms_norm")
 _REDUCTIONS = ("sum", "mean", "amax", "amin", "var", "var_mean", "argmax", "max", "min", "prod")
 _SPECIAL = (
-    "exp", "expm1", "log", "log1p", "log2", "erf", "sin", "cos", "softplus", "softplus_backward",
+    "expm1", "log1p", "erf", "sin", "cos", "softplus", "softplus_backward",
     "mish", "elu", "atan2", "sinh", "cosh", "tan", "logaddexp",
 )  # fmt: skip
 _GELUS = ("gelu", "gelu_backward")
@@ -284,7 +287,9 @@ def op_class(call: OpCall) -> str:
     if short in _REDUCTIONS:
         return _reduction_class(call) if _shrinks(call) else "pointwise"
     if short in _GELUS:
-        return "special_gelu" + ("_tanh" if call.kwargs.get("approximate") == "tanh" else "")
+        if call.kwargs.get("approximate") != "tanh":
+            return "special_gelu"
+        return "special_gelu_tanh" + short.removeprefix("gelu")
     if short in _SPECIAL:
         return "special"
     return "pointwise" if torch.Tag.pointwise in getattr(target, "tags", ()) else "memory"

@@ -34,7 +34,7 @@ __all__ = [
 aten = torch.ops.aten
 autopar_ops = torch.ops.autopar
 
-COLUMNS = 512
+_COLUMNS = 512
 _COLD_BYTES = 64 << 20  # more than the caches of most CPUs
 # beyond 32 MiB a CPU's allocator maps fresh pages for each result: the last is a rate of its own
 _ELEMENTS = {
@@ -110,7 +110,7 @@ def probes(device: str, dtype: str, *, plain: bool = False, largest: int = 99) -
             yield from batched_probes(device, dtype, group, shape)
     for group, count in enumerate(_ELEMENTS[kind][: largest + 1]):
         chosen = "plain" if plain else "measured"
-        yield from byte_probes(device, dtype, group, (count, COLUMNS), chosen)
+        yield from byte_probes(device, dtype, group, count, _COLUMNS, chosen)
     if not plain:
         for images in _CONVOLUTIONS[kind]:
             for group, image in enumerate(images[: largest + 1]):
@@ -126,7 +126,7 @@ def held_out_probes(device: str, dtype: str) -> Iterator[Probe]:
     for group, heads in enumerate([(2, 3, 96, 48), (3, 6, 192, 64), (2, 4, 384, 32)]):
         yield from attention_probes(device, dtype, group, heads)
     for group, (rows, columns) in enumerate([(24, 384), (300, 768), (1500, 320), (2000, 1000)]):
-        yield from byte_probes(device, dtype, group, (rows * columns * scale, columns), "held out")
+        yield from byte_probes(device, dtype, group, rows * columns * scale, columns, "held out")
     for group, image in enumerate([(2, 3, 48, 96, 8, 8, 1), (4, 24, 24, 48, 3, 1, 1)]):
         yield from convolution_probes(device, dtype, group, image)
 
@@ -252,7 +252,7 @@ def _conv_kind(weight: Tensor, groups: int) -> str:
 
 
 def byte_probes(
-    device: str, dtype: str, group: int, shape: tuple[int, int], chosen: str
+    device: str, dtype: str, group: int, count: int, columns: int, chosen: str
 ) -> Iterator[Probe]:
     """Ops whose seconds go by the bytes they read and write.
 
@@ -260,17 +260,16 @@ def byte_probes(
         device: "cpu" or "cuda".
         dtype: dtype name.
         group: see `Probe`.
-        shape: elements, about, and columns of a row.
+        count: elements, a multiple of `columns`.
+        columns: length of the rows; less where there would be but one row.
         chosen: ops that curves are made of, "measured", or of their two common classes, "plain";
             "held out" ones of the same classes; or "all".
     """
-    count, columns = shape
-    width = min(count // 2, columns)  # two rows at least, or there is nothing to add up
-    rows = count // width
-    size = rows * width * getattr(torch, dtype).itemsize
+    size = count * getattr(torch, dtype).itemsize
     turns = max(1, min(64, _COLD_BYTES // size))
-    made = (torch.rand(rows, width, device=device).to(getattr(torch, dtype)) for _ in range(2))
-    x, y = made
+    width = min(count // 2, columns)  # of one row nothing is added up
+    made = (torch.rand(count, device=device).to(getattr(torch, dtype)) for _ in range(2))
+    x, y = (m.view(-1, width) for m in made)
     calls = [_calls(x.clone(), y.clone(), chosen) for _ in range(turns)]
     for index, (op_class, op, units, _) in enumerate(calls[0]):
         if chosen == "plain" and op_class not in ("memory", "pointwise"):
@@ -279,7 +278,7 @@ def byte_probes(
             continue  # seconds each, where it is slow
         yield Probe(
             op_class, dtype, "bytes", group, units * size, int(units * size),
-            _in_turns([call[index][3] for call in calls]), f"{op} {rows}x{width}",
+            _in_turns([call[index][3] for call in calls]), f"{op} {count // width}x{width}",
         )  # fmt: skip
 
 
@@ -340,14 +339,15 @@ def _calls(x: Tensor, y: Tensor, chosen: str) -> list[_Call]:
         ("pointwise", "mul", 3.0, lambda: aten.mul.Tensor(x, y)),
         ("pointwise", "relu", 2.0, lambda: aten.relu.default(x)),
         ("select", "where", 3.25, lambda: aten.where.self(chosen_half, x, y)),
-        ("special", "exp", 2.0, lambda: aten.exp.default(x)),
-        ("special", "log", 2.0, lambda: aten.log.default(x)),
         ("special", "sin", 2.0, lambda: aten.sin.default(x)),
+        ("special", "erf", 2.0, lambda: aten.erf.default(x)),
+        ("special_exp", "exp", 2.0, lambda: aten.exp.default(x)),
+        ("special_exp", "log", 2.0, lambda: aten.log.default(x)),
         ("special_sigmoid", "silu", 2.0, lambda: aten.silu.default(x)),
         ("special_sigmoid", "silu backward", 3.0, lambda: aten.silu_backward.default(x, y)),
         ("special_gelu", "gelu backward", 3.0, lambda: aten.gelu_backward.default(x, y)),
         ("special_gelu_tanh", "gelu tanh", 2.0, lambda: aten.gelu.default(x, **gelu_tanh)),
-        ("special_gelu_tanh", "gelu tanh backward", 3.0,
+        ("special_gelu_tanh_backward", "gelu tanh backward", 3.0,
          lambda: aten.gelu_backward.default(x, y, **gelu_tanh)),
         ("reduction", "sum rows", 1.0, lambda: aten.sum.dim_IntList(x, [1])),
         ("reduction_leading", "sum columns", 1.0, lambda: aten.sum.dim_IntList(x, [0])),
