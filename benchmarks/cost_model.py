@@ -1,10 +1,11 @@
 """Predicted beside measured: single ops and collectives, whole training steps, peak memory.
 
-    python -m benchmarks.cost_model [--worlds 1 2 4] [--models gpt2 …] [--quick]
+    python -m benchmarks.cost_model [--worlds 1 2 4] [--models [gpt2 …]] [--quick]
 
 For each world size the machine is measured first, with that many ranks at once. Then
 
-* ops and collectives of shapes that were not used in that;
+* ops and collectives of shapes that were not used in that: held out, and drawn at random; then
+  those of the profile once more, to see by how much the machine's pace changed meanwhile;
 * steps of small transformers models under several plans: the simulator's seconds, the update
   included, beside a wall clock's, barrier to barrier, in turns;
 * the predicted peak beside the bytes of live tensors.
@@ -14,7 +15,8 @@ shown beside the median, and the spread of the turns says how noisy the machine 
 the CPU's own clock gives seconds without that load. Cores also change their speed between the
 measuring of the machine and that of a step: in each turn some of the ops that curves are made of
 run once more, and "pace" is how much longer they take now, on the CPU's own clock. Errors are given
-as they are and with the prediction at that pace. Writes results/cost_model.{json,png}.
+as they are and with the prediction at that pace. `--models` without names: ops alone. Writes
+results/cost_model.{json,png} and the profiles beside it.
 """
 
 from __future__ import annotations
@@ -48,12 +50,13 @@ from autopar.cost_model.measure import (
     write_profile,
 )
 from autopar.cost_model.memory import dtype_bytes
-from autopar.cost_model.probes import Probe, held_out_probes, probes
+from autopar.cost_model.probes import Probe, geometric_mean, held_out_probes, probes
 from autopar.cost_model.ranks import on_ranks
 from autopar.cost_model.simulator import simulate
 from autopar.cost_model.timing import median_seconds
 from benchmarks.contenders import Contender
 from benchmarks.models import build
+from benchmarks.op_shapes import random_probes
 from benchmarks.provenance import provenance
 
 RESULTS = Path(__file__).parent / "results"
@@ -76,23 +79,54 @@ SIX = ("gpt2", "llama", "bert", "vit", "resnet", "t5")
 # --- on the ranks
 
 
-def ops_of_rank(rank: int, device: str, profile: str, rounds: int) -> list[list[Any]]:
-    """Label, class, predicted and measured seconds of held-out ops and collectives."""
+def ops_of_rank(rank: int, device: str, profile: str, rounds: int) -> dict[str, list[list[Any]]]:
+    """Label, class, predicted and measured seconds of ops and collectives, by set.
+
+    The sets: "held out" and "random" shapes, and "again": the profile's own shapes once more, of
+    which the error is what the machine's pace changed by since the profile was measured.
+    """
     world = dist.get_world_size()
     cluster = Cluster.from_profile(profile, devices_per_node=world)
     share = max(1.0, world / (os.cpu_count() or 1))
-    found = list(held_out_probes(device, "float32"))
-    dist.barrier()
-    seconds = median_seconds([p.run for p in found], device, rounds)
-    rows: list[list[Any]] = []
-    for probe, measured in zip(found, seconds, strict=True):
-        predicted = _predicted(probe, cluster)
-        rows.append([probe.label, probe.op_class, predicted, share * measured])
+    sets: dict[str, list[list[Any]]] = {}
+    for name, make in (("held out", held_out_probes), ("random", random_probes), ("again", probes)):
+        found = list(make(device, "float32"))
+        dist.barrier()
+        seconds = median_seconds([p.run for p in found], device, rounds)
+        pairs = list(zip(found, (share * s for s in seconds), strict=True))
+        if name == "again":
+            sets[name] = _points(cluster, pairs)
+        else:
+            sets[name] = [
+                [p.label, p.op_class, _predicted(cluster, p, p.work, p.num_bytes), s]
+                for p, s in pairs
+            ]
     if world > 1:
         for sample in measure_collectives(device, world, HELD_OUT_BYTES, rounds):
             predicted = cluster.collective_seconds(CollectiveKind(sample.kind), sample.num_bytes, 0)
             label = f"{sample.kind} {sample.num_bytes}"
-            rows.append([label, "collective", predicted, sample.seconds])
+            sets["held out"].append([label, "collective", predicted, sample.seconds])
+    return sets
+
+
+def _predicted(cluster: Cluster, probe: Probe, work: float, num_bytes: float) -> float:
+    flops = work if probe.unit == "flops" else 0.0
+    moved = round(num_bytes if probe.unit == "flops" else work)
+    cost = OpCost(op_class=probe.op_class, flops=flops, bytes=moved, dtype=probe.dtype)
+    return compute_seconds(cluster, cost)
+
+
+def _points(cluster: Cluster, pairs: list[tuple[Probe, float]]) -> list[list[Any]]:
+    """The points of the profile's curves: the ops of one count alike."""
+    points: dict[tuple[str, int], list[tuple[Probe, float]]] = defaultdict(list)
+    for probe, seconds in pairs:
+        points[probe.op_class, probe.group].append((probe, seconds))
+    rows: list[list[Any]] = []
+    for (op_class, group), found in points.items():
+        work = geometric_mean([p.work for p, _ in found])
+        predicted = _predicted(cluster, found[0][0], work, 0.0)
+        measured = geometric_mean([s for _, s in found])
+        rows.append([f"{op_class} {group}", op_class, predicted, measured])
     return rows
 
 
@@ -105,18 +139,12 @@ def _reference(device: str, cluster: Cluster) -> Callable[[], float]:
         dist.barrier()
         seconds = median_seconds([p.run for p in found], device, 1)
         logs = [
-            math.log(share * s / _predicted(p, cluster))
+            math.log(share * s / _predicted(cluster, p, p.work, p.num_bytes))
             for p, s in zip(found, seconds, strict=True)
         ]
         return math.exp(statistics.mean(logs))
 
     return pace
-
-
-def _predicted(probe: Probe, cluster: Cluster) -> float:
-    flops = probe.work if probe.unit == "flops" else 0.0
-    cost = OpCost(op_class=probe.op_class, flops=flops, bytes=probe.num_bytes, dtype=probe.dtype)
-    return compute_seconds(cluster, cost)
 
 
 def _local_bytes(plan: Plan) -> list[tuple[int, str]]:
@@ -196,14 +224,16 @@ def median_error(rows: list[list[Any]]) -> float:
     return statistics.median(abs(p - m) / m for _, _, p, m in rows)
 
 
-def ops_table(world: int, rows: list[list[Any]]) -> dict[str, float]:
-    """Median errors per class, printed."""
+def ops_table(world: int, name: str, rows: list[list[Any]]) -> dict[str, float]:
+    """Median errors per class, printed: of the ops, and with the collectives."""
     by_class: dict[str, list[list[Any]]] = defaultdict(list)
     for row in rows:
         by_class[row[1]].append(row)
     errors = {name: median_error(found) for name, found in by_class.items()}
-    errors["all"] = median_error(rows)
-    table = Table("class", "shapes", "median error", title=f"held-out shapes, {world} rank(s)")
+    ops = [row for row in rows if row[1] != "collective"]
+    errors |= {"ops": median_error(ops), "all": median_error(rows)}
+    by_class["ops"] = ops
+    table = Table("class", "shapes", "median error", title=f"{name} shapes, {world} rank(s)")
     for name, error in errors.items():
         table.add_row(name, str(len(by_class.get(name, rows))), f"{error:.1%}")
     Console(width=100).print(table)
@@ -260,9 +290,9 @@ def plot(everything: dict[str, Any], path: Path) -> None:
 
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(16, 5))
     for world, found in everything["worlds"].items():
-        ops = [row for row in found["ops"] if row[1] != "collective"]
+        ops = [row for row in found["ops"]["held out"] if row[1] != "collective"]
         left.scatter([r[3] for r in ops], [r[2] for r in ops], s=8, label=f"ops, {world} rank(s)")
-        sent = [row for row in found["ops"] if row[1] == "collective"]
+        sent = [row for row in found["ops"]["held out"] if row[1] == "collective"]
         if sent:
             left.scatter(
                 [r[3] for r in sent], [r[2] for r in sent], s=20, marker="x",
@@ -301,21 +331,24 @@ def plot(everything: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def run_world(world: int, models: list[str], quick: bool) -> dict[str, Any]:
+def run_world(world: int, models: list[str], quick: bool, folder: Path) -> dict[str, Any]:
     """Measure, then predict and measure again."""
     rounds = 3 if quick else 7
-    path = RESULTS / f"profile_cpu_{world}.toml"
+    path = folder / f"profile_cpu_{world}.toml"
     measured = measure_profile(
         f"cpu-{world}", base=load_profile("cpu-gloo"), ranks=world, rounds=rounds,
         dtypes=["float32"], group_sizes=[n for n in (2, 4) if world % n == 0],
     )  # fmt: skip
     write_profile(measured, path)
     ranks = on_ranks(ops_of_rank, world, "cpu", str(path), rounds)
-    ops = [
-        [label, kind, predicted, statistics.median(rank[i][3] for rank in ranks)]
-        for i, (label, kind, predicted, _) in enumerate(ranks[0])
-    ]
-    errors = ops_table(world, ops)
+    ops = {
+        name: [
+            [label, kind, predicted, statistics.median(rank[name][i][3] for rank in ranks)]
+            for i, (label, kind, predicted, _) in enumerate(rows)
+        ]
+        for name, rows in ranks[0].items()
+    }
+    errors = {name: ops_table(world, name, rows) for name, rows in ops.items()}
     plans = dict(list(PLANS[world].items())[: 2 if quick else 9])
     steps: list[dict[str, Any]] = []
     for name in models:
@@ -326,17 +359,19 @@ def run_world(world: int, models: list[str], quick: bool) -> dict[str, Any]:
                 for key in ("cpu_s", "pace"):
                     row[key] = statistics.mean(x[key] for x in (row, *others))
         steps += found[0]
-    steps_table(world, steps)
-    result = summary(steps)
-    Console(width=100).print(result)
-    return {"ops": ops, "op_errors": errors, "steps": steps, "summary": result}
+    result: dict[str, Any] = {"ops": ops, "op_errors": errors}
+    if steps:
+        steps_table(world, steps)
+        result |= {"steps": steps, "summary": summary(steps)}
+        Console(width=100).print(result["summary"])
+    return result
 
 
 def main() -> None:
     """Measure every world size; print tables and write results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--worlds", nargs="*", type=int, default=[1, 2, 4], choices=list(PLANS))
-    parser.add_argument("--models", nargs="*", default=list(SIX))
+    parser.add_argument("--models", nargs="*", default=list(SIX), help="none: ops alone")
     parser.add_argument("--quick", action="store_true", help="fewer turns, two plans a model")
     parser.add_argument("--out", type=Path, default=RESULTS / "cost_model.json")
     options = parser.parse_args()
@@ -348,10 +383,11 @@ def main() -> None:
         "worlds": {},
     }
     for world in options.worlds:
-        found = run_world(world, options.models, options.quick)
+        found = run_world(world, options.models, options.quick, options.out.parent)
         everything["worlds"][str(world)] = {**found, "load_after": os.getloadavg()[0]}
         options.out.write_text(json.dumps(everything, indent=1))
-    plot(everything, options.out.with_suffix(".png"))
+    if options.models:
+        plot(everything, options.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

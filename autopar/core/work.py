@@ -1,7 +1,8 @@
 """What an op does on a device: its class in the cost model, its flops, and the bytes it moves.
 
 A class groups ops whose seconds follow one curve over their work. Classes of contractions count
-flops, all others bytes.
+flops, all others bytes. A variant of a class is an op of the same kind that libraries compute in
+another way, at another rate (`VARIANTS`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from autopar.core.host import AWAY
 from autopar.core.strategy import OpCall
 
 __all__ = [
+    "FEW_CHANNELS",
     "LOOKUPS",
+    "VARIANTS",
+    "family",
     "global_flops",
     "is_away",
     "is_fresh_call",
@@ -97,6 +101,32 @@ _MATMULS = (
     aten.addmm.default,
     aten.baddbmm.default,
 )
+# class of a variant -> class that it is one of
+VARIANTS = {
+    # many small products: none of them alone reaches the rate of a large one
+    "matmul_batched": "matmul",
+    # a mask is read once per head, too, and rules out that blocks are skipped
+    "attention_masked": "attention",
+    "attention_backward_masked": "attention_backward",
+    # a matrix product; bound by bytes; too few channels to fill a vector; else direct or Winograd
+    **{f"conv{kind}": "conv" for kind in ("_1x1", "_depthwise", "_image")},
+    **{f"conv_backward{kind}": "conv_backward" for kind in ("_1x1", "_depthwise", "_image")},
+    # functions that cost up to six times as much as each other
+    "special_exp": "special",
+    "special_sigmoid": "special",
+    "special_gelu": "special",
+    "special_gelu_tanh": "special",
+    "special_gelu_tanh_backward": "special",  # goes by arithmetic: a third operand costs nothing
+    # a backward reads twice as much, and calls no transcendental function (or another one)
+    "softmax_backward": "softmax",
+    "norm_backward": "norm",
+    "loss_backward": "loss",
+    # sums of rows, added to each other, in place of sums along rows
+    "reduction_leading": "reduction",
+    # an operand of another type: often not vectorised
+    "select": "pointwise",
+}
+FEW_CHANNELS = 8  # that a convolution reads per output: fewer do not fill a vector
 _ATTENTION = {
     autopar_ops.attention.default: "attention",
     autopar_ops.attention_backward.default: "attention_backward",
@@ -105,26 +135,23 @@ LOOKUPS = (aten.embedding.default, aten.index.Tensor, aten.gather.default)
 _CLASSES: dict[str, str] = {
     "autopar::dropout": "random",
     "autopar::uniform": "random",
-    "aten::convolution": "conv",
-    "aten::convolution_backward": "conv_backward",
     "autopar::token_nll": "loss",
-    "autopar::token_nll_backward": "loss",
+    "autopar::token_nll_backward": "loss_backward",
     "aten::tanh": "tanh",
+    "aten::where": "select",
+    "aten::masked_fill": "select",
+    **dict.fromkeys(["aten::exp", "aten::exp2", "aten::log", "aten::log2"], "special_exp"),
+    "aten::sigmoid": "special_sigmoid",
+    "aten::silu": "special_sigmoid",
+    "aten::silu_backward": "special_sigmoid",
+    "aten::_softmax_backward_data": "softmax_backward",
+    "aten::_log_softmax_backward_data": "softmax_backward",
     "aten::clone": "memory",
     "aten::_to_copy": "memory",
     "aten::copy": "memory",
     "autopar::to_host": "host",
     "autopar::from_host": "host",
-    **dict.fromkeys(
-        [
-            "aten::_softmax",
-            "aten::_softmax_backward_data",
-            "aten::_log_softmax",
-            "aten::_log_softmax_backward_data",
-            "aten::logsumexp",
-        ],
-        "softmax",
-    ),
+    **dict.fromkeys(["aten::_softmax", "aten::_log_softmax", "aten::logsumexp"], "softmax"),
     **dict.fromkeys(
         [
             "aten::embedding",
@@ -142,10 +169,11 @@ _CLASSES: dict[str, str] = {
 _NORMS = ("native_layer_norm", "native_batch_norm", "native_group_norm", "_fused_rms_norm")
 _REDUCTIONS = ("sum", "mean", "amax", "amin", "var", "var_mean", "argmax", "max", "min", "prod")
 _SPECIAL = (
-    "exp", "expm1", "log", "log1p", "log2", "sigmoid", "gelu", "gelu_backward", "silu",
-    "silu_backward", "erf", "sin", "cos", "softplus", "softplus_backward", "mish", "elu", "atan2",
-    "sinh", "cosh", "tan", "logaddexp",
+    "expm1", "log1p", "erf", "sin", "cos", "softplus", "softplus_backward",
+    "mish", "elu", "atan2", "sinh", "cosh", "tan", "logaddexp",
 )  # fmt: skip
+_GELUS = ("gelu", "gelu_backward")
+_CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 
 
 Work = Callable[[OpCall], float]
@@ -238,10 +266,13 @@ def op_class(call: OpCall) -> str:
     if extended is not None:
         return extended[0]
     if target in _ATTENTION:
+        masked = "_masked" if _is_masked(call) else ""
         # half the flops, which not every kernel skips
-        return _ATTENTION[target] + ("_causal" if _is_causal(call) else "")
+        return _ATTENTION[target] + ("_causal" if _is_causal(call) else masked)
     if target in _MATMULS or _is_grouped(call):
-        return "matmul"
+        return "matmul_batched" if _is_batched(call) else "matmul"
+    if target in _CONVOLUTIONS:
+        return _conv_class(call)
     if is_view(target):
         return "view"
     schema = getattr(target, "_schema", None)
@@ -252,12 +283,52 @@ def op_class(call: OpCall) -> str:
         return "pointwise"
     short = name.rpartition("::")[2]
     if short.startswith(_NORMS) or "batch_norm" in short:
-        return "norm"
+        return "norm_backward" if short.endswith("_backward") else "norm"
     if short in _REDUCTIONS:
-        return "reduction" if _shrinks(call) else "pointwise"
+        return _reduction_class(call) if _shrinks(call) else "pointwise"
+    if short in _GELUS:
+        if call.kwargs.get("approximate") != "tanh":
+            return "special_gelu"
+        return "special_gelu_tanh" + short.removeprefix("gelu")
     if short in _SPECIAL:
         return "special"
     return "pointwise" if torch.Tag.pointwise in getattr(target, "tags", ()) else "memory"
+
+
+def family(op_class: str) -> str:
+    """The class that a variant is one of; any other class itself."""
+    return VARIANTS.get(op_class, op_class)
+
+
+def _is_batched(call: OpCall) -> bool:
+    """A product per index of a batch of more than one, where a linear layer is one product."""
+    if call.target in _EINSUMS:
+        eq = einsum.parse_equation(str(call.args[0]))
+        sizes = zip(eq.a, call.operands[0].shape, strict=True)
+        return any(size > 1 for letter, size in sizes if letter in eq.batch)
+    return call.target in (aten.bmm.default, aten.baddbmm.default)
+
+
+def _conv_class(call: OpCall) -> str:
+    """The gradient of the weight alone is one pass like the forward, and of its class."""
+    backward = call.target is aten.convolution_backward.default
+    weight = call.operands[2 if backward else 1].shape
+    base = "conv_backward" if backward and call.arg(10, "output_mask")[0] else "conv"
+    if call.arg(9 if backward else 8, "groups", 1) > 1:
+        return base + ("_depthwise" if weight[1] == 1 else "")
+    if math.prod(weight[2:]) == 1:
+        return f"{base}_1x1"
+    return base + ("_image" if weight[1] < FEW_CHANNELS else "")
+
+
+def _reduction_class(call: OpCall) -> str:
+    """Along rows, or rows added to each other."""
+    dims = call.arg(1, "dim")
+    rank = len(call.operands[0].shape)
+    listed = [dims] if isinstance(dims, int) else dims
+    if not isinstance(listed, (list, tuple)) or not listed:
+        return "reduction"
+    return "reduction" if rank - 1 in {int(d) % rank for d in listed} else "reduction_leading"
 
 
 def _shrinks(call: OpCall) -> bool:
@@ -281,12 +352,13 @@ def global_flops(call: OpCall) -> float:
         return float(einsum.flops(call.args[0], shapes[0], shapes[1]))
     if call.target in _ATTENTION:
         return _attention_flops(call)
-    if call.target in (aten.convolution.default, aten.convolution_backward.default):
+    if call.target in _CONVOLUTIONS:
         backward = call.target is aten.convolution_backward.default
         weight = shapes[2] if backward else shapes[1]
         out = shapes[0] if backward else call.outputs[0].shape
         macs = math.prod(out) * math.prod(weight[1:])
-        return 2.0 * macs * (2.0 if backward else 1.0)
+        # one pass per gradient that is asked for; an image needs none
+        return 2.0 * macs * (sum(call.arg(10, "output_mask")[:2]) if backward else 1.0)
     if _is_grouped(call):
         # each row meets one group: (S, K) with (G, K, N), or (K, S) with (S, N)
         if len(shapes[1]) == 2:
@@ -297,7 +369,7 @@ def global_flops(call: OpCall) -> float:
     if times:
         x, weight = shapes[times // 3 : times // 3 + 2]  # behind the gradient in the backward
         return 2.0 * times * math.prod(x) * weight[0]
-    if op_class(call) == "matmul":
+    if family(op_class(call)) == "matmul":
         a, b = shapes[-2:]
         return 2.0 * math.prod(a) * b[-1]
     return 0.0
@@ -310,6 +382,12 @@ def _attention_flops(call: OpCall) -> float:
     pairs = 2.0 * q[0] * q[1] * q[2] * k[2]
     forward = pairs * (q[3] + v[3])
     return forward * (2.5 if backward else 1.0) * (0.5 if _is_causal(call) else 1.0)
+
+
+def _is_masked(call: OpCall) -> bool:
+    """The mask is behind q, k, v, and in the backward behind the gradient, too."""
+    position = 4 if call.target is autopar_ops.attention_backward.default else 3
+    return call.operand_index(position) is not None
 
 
 def _is_causal(call: OpCall) -> bool:

@@ -23,6 +23,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from autopar.core.work import VARIANTS
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.profile import ClusterError, Curve, DeviceProfile, FloatArray
 
@@ -38,6 +39,7 @@ __all__ = [
 
 # what prices a class that a device has no curve for; the law knows only the last of each chain
 PLAINER = {
+    **VARIANTS,
     "attention_causal": "attention",
     "attention_backward_causal": "attention_backward",
     "attention_backward": "attention",

@@ -11,30 +11,58 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar.core import ops as _ops  # noqa: F401  (registers the autopar ops)
+from autopar.core.work import FEW_CHANNELS
 
-__all__ = ["Probe", "held_out_probes", "probes"]
+__all__ = [
+    "Probe",
+    "attention_probes",
+    "batched_probes",
+    "byte_probes",
+    "convolution_probes",
+    "geometric_mean",
+    "held_out_probes",
+    "matmul_probes",
+    "probes",
+]
 
 aten = torch.ops.aten
 autopar_ops = torch.ops.autopar
 
 _COLUMNS = 512
 _COLD_BYTES = 64 << 20  # more than the caches of most CPUs
-_ELEMENTS = tuple(2**k for k in (8, 12, 14, 16, 18, 20, 22, 24))
+# beyond 32 MiB a CPU's allocator maps fresh pages for each result: the last is a rate of its own
+_ELEMENTS = {
+    "cpu": tuple(2**k for k in (8, 12, 14, 16, 18, 20, 22, 23)),
+    "cuda": tuple(2**k for k in (8, 12, 14, 16, 18, 20, 22, 24)),
+}
 _SIDES = {"cpu": (8, 32, 64, 128, 256, 512, 1024), "cuda": (64, 256, 512, 1024, 2048, 4096, 8192)}
 _HEADS = {  # batch, heads, sequence, head dim
-    "cpu": ((1, 2, 16, 32), (2, 4, 64, 32), (4, 4, 128, 64), (4, 8, 256, 64), (2, 8, 512, 64)),
+    "cpu": ((1, 2, 16, 32), (1, 4, 32, 32), (2, 4, 64, 32), (2, 4, 128, 64), (4, 4, 128, 64),
+            (4, 8, 256, 64), (2, 8, 512, 64)),
     "cuda": ((1, 2, 64, 64), (2, 8, 256, 64), (4, 16, 512, 64), (4, 16, 2048, 128)),
-}
-_IMAGES = {  # batch, channels in, height, channels out, kernel, stride
-    "cpu": ((2, 16, 16, 16, 3, 1), (4, 3, 64, 64, 16, 16), (4, 32, 32, 64, 3, 1),
-            (8, 64, 32, 64, 3, 1), (8, 128, 16, 256, 1, 1)),
-    "cuda": ((8, 16, 32, 32, 3, 1), (32, 3, 224, 768, 16, 16), (32, 64, 56, 128, 3, 1),
-             (64, 128, 56, 128, 3, 1), (64, 256, 28, 512, 1, 1)),
+}  # fmt: skip
+_CONVOLUTIONS = {  # by class: batch, channels in, height, channels out, kernel, stride, groups
+    "cpu": (
+        ((2, 16, 16, 16, 3, 1, 1), (4, 24, 16, 48, 3, 1, 1), (4, 64, 32, 64, 3, 2, 1),
+         (4, 32, 32, 64, 3, 1, 1), (8, 64, 32, 64, 3, 1, 1)),
+        ((2, 16, 16, 16, 1, 1, 1), (4, 32, 32, 64, 1, 1, 1), (4, 64, 32, 256, 1, 2, 1),
+         (8, 128, 16, 256, 1, 1, 1)),
+        ((2, 16, 16, 16, 3, 1, 16), (4, 64, 32, 64, 3, 1, 64), (8, 256, 16, 256, 3, 1, 256)),
+        ((2, 3, 32, 16, 3, 1, 1), (4, 3, 64, 64, 16, 16, 1), (4, 3, 64, 192, 8, 8, 1),
+         (4, 3, 64, 64, 7, 2, 1)),
+    ),
+    "cuda": (
+        ((8, 16, 32, 32, 3, 1, 1), (32, 64, 56, 128, 3, 1, 1), (64, 128, 56, 128, 3, 1, 1)),
+        ((8, 64, 28, 64, 1, 1, 1), (64, 256, 28, 512, 1, 1, 1)),
+        ((8, 64, 32, 64, 3, 1, 64), (64, 256, 56, 256, 3, 1, 256)),
+        ((8, 3, 64, 32, 3, 1, 1), (32, 3, 224, 768, 16, 16, 1), (64, 3, 224, 64, 7, 2, 1)),
+    ),
 }  # fmt: skip
 
 
@@ -73,14 +101,20 @@ def probes(device: str, dtype: str, *, plain: bool = False, largest: int = 99) -
     """
     kind = torch.device(device).type
     for group, side in enumerate(_SIDES[kind][: largest + 1]):
-        yield from _matmuls(device, dtype, group, [(side, side, side), (2 * side, side, side // 2)])
+        yield from matmul_probes(
+            device, dtype, group, [(side, side, side), (2 * side, side, side // 2)]
+        )
     for group, shape in enumerate(_HEADS[kind][: largest + 1]):
-        yield from _attention(device, dtype, group, shape)
-    for group, count in enumerate(_ELEMENTS[: largest + 1]):
-        yield from _by_bytes(device, dtype, group, count, _COLUMNS, plain)
+        yield from attention_probes(device, dtype, group, shape, masked=not plain)
+        if not plain:
+            yield from batched_probes(device, dtype, group, shape)
+    for group, count in enumerate(_ELEMENTS[kind][: largest + 1]):
+        chosen = "plain" if plain else "measured"
+        yield from byte_probes(device, dtype, group, count, _COLUMNS, chosen)
     if not plain:
-        for group, image in enumerate(_IMAGES[kind][: largest + 1]):
-            yield from _convolutions(device, dtype, group, image)
+        for images in _CONVOLUTIONS[kind]:
+            for group, image in enumerate(images[: largest + 1]):
+                yield from convolution_probes(device, dtype, group, image)
 
 
 def held_out_probes(device: str, dtype: str) -> Iterator[Probe]:
@@ -88,13 +122,13 @@ def held_out_probes(device: str, dtype: str) -> Iterator[Probe]:
     scale = 1 if torch.device(device).type == "cpu" else 4
     shapes = [(96, 80, 112), (200, 300, 400), (768, 384, 192), (64, 1536, 384), (640, 640, 320)]
     for group, shape in enumerate(shapes):
-        yield from _matmuls(device, dtype, group, [tuple(scale * n for n in shape)])
+        yield from matmul_probes(device, dtype, group, [tuple(scale * n for n in shape)])
     for group, heads in enumerate([(2, 3, 96, 48), (3, 6, 192, 64), (2, 4, 384, 32)]):
-        yield from _attention(device, dtype, group, heads)
+        yield from attention_probes(device, dtype, group, heads)
     for group, (rows, columns) in enumerate([(24, 384), (300, 768), (1500, 320), (2000, 1000)]):
-        yield from _by_bytes(device, dtype, group, rows * columns * scale, columns, False, True)
-    for group, image in enumerate([(2, 3, 48, 96, 8, 8), (4, 24, 24, 48, 3, 1)]):
-        yield from _convolutions(device, dtype, group, image)
+        yield from byte_probes(device, dtype, group, rows * columns * scale, columns, "held out")
+    for group, image in enumerate([(2, 3, 48, 96, 8, 8, 1), (4, 24, 24, 48, 3, 1, 1)]):
+        yield from convolution_probes(device, dtype, group, image)
 
 
 def _bytes(*tensors: Tensor) -> int:
@@ -105,7 +139,7 @@ def _random(device: str, dtype: str, *shape: int) -> Tensor:
     return torch.randn(shape, device=device).to(getattr(torch, dtype))
 
 
-def _matmuls(
+def matmul_probes(
     device: str, dtype: str, group: int, shapes: Sequence[tuple[int, ...]]
 ) -> Iterator[Probe]:
     """A linear layer and the gradients of its input and weight."""
@@ -122,42 +156,75 @@ def _matmuls(
             )  # fmt: skip
 
 
-def _attention(device: str, dtype: str, group: int, shape: tuple[int, ...]) -> Iterator[Probe]:
+def attention_probes(
+    device: str, dtype: str, group: int, shape: tuple[int, ...], *, masked: bool = False
+) -> Iterator[Probe]:
+    """Attention of `shape` (batch, heads, sequence, head dim), causal or not, forward and backward.
+
+    With `masked` under a mask per batch and head, too.
+    """
     batch, heads, length, dim = shape
     q, k, v, grad = (_random(device, dtype, *shape) for _ in range(4))
     scale = dim**-0.5
-    for causal in (False, True):
+    kinds: list[tuple[str, bool, Tensor | None]] = [("", False, None), ("_causal", True, None)]
+    if masked:
+        kinds.append(("_masked", False, _random(device, dtype, batch, heads, length, length)))
+    for suffix, causal, mask in kinds:
         flops = 4.0 * batch * heads * length * length * dim * (0.5 if causal else 1.0)
-        out, lse = autopar_ops.attention.default(q, k, v, None, causal, scale)
+        out, lse = autopar_ops.attention.default(q, k, v, mask, causal, scale)
+        held = _bytes(mask) if mask is not None else 0
+        tail = (mask, causal, scale)
 
-        def forward(causal: bool = causal) -> object:
-            return autopar_ops.attention.default(q, k, v, None, causal, scale)
+        def forward(tail: tuple[Any, ...] = tail) -> object:
+            return autopar_ops.attention.default(q, k, v, *tail)
 
-        def backward(causal: bool = causal, out: Tensor = out, lse: Tensor = lse) -> object:
-            return autopar_ops.attention_backward.default(
-                grad, q, k, v, None, out, lse, causal, scale
-            )
+        def backward(tail: tuple[Any, ...] = tail, out: Tensor = out, lse: Tensor = lse) -> object:
+            mask, *flags = tail
+            return autopar_ops.attention_backward.default(grad, q, k, v, mask, out, lse, *flags)
 
-        where = f"{'x'.join(map(str, shape))}{' causal' if causal else ''}"
-        suffix = "_causal" if causal else ""
+        where = f"{'x'.join(map(str, shape))}{suffix.replace('_', ' ')}"
         yield Probe(
-            f"attention{suffix}", dtype, "flops", group, flops, 4 * _bytes(q), forward,
+            f"attention{suffix}", dtype, "flops", group, flops, 4 * _bytes(q) + held, forward,
             f"attention {where}",
         )  # fmt: skip
         yield Probe(
-            f"attention_backward{suffix}", dtype, "flops", group, 2.5 * flops, 8 * _bytes(q),
-            backward, f"attention backward {where}",
+            f"attention_backward{suffix}", dtype, "flops", group, 2.5 * flops,
+            8 * _bytes(q) + held, backward, f"attention backward {where}",
         )  # fmt: skip
 
 
-def _convolutions(device: str, dtype: str, group: int, image: tuple[int, ...]) -> Iterator[Probe]:
-    batch, channels, side, out_channels, kernel, stride = image
+def batched_probes(device: str, dtype: str, group: int, shape: tuple[int, ...]) -> Iterator[Probe]:
+    """The products of attention that is written out, on heads as a linear layer leaves them."""
+    batch, heads, length, dim = shape
+    q, k = (_random(device, dtype, batch, length, heads, dim).transpose(1, 2) for _ in range(2))
+    scores = _random(device, dtype, batch, heads, length, length)
+    flops = 2.0 * batch * heads * length * length * dim
+    moved = _bytes(q, k, scores)
+    for equation, a, b in (("abyz,abkz->abyk", q, k), ("abyk,abkz->abyz", scores, k)):
+
+        def run(equation: str = equation, a: Tensor = a, b: Tensor = b) -> Tensor:
+            return autopar_ops.einsum.default(equation, a, b)
+
+        yield Probe(
+            "matmul_batched", dtype, "flops", group, flops, moved, run,
+            f"{equation} {'x'.join(map(str, shape))}",
+        )  # fmt: skip
+
+
+def convolution_probes(
+    device: str, dtype: str, group: int, image: tuple[int, ...]
+) -> Iterator[Probe]:
+    """A convolution and its gradients.
+
+    `image` is batch, channels, side, channels out, kernel, stride, groups.
+    """
+    batch, channels, side, out_channels, kernel, stride, groups = image
     x = _random(device, dtype, batch, channels, side, side)
-    w = _random(device, dtype, out_channels, channels, kernel, kernel)
-    pad = kernel // 2 if stride == 1 else 0
-    tail = ([stride, stride], [pad, pad], [1, 1], False, [0, 0], 1)
+    w = _random(device, dtype, out_channels, channels // groups, kernel, kernel)
+    pad = kernel // 2 if stride < kernel else 0
+    tail = ([stride, stride], [pad, pad], [1, 1], False, [0, 0], groups)
     y = aten.convolution.default(x, w, None, *tail)
-    flops = 2.0 * y.numel() * channels * kernel * kernel
+    flops = 2.0 * y.numel() * w[0].numel()
 
     def forward() -> object:
         return aten.convolution.default(x, w, None, *tail)
@@ -165,39 +232,53 @@ def _convolutions(device: str, dtype: str, group: int, image: tuple[int, ...]) -
     def backward() -> object:
         return aten.convolution_backward.default(y, x, w, None, *tail, [True, True, False])
 
-    where = "x".join(map(str, image))
-    yield Probe("conv", dtype, "flops", group, flops, _bytes(x, w, y), forward, f"conv {where}")
+    where = "x".join(map(str, image if groups > 1 else image[:-1]))
+    kind = _conv_kind(w, groups)
     yield Probe(
-        "conv_backward", dtype, "flops", group, 2 * flops, 2 * _bytes(x, w, y), backward,
+        f"conv{kind}", dtype, "flops", group, flops, _bytes(x, w, y), forward, f"conv {where}"
+    )
+    yield Probe(
+        f"conv_backward{kind}", dtype, "flops", group, 2 * flops, 2 * _bytes(x, w, y), backward,
         f"conv backward {where}",
     )  # fmt: skip
 
 
-def _by_bytes(
-    device: str,
-    dtype: str,
-    group: int,
-    count: int,
-    columns: int,
-    plain: bool,
-    held_out: bool = False,
+def _conv_kind(weight: Tensor, groups: int) -> str:
+    if groups > 1:
+        return "_depthwise" if weight.shape[1] == 1 else ""
+    if weight.shape[2:].numel() == 1:
+        return "_1x1"
+    return "_image" if weight.shape[1] < FEW_CHANNELS else ""
+
+
+def byte_probes(
+    device: str, dtype: str, group: int, count: int, columns: int, chosen: str
 ) -> Iterator[Probe]:
-    """Ops whose seconds go by the bytes they read and write, on about `count` elements."""
-    rows = max(1, count // columns)
-    width = min(count, columns)
-    size = rows * width * getattr(torch, dtype).itemsize
+    """Ops whose seconds go by the bytes they read and write.
+
+    Args:
+        device: "cpu" or "cuda".
+        dtype: dtype name.
+        group: see `Probe`.
+        count: elements, a multiple of `columns`.
+        columns: length of the rows; less where there would be but one row.
+        chosen: ops that curves are made of, "measured", or of their two common classes, "plain";
+            "held out" ones of the same classes; or "all".
+    """
+    size = count * getattr(torch, dtype).itemsize
     turns = max(1, min(64, _COLD_BYTES // size))
-    made = (torch.rand(rows, width, device=device).to(getattr(torch, dtype)) for _ in range(2))
-    x, y = made
-    calls = [_calls(x.clone(), y.clone(), held_out) for _ in range(turns)]
+    width = min(count // 2, columns)  # of one row nothing is added up
+    made = (torch.rand(count, device=device).to(getattr(torch, dtype)) for _ in range(2))
+    x, y = (m.view(-1, width) for m in made)
+    calls = [_calls(x.clone(), y.clone(), chosen) for _ in range(turns)]
     for index, (op_class, op, units, _) in enumerate(calls[0]):
-        if plain and op_class not in ("memory", "pointwise"):
+        if chosen == "plain" and op_class not in ("memory", "pointwise"):
             continue
         if op_class == "random" and count > 1 << 20:
             continue  # seconds each, where it is slow
         yield Probe(
             op_class, dtype, "bytes", group, units * size, int(units * size),
-            _in_turns([call[index][3] for call in calls]), f"{op} {rows}x{width}",
+            _in_turns([call[index][3] for call in calls]), f"{op} {count // width}x{width}",
         )  # fmt: skip
 
 
@@ -215,7 +296,7 @@ def _in_turns(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
 _Call = tuple[str, str, float, Callable[[], object]]
 
 
-def _calls(x: Tensor, y: Tensor, held_out: bool) -> list[_Call]:
+def _calls(x: Tensor, y: Tensor, chosen: str) -> list[_Call]:
     """Class, name, bytes in units of `x`, and call."""
     rows, width = x.shape
     seed = torch.zeros((), dtype=torch.int64, device=x.device)
@@ -232,7 +313,7 @@ def _calls(x: Tensor, y: Tensor, held_out: bool) -> list[_Call]:
         ("random", "dropout", 2.0,
          lambda: autopar_ops.dropout.default(x, 0.1, seed, 1, [rows, width], [0, 0])),
         ("loss", "token nll", 1.0, lambda: autopar_ops.token_nll.default(x, labels, -100)),
-        ("loss", "token nll backward", 2.0,
+        ("loss_backward", "token nll backward", 2.0,
          lambda: autopar_ops.token_nll_backward.default(nll, x, labels, lse, -100)),
         ("memory", "clone", 2.0, lambda: aten.clone.default(x)),
         ("norm", "layer norm", 2.0,
@@ -240,32 +321,43 @@ def _calls(x: Tensor, y: Tensor, held_out: bool) -> list[_Call]:
         ("transpose", "transpose", 2.0,
          lambda: aten.clone.default(x.t(), memory_format=torch.contiguous_format)),
     ]  # fmt: skip
-    if held_out:
-        return [
-            *common,
-            ("pointwise", "sub", 3.0, lambda: aten.sub.Tensor(x, y)),
-            ("pointwise", "div", 3.0, lambda: aten.div.Tensor(x, y)),
-            ("special", "sigmoid", 2.0, lambda: aten.sigmoid.default(x)),
-            ("special", "gelu", 2.0, lambda: aten.gelu.default(x)),
-            ("reduction", "mean rows", 1.0, lambda: aten.mean.dim(x, [1])),
-            ("softmax", "log_softmax", 2.0, lambda: aten._log_softmax.default(x, -1, False)),
-        ]
-    return [
-        *common,
+    gelu_tanh = {"approximate": "tanh"}
+    # runs, as masks have: where it is random, a processor takes most of the time to guess wrong
+    chosen_half = (torch.arange(width, device=x.device) < width // 2).repeat(rows, 1)
+    gelu: _Call = ("special_gelu", "gelu", 2.0, lambda: aten.gelu.default(x))
+    held_out: list[_Call] = [
+        ("pointwise", "sub", 3.0, lambda: aten.sub.Tensor(x, y)),
+        ("pointwise", "div", 3.0, lambda: aten.div.Tensor(x, y)),
+        ("special_sigmoid", "sigmoid", 2.0, lambda: aten.sigmoid.default(x)),
+        ("reduction", "mean rows", 1.0, lambda: aten.mean.dim(x, [1])),
+        ("softmax", "log_softmax", 2.0, lambda: aten._log_softmax.default(x, -1, False)),
+    ]
+    if chosen == "held out":
+        return [*common, gelu, *held_out]
+    measured: list[_Call] = [
         ("pointwise", "add", 3.0, lambda: aten.add.Tensor(x, y)),
         ("pointwise", "mul", 3.0, lambda: aten.mul.Tensor(x, y)),
         ("pointwise", "relu", 2.0, lambda: aten.relu.default(x)),
-        ("special", "exp", 2.0, lambda: aten.exp.default(x)),
-        ("special", "gelu", 2.0, lambda: aten.gelu.default(x)),
-        ("special", "silu backward", 3.0, lambda: aten.silu_backward.default(x, y)),
+        ("select", "where", 3.25, lambda: aten.where.self(chosen_half, x, y)),
+        ("special", "sin", 2.0, lambda: aten.sin.default(x)),
+        ("special", "erf", 2.0, lambda: aten.erf.default(x)),
+        ("special_exp", "exp", 2.0, lambda: aten.exp.default(x)),
+        ("special_exp", "log", 2.0, lambda: aten.log.default(x)),
+        ("special_sigmoid", "silu", 2.0, lambda: aten.silu.default(x)),
+        ("special_sigmoid", "silu backward", 3.0, lambda: aten.silu_backward.default(x, y)),
+        ("special_gelu", "gelu backward", 3.0, lambda: aten.gelu_backward.default(x, y)),
+        ("special_gelu_tanh", "gelu tanh", 2.0, lambda: aten.gelu.default(x, **gelu_tanh)),
+        ("special_gelu_tanh_backward", "gelu tanh backward", 3.0,
+         lambda: aten.gelu_backward.default(x, y, **gelu_tanh)),
         ("reduction", "sum rows", 1.0, lambda: aten.sum.dim_IntList(x, [1])),
-        ("reduction", "sum columns", 1.0, lambda: aten.sum.dim_IntList(x, [0])),
+        ("reduction_leading", "sum columns", 1.0, lambda: aten.sum.dim_IntList(x, [0])),
         ("softmax", "softmax", 2.0, lambda: aten._softmax.default(x, -1, False)),
-        ("softmax", "softmax backward", 3.0,
+        ("softmax_backward", "softmax backward", 3.0,
          lambda: aten._softmax_backward_data.default(x, soft, -1, x.dtype)),
-        ("norm", "layer norm backward", 3.0,
+        ("norm_backward", "layer norm backward", 3.0,
          lambda: aten.native_layer_norm_backward.default(y, x, [width], *backward_norm)),
     ]  # fmt: skip
+    return [*common, gelu, *measured, *(held_out if chosen == "all" else [])]
 
 
 def geometric_mean(values: Sequence[float]) -> float:

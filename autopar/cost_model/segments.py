@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.core.local import LocalOp, LocalProgram, LocalValue
+from autopar.core.work import family
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import CollectiveKind
 from autopar.cost_model.compute import compute_seconds_array, wave_factor
@@ -199,7 +200,7 @@ class _Pricer:
             device_s += seconds
             host_ops += self._host_ops(group[0])
             linear_s += seconds if group[0].linear else 0.0
-            if group[0].op_class == "loss":
+            if family(group[0].op_class) == "loss":
                 more = self._loss(group[0])
                 device_s += more.device_s
                 host_ops += more.host_s
@@ -232,7 +233,7 @@ class _Pricer:
         if op.linear:  # the two products of a linear's backward are one function
             extra = 1.0 if op.phase == "forward" else 0.5
         else:
-            extra = float(op.op_class in ("norm", "softmax", "special"))
+            extra = float(family(op.op_class) in ("norm", "softmax", "special"))
         return 1.0 + extra * (self.execution.function_factor - 1.0)
 
     def _collectives(self, ops: Sequence[LocalOp]) -> tuple[float, int]:
@@ -276,7 +277,8 @@ class _Pricer:
         if self.execution.fused_norms and _norm(op.module) and op.module == last.module:
             return True
         fusible = _FUSIBLE[self.execution.fuse]
-        return op.op_class in fusible and last.op_class in fusible and not op.moves
+        both = {family(op.op_class), family(last.op_class)}
+        return both <= fusible and not op.moves
 
     def _group(self, group: Sequence[LocalOp]) -> float:
         """Device seconds of one kernel."""
@@ -308,7 +310,7 @@ class _Pricer:
         kind = main.op_class if len(group) == 1 else "memory"
         if kind == "view":
             kind = "transpose"
-        if main.gemm is not None and kind == "matmul":
+        if main.gemm is not None and family(kind) == "matmul":
             flops *= wave_factor(device, main.gemm)
         return seconds + float(
             compute_seconds_array(device, kind, dtype, np.array(flops), np.array(moved))
