@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ import autopar
 from autopar.codegen.emit import written
 from autopar.codegen.passes.lifetimes import is_start
 from autopar.codegen.passes.order import link
+from autopar.core.collector import collect_many, paused_collector
 from autopar.core.constraints import Constraints, assign_mesh
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
@@ -147,6 +150,47 @@ def test_a_limit_is_looked_at_first_where_the_free_step_is_fastest(
         assert seen == [other]
         assert found.mesh_shape == other
         assert found.predicted.peak_memory_bytes <= limit
+
+
+@pytest.mark.parametrize(("hidden", "counted"), [(0.5, {EXPOSED, 1.0, 0.55}), (1.0, {EXPOSED})])
+def test_all_is_counted_where_the_rule_is_in_doubt(
+    hidden: float, counted: set[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(Product(2048).up for _ in range(2)))
+        batch = (torch.empty(1 << 12, 2048), torch.empty(1 << 12, 2048))
+    traced = trace(model, batch, loss_fn=nn.functional.mse_loss)
+    cluster = Cluster.from_profile("h100-sxm", devices_per_node=8)
+    whole = OnePiece(traced, cluster, Constraints(), "adamw", Offers(cluster), ())
+    limit = round(0.7 * whole.plan(UNLIMITED).predicted.peak_memory_bytes)
+    seen: set[float] = set()
+
+    def recorded(traced: TracedModel, cluster: Cluster, **given: Any) -> Plan:
+        seen.add(round(given["exposed"], 6))
+        return solve(traced, cluster, **given)
+
+    monkeypatch.setattr("autopar.one_piece.solve", recorded)
+    monkeypatch.setattr(OnePiece, "_hidden", lambda self, plan: hidden)
+    plan = whole.best(limit)
+    assert plan.predicted.peak_memory_bytes <= limit
+    assert plan.predicted.hidden_comm_s
+    assert seen == counted
+
+
+def test_what_is_done_with_goes_between_large_pieces_of_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with paused_collector():
+        gc.collect()  # what is counted begins here
+        graph = fx.Graph()
+        graph.placeholder("x")
+        gone = weakref.ref(graph)
+        del graph
+        collect_many()
+        assert gone() is not None  # few objects are not worth a look
+        monkeypatch.setattr("autopar.core.collector._MANY", 1)
+        collect_many()
+        assert gone() is None
 
 
 def _values(problems: Sequence[ChoiceProblem]) -> Iterator[tuple[float, ...]]:

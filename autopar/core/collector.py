@@ -30,7 +30,8 @@ def paused_collector() -> Iterator[None]:
 def collect_many() -> None:
     """One collection, between two pieces of work, if many objects have come since the last.
 
-    Graphs that are done with are cycles, which would stay while the collector is paused.
+    Graphs that are done with are cycles, which would stay while the collector is paused. Those
+    older than the last collection are not looked at.
     """
     if gc.get_count()[0] > _MANY:
-        gc.collect()
+        gc.collect(0)
