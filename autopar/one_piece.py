@@ -3,17 +3,20 @@
 The search counts on a share of the gathers of parameters and of the reductions of gradients to
 travel beside compute (`solver/overlap.py`). Where the simulated program hides much less, for memory
 or for collectives over several axes, the step is solved again with the share that it hides, and the
-faster of the two programs is taken. Where it hides about that, and is still slower than the bound,
-programs of plain data parallelism are simulated, too: the rule does not know how each overlaps.
+faster of the two programs is taken. Where it hides so little that the rule is in doubt, the step is
+solved with all communication counted, too. Where it hides about what was counted on, and is still
+slower than the bound, programs of plain data parallelism are simulated, too: the rule does not know
+how each overlaps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from autopar.core.collector import collect_many
 from autopar.core.constraints import Constraints, assign_mesh
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
@@ -30,8 +33,12 @@ __all__ = ["OnePiece"]
 
 _JOINED = 1e-3  # what a mesh with joined axes must save
 _HIDDEN = 0.8  # of what was counted on: less, and the step is solved again
+_DOUBTED = 2 / 3  # less, and what counts least tells little of what is fast
 _SLOWER = 0.01  # than the bound: more, and other programs are looked at
+_ALL = 1.0  # of what may hide, exposed
 _STAGES = (0, 1, 3)  # of ZeRO
+_TOLD = ("solver", "constraints", "memory_limit_bytes")  # what it does not
+_CHOICES = ("mesh_shape", "checkpoint", "offload", "parameters", "nodes")  # what a program follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +52,21 @@ class OnePiece:
     offers: Offers
     kernels: tuple[str, ...]
     searches: KnownVariants | None = None
+    free_s: dict[tuple[int, ...], float] = field(default_factory=dict)
+    programs: list[tuple[Plan, Plan]] = field(default_factory=list)
 
-    def plan(self, limit: int, exposed: float = EXPOSED, below_s: float = math.inf) -> Plan:
+    def plan(
+        self,
+        limit: int,
+        exposed: float = EXPOSED,
+        below_s: float = math.inf,
+        doubts: Callable[[Plan], bool] | None = None,
+    ) -> Plan:
         """The plan that counts least, on the mesh as given or with axes joined.
 
         Args:
             limit: bytes per device.
-            exposed, below_s: see `solver.solve`.
+            exposed, below_s, doubts: see `solver.solve_step`.
 
         Raises:
             ConstraintError: the constraints cannot hold.
@@ -61,20 +76,33 @@ class OnePiece:
         best: Plan | None = None
         bound = math.inf
         refused: list[InfeasiblePlanError] = []
-        # the given mesh comes last: few axes are soon searched, and say what it must beat
-        for cluster in reversed(meshes(self.cluster, self.constraints)):
+        # few axes are soon searched, and say what the given mesh must beat; but a limit is first
+        # looked at where a step without one is fastest
+        given = reversed(meshes(self.cluster, self.constraints))
+        for cluster in sorted(given, key=lambda c: self.free_s.get(c.mesh_shape, 0.0)):
             own = cluster.mesh_shape == self.cluster.mesh_shape
             # it is kept where joining its axes gains nothing to speak of
-            to_beat_s = min(below_s, _objective(best) * (1 + _JOINED * own))
+            joined = best is not None and best.mesh_shape != self.cluster.mesh_shape
+            margin = 1 + _JOINED * (own and joined) - _JOINED * (not own and not joined)
+            to_beat_s = min(below_s, _objective(best) * margin)
+            free_s = self.free_s.get(cluster.mesh_shape, 0.0)
+            if free_s >= to_beat_s:
+                bound = min(bound, free_s)
+                continue
             try:
-                found = self._solved(cluster, limit, exposed, to_beat_s)
+                found = self._solved(cluster, limit, exposed, to_beat_s, doubts)
             except NotBelow as error:
-                bound = min(bound, error.bound)
+                known_s = error.bound
             except InfeasiblePlanError as error:
                 refused.append(error)
+                continue
             else:
-                bound = min(bound, found.solver.bound)
+                known_s = found.solver.bound
                 best = found if found.solver.objective < to_beat_s else best
+            bound = min(bound, known_s)
+            if limit >= UNLIMITED and exposed <= EXPOSED:
+                # less memory, more pins and more that is exposed make no step faster
+                self.free_s[cluster.mesh_shape] = known_s
         if best is None and math.isfinite(bound):
             raise NotBelow(bound)
         if best is None:
@@ -92,28 +120,43 @@ class OnePiece:
             ConstraintError: the constraints cannot hold.
             InfeasiblePlanError: nothing fits.
         """
-        first = plan or self.plan(limit)
-        best = scheduled(first, self.traced)
-        hoped_s = first.predicted.serial_time_s - first.solver.objective
-        hidden_s = best.predicted.hidden_time_s
-        share = 1 - (1 - EXPOSED) * hidden_s / hoped_s if hidden_s < _HIDDEN * hoped_s else EXPOSED
+        # searches that count otherwise go on with what is known, if not those of other limits
+        known = self if self.searches is not None else replace(self, searches={})
+        first = plan or known.plan(limit, doubts=self._is_doubtful)
+        best, hidden = self._program(first), self._hidden(first)
+        is_doubtful = plan is None and self._is_doubtful(first)
         others = [(pinned, EXPOSED) for pinned in self._data_parallel()]
-        if share > EXPOSED:
-            others.append((self.constraints, share))
+        others += [(self.constraints, _ALL)] * is_doubtful
+        if hidden < _HIDDEN:
+            others.append((self.constraints, 1 - (1 - EXPOSED) * hidden))
         for constraints, exposed in others:
             now_s = best.predicted.step_time_s
             if now_s <= (1 + _SLOWER) * first.solver.bound:
                 break
             # searches of other constraints are of other problems
-            searches = self.searches if constraints is self.constraints else None
-            pinned = replace(self, constraints=constraints, searches=searches)
+            pinned = replace(self, constraints=constraints, searches=None, free_s={})
+            pinned = known if constraints is self.constraints else pinned
+            # no more than half of what runs on two streams is hidden
+            below_s = now_s if exposed < _ALL else 2 * now_s
             with suppress(ConstraintError, InfeasiblePlanError, NotBelow):
-                other = scheduled(pinned.plan(limit, exposed, now_s), self.traced)
+                other = self._program(pinned.plan(limit, exposed, below_s))
                 if exposed == EXPOSED:
                     other = _proved(other, first.solver.bound)  # the pins are not the user's
                 other = replace(other, constraints=self.constraints.to_dict())
                 best = min(best, other, key=lambda p: p.predicted.step_time_s)
-        return best
+        return known._in_full(limit, best) if is_doubtful else best
+
+    def _in_full(self, limit: int, best: Plan) -> Plan:
+        """With all sums searched, where a plan that counts on the doubtful rule is fastest yet."""
+        if best.solver.exposed > EXPOSED:
+            return best
+        try:
+            found = self.plan(limit, EXPOSED, best.predicted.step_time_s)
+        except NotBelow as error:
+            return _proved(best, max(best.solver.bound, error.bound))
+        bound = max(best.solver.bound, found.solver.bound)
+        best = min(best, self._program(found), key=lambda p: p.predicted.step_time_s)
+        return _proved(best, bound)
 
     def _data_parallel(self) -> Iterator[Constraints]:
         """Those that split the batch over all devices, if no axis is pinned."""
@@ -123,7 +166,35 @@ class OnePiece:
         for stage in _STAGES:
             yield replace(self.constraints, data=self.cluster.num_devices, zero=stage)
 
-    def _solved(self, cluster: Cluster, limit: int, exposed: float, below_s: float) -> Plan:
+    def _program(self, plan: Plan) -> Plan:
+        """A plan with what its program hides."""
+        for known, found in self.programs:
+            if all(getattr(known, name) == getattr(plan, name) for name in _CHOICES):
+                told = {name: getattr(plan, name) for name in _TOLD}
+                return replace(found, **told)
+        collect_many()
+        self.programs.append((plan, scheduled(plan, self.traced)))
+        return self.programs[-1][1]
+
+    def _hidden(self, plan: Plan) -> float:
+        """What a plan's program hides, of what the search counted on."""
+        hoped_s = plan.predicted.serial_time_s - plan.solver.objective
+        return self._program(plan).predicted.hidden_time_s / hoped_s if hoped_s > 0 else 1.0
+
+    def _is_doubtful(self, plan: Plan) -> bool:
+        return self._hidden(plan) < _DOUBTED
+
+    def _solved(
+        self,
+        cluster: Cluster,
+        limit: int,
+        exposed: float,
+        below_s: float,
+        doubts: Callable[[Plan], bool] | None,
+    ) -> Plan:
+        def finished(found: Plan) -> Plan:
+            return replace(found, constraints=self.constraints.to_dict(), fusion=self.kernels)
+
         found = solve(
             self.traced,
             cluster,
@@ -134,8 +205,9 @@ class OnePiece:
             exposed=exposed,
             below_s=below_s,
             known=None if limit >= UNLIMITED else self.searches,
+            doubts=doubts and (lambda found: doubts(finished(found))),
         )
-        return replace(found, constraints=self.constraints.to_dict(), fusion=self.kernels)
+        return finished(found)
 
 
 def _proved(plan: Plan, bound: float) -> Plan:

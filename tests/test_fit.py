@@ -46,14 +46,16 @@ def everything(problem: ChoiceProblem) -> list[dict[Any, int]]:
     return [dict(zip(problem.costs, chosen, strict=True)) for chosen in states]
 
 
-def search(problem: ChoiceProblem, rows: list[Row], limit: int) -> MemorySearch:
+def search(
+    problem: ChoiceProblem, rows: list[Row], limit: int, known: MemorySearch | None = None
+) -> MemorySearch:
     def decide(solution: Solution) -> Fit:
         sizes = [round(row.value(solution.chosen)) for row in rows]
         peak = SimpleNamespace(peak_bytes=max(sizes), index=int(np.argmax(sizes)))
         return Fit(solution, cast(Any, None), cast(Any, SimpleNamespace(peak=peak)))
 
     liveness = SimpleNamespace(row=lambda position: rows[position])
-    return MemorySearch(problem, cast(Any, liveness), decide, limit)
+    return MemorySearch(problem, cast(Any, liveness), decide, limit, known)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -78,6 +80,41 @@ def test_plans_obey_the_limit_and_bounds_hold(seed: int) -> None:
     assert found.best.solution.objective >= optimum - 1e-6
     # branching on so few nodes goes on to the end
     assert found.best.solution.objective <= optimum * 1.011 + 1e-6
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_search_goes_on_with_the_plans_of_one_at_other_costs(seed: int) -> None:
+    """Its bound is one, its plan obeys the limit, and is no worse than those taken over."""
+    rng = np.random.default_rng(seed)
+    problem = random_problem(rng, 7)
+    rows = random_rows(rng, problem, 3)
+    every = everything(problem)
+    peaks = [max(row.value(chosen) for row in rows) for chosen in every]
+    seconds = [evaluate(problem, chosen) for chosen in every]
+    limit = round(0.5 * (min(peaks) + peaks[int(np.argmin(seconds))]))
+    before = search(problem, rows, limit)
+    before.start(math.inf)
+    before.finish(math.inf)
+    others = ChoiceProblem(
+        {node: cost * rng.uniform(0.5, 2.0) for node, cost in problem.costs.items()},
+        {pair: matrix * rng.uniform(0.5, 2.0) for pair, matrix in problem.edges.items()},
+    )
+    seconds = [evaluate(others, chosen) for chosen in every]
+    optimum = min(s for s, p in zip(seconds, peaks, strict=True) if p <= limit)
+    found = search(others, rows, limit, before)
+    taken = [column.chosen for column in found.relaxed.columns]
+    assert found.relaxed.rows == before.relaxed.rows
+    assert taken == [column.chosen for column in before.relaxed.columns]
+    for column in found.relaxed.columns:
+        assert column.seconds == evaluate(others, column.chosen)
+    found.start(math.inf)
+    found.finish(math.inf)
+    assert found.best is not None
+    assert found.best.peak <= limit
+    assert found.bound <= optimum + 1e-9
+    fitting = [c for c in taken if max(row.value(c) for row in rows) <= limit]
+    least_s = min((evaluate(others, c) for c in fitting), default=math.inf)
+    assert found.best.solution.objective <= least_s + 1e-9
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import fx, nn
@@ -15,14 +20,18 @@ import autopar
 from autopar.codegen.emit import written
 from autopar.codegen.passes.lifetimes import is_start
 from autopar.codegen.passes.order import link
+from autopar.core.collector import collect_many, paused_collector
 from autopar.core.constraints import Constraints, assign_mesh
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.cost_model.simulator import simulate
+from autopar.one_piece import OnePiece
 from autopar.solver.build import build_problem
+from autopar.solver.fit import UNLIMITED
 from autopar.solver.meshes import meshes
-from autopar.solver.overlap import EXPOSED, Weights
+from autopar.solver.offers import Offers
+from autopar.solver.overlap import EXPOSED, Found, Weights, least
 from autopar.solver.pins import Pins
 from autopar.solver.problem import ChoiceProblem
 from autopar.solver.solve import solve
@@ -51,6 +60,138 @@ def _sums(traced: TracedModel, cluster: Cluster, weights: Weights) -> ChoiceProb
     step = replace(build_step(traced), weights=weights)
     roles = assign_mesh(wanted, cluster.mesh_shape)
     return build_problem(traced, step, cluster, Pins(wanted, roles, traced, step), "adamw").problem
+
+
+@pytest.mark.parametrize("weights", [Weights(0.01, 0.99), Weights(1.0, 0.1), Weights(0.3, 1.0)])
+def test_other_weights_are_other_sums_of_the_same_terms(weights: Weights) -> None:
+    """What a search takes over from one that counts otherwise is what it would build itself."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+        batch = (torch.empty(32, 64), torch.empty(32, 64))
+    traced = trace(model, batch, loss_fn=nn.functional.mse_loss)
+    cluster = Cluster.from_profile("h100-sxm", nodes=2, devices_per_node=2, mesh_shape=(2, 2))
+    roles, optimizer = assign_mesh(Constraints(), cluster.mesh_shape), "adamw"
+    step = build_step(traced)
+    pins = Pins(Constraints(), roles, traced, step)
+    built = build_problem(traced, step, cluster, pins, optimizer)
+    again = built.weighted(weights).problem
+    wanted = _sums(traced, cluster, weights)
+    assert list(again.costs) == list(wanted.costs)
+    assert list(again.edges) == list(wanted.edges)
+    for key, cost in wanted.costs.items():
+        assert np.array_equal(again.costs[key], cost)
+    for pair, matrix in wanted.edges.items():
+        assert np.array_equal(again.edges[pair], matrix)
+    costs = any((again.costs[k] != built.problem.costs[k]).any() for k in again.costs)
+    edges = any((again.edges[k] != built.problem.edges[k]).any() for k in again.edges)
+    # bringing the loss to all ranks may hide, too, and is a cost of the op that makes it
+    assert (costs, edges) == (min(weights) < 1, weights.hideable < 1)
+
+
+class _Line(NamedTuple):
+    """A plan of so many seconds of ops, of collectives that may hide, and of others."""
+
+    compute_s: float
+    hideable_s: float
+    total_s: float
+
+
+@pytest.mark.parametrize(("limited", "stops"), [(True, True), (True, False), (False, True)])
+def test_sums_end_with_the_first_where_its_plan_is_doubtful(limited: bool, stops: bool) -> None:
+    plans = [_Line(1.0, 4.0, 5.0), _Line(3.0, 1.0, 5.5)]
+    asked: list[Found] = []
+
+    def search(weights: Weights) -> Found:
+        found = min(
+            plans,
+            key=lambda p: weights.compute * p.compute_s + weights.hideable * p.hideable_s,
+        )
+        best = SimpleNamespace(price=found)
+        memory = SimpleNamespace(best=best, free=None if limited else best)
+        variant: Any = SimpleNamespace(search=SimpleNamespace(memory=memory))
+        seen.append(weights)
+        return Found(variant, 0.0)
+
+    def stop(found: Found) -> bool:
+        asked.append(found)
+        return stops
+
+    seen: list[Weights] = []
+    least(search, EXPOSED, stop)
+    assert len(asked) == limited  # of an unlimited step, sums are soon searched
+    assert (len(seen) == 1) == (limited and stops)
+
+
+def test_a_limit_is_looked_at_first_where_the_free_step_is_fastest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Meshes whose steps are too slow without a limit are not searched with one."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(Product(2048).up for _ in range(2)))
+        batch = (torch.empty(1 << 15, 2048), torch.empty(1 << 15, 2048))
+    traced = trace(model, batch, loss_fn=nn.functional.mse_loss)
+    cluster = Cluster.from_profile("h100-sxm", nodes=4, devices_per_node=8, mesh_shape=(4, 8))
+    whole = OnePiece(traced, cluster, Constraints(), "adamw", Offers(cluster), ())
+    seen: list[tuple[int, ...]] = []
+
+    def recorded(traced: TracedModel, cluster: Cluster, **given: Any) -> Plan:
+        seen.append(cluster.mesh_shape)
+        return solve(traced, cluster, **given)
+
+    monkeypatch.setattr("autopar.one_piece.solve", recorded)
+    free = whole.plan(UNLIMITED)
+    assert seen == [(32,), (4, 8)]
+    assert set(whole.free_s) == set(seen)
+    assert min(whole.free_s.values()) == free.solver.bound
+    limit = free.predicted.peak_memory_bytes - 1
+    for slow, other in itertools.permutations([(4, 8), (32,)]):
+        seen.clear()
+        whole.free_s.update({slow: 100.0, other: 0.0})
+        found = whole.plan(limit)
+        assert seen == [other]
+        assert found.mesh_shape == other
+        assert found.predicted.peak_memory_bytes <= limit
+
+
+@pytest.mark.parametrize(("hidden", "counted"), [(0.5, {EXPOSED, 1.0, 0.55}), (1.0, {EXPOSED})])
+def test_all_is_counted_where_the_rule_is_in_doubt(
+    hidden: float, counted: set[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(Product(2048).up for _ in range(2)))
+        batch = (torch.empty(1 << 12, 2048), torch.empty(1 << 12, 2048))
+    traced = trace(model, batch, loss_fn=nn.functional.mse_loss)
+    cluster = Cluster.from_profile("h100-sxm", devices_per_node=8)
+    whole = OnePiece(traced, cluster, Constraints(), "adamw", Offers(cluster), ())
+    limit = round(0.7 * whole.plan(UNLIMITED).predicted.peak_memory_bytes)
+    seen: set[float] = set()
+
+    def recorded(traced: TracedModel, cluster: Cluster, **given: Any) -> Plan:
+        seen.add(round(given["exposed"], 6))
+        return solve(traced, cluster, **given)
+
+    monkeypatch.setattr("autopar.one_piece.solve", recorded)
+    monkeypatch.setattr(OnePiece, "_hidden", lambda self, plan: hidden)
+    plan = whole.best(limit)
+    assert plan.predicted.peak_memory_bytes <= limit
+    assert plan.predicted.hidden_comm_s
+    assert seen == counted
+
+
+def test_what_is_done_with_goes_between_large_pieces_of_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with paused_collector():
+        gc.collect()  # what is counted begins here
+        graph = fx.Graph()
+        graph.placeholder("x")
+        gone = weakref.ref(graph)
+        del graph
+        collect_many()
+        assert gone() is not None  # few objects are not worth a look
+        monkeypatch.setattr("autopar.core.collector._MANY", 1)
+        collect_many()
+        assert gone() is None
 
 
 def _values(problems: Sequence[ChoiceProblem]) -> Iterator[tuple[float, ...]]:

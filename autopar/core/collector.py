@@ -6,7 +6,9 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["paused_collector"]
+__all__ = ["collect_many", "paused_collector"]
+
+_MANY = 1_000_000  # objects since the last collection
 
 
 @contextmanager
@@ -23,3 +25,13 @@ def paused_collector() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def collect_many() -> None:
+    """One collection, between two pieces of work, if many objects have come since the last.
+
+    Graphs that are done with are cycles, which would stay while the collector is paused. Those
+    older than the last collection are not looked at.
+    """
+    if gc.get_count()[0] > _MANY:
+        gc.collect(0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,48 +21,16 @@ from autopar.cost_model import Cluster, offload_seconds, optimizer_state_bytes
 from autopar.errors import ConstraintError
 from autopar.solver.candidates import Candidate
 from autopar.solver.layouts import split_inside
-from autopar.solver.moves import MoveCosts
 from autopar.solver.offers import Offers
 from autopar.solver.order import sums_of_turns
 from autopar.solver.pins import Pins
 from autopar.solver.problem import Array, ChoiceProblem
 from autopar.solver.reductions import GradientSums
 from autopar.solver.step import Op, Step, Value, storage_of
+from autopar.solver.step_problem import StepProblem
+from autopar.solver.terms import Terms
 
 __all__ = ["StepProblem", "build_problem"]
-
-
-@dataclass(slots=True)
-class StepProblem:
-    """The problem with what its states mean.
-
-    Attributes:
-        problem: costs and edges over class representatives.
-        candidates: states of each op class.
-        storages: states of each parameter class.
-        classes: representative of every op and parameter.
-        moves: seconds of redistributions.
-    """
-
-    problem: ChoiceProblem
-    candidates: dict[str, list[Candidate]]
-    storages: dict[str, list[Layout]]
-    classes: dict[str, str]
-    moves: MoveCosts
-
-    def states(self, owner: str) -> list[Any]:
-        """What the states of a class are, whatever the graph: layouts and ways to compute."""
-        if owner in self.candidates:
-            return [(c.inputs, c.outputs, c.variants) for c in self.candidates[owner]]
-        return list(self.storages[owner])
-
-    def produced(self, value: Value) -> list[Layout] | None:
-        """Layout of a value in each state of its producer; None for inputs of the step."""
-        name, index = value
-        owner = self.classes.get(name, name)
-        if owner in self.candidates:
-            return [c.outputs[index] for c in self.candidates[owner]]
-        return self.storages.get(owner)
 
 
 def build_problem(
@@ -125,12 +92,17 @@ class _Builder:
         for order, (value, op, index) in enumerate(step.consumers()):
             if op.name not in step.copies:
                 self.uses.setdefault(value[0], []).append((order, op.name, index))
-        self.problem = ChoiceProblem()
+        self.terms = Terms()
         self.candidates: dict[str, list[Candidate]] = {}
         self.storages: dict[str, list[Layout]] = {}
         self.whole: Layout = tuple(Replicate() for _ in self.mesh)
         self.built = StepProblem(
-            self.problem, self.candidates, self.storages, self.classes, self.moves
+            ChoiceProblem(),
+            self.candidates,
+            self.storages,
+            self.classes,
+            self.moves,
+            self.terms,
         )
 
     def build(self) -> StepProblem:
@@ -151,7 +123,7 @@ class _Builder:
         for name in self.step.ports:
             self._add_port(name)
         self._add_edges()
-        return self.built
+        return self.built.weighted(self.step.weights)
 
     def _representatives(self) -> dict[str, str]:
         """Classes of nodes of equal blocks; those whose parameters are pinned apart are apart."""
@@ -178,13 +150,13 @@ class _Builder:
             allowed = everything
         allowed = self.pins.prefer(op, allowed)
         cost = np.maximum(0.0, offer.seconds - self.step.beside.get(op.name, 0.0))
-        if op.call.target not in WITH_HOST:
-            cost = offer.inner + self.step.weights.compute * (cost - offer.inner)
+        inner = None if op.call.target in WITH_HOST else offer.inner
         if len(allowed) < len(offer.candidates):
             place = {id(c): k for k, c in enumerate(offer.candidates)}
-            cost = cost[[place[id(c)] for c in allowed]]
+            left = [place[id(c)] for c in allowed]
+            cost, inner = cost[left], None if inner is None else inner[left]
         self.candidates[op.name] = allowed
-        self.problem.add_node(op.name, cost * self.count[op.name])
+        self.terms.node(op.name, cost, self.count[op.name], inner)
 
     def _inputs_ok(self, op: Op, candidate: Candidate) -> bool:
         """Inputs of the step are whole on every rank: they can be sliced, never partial."""
@@ -211,7 +183,7 @@ class _Builder:
         packed = [any(p.is_shard and (p.dim or p.split > 1) for p in x) for x in layouts]
         cost = sizes * 1e-21 * (1.0 + np.array(packed))
         cost = cost + [self._offload_seconds(name, layout) for layout in layouts]
-        self.problem.add_node(name, cost * self.copies[name])
+        self.terms.node(name, cost, self.copies[name])
 
     def _offload_seconds(self, name: str, layout: Layout) -> float:
         if name not in self.step.gradients:
@@ -234,7 +206,7 @@ class _Builder:
             if not any(p.is_partial for p in layout)
         ]
         self.candidates[op.name] = allowed
-        self.problem.add_node(op.name, np.zeros(len(allowed)))
+        self.terms.node(op.name, np.zeros(len(allowed)))
 
     def _add_port(self, name: str) -> None:
         """Layout of what arrives from another stage, or of what is sent to one: never partial."""
@@ -251,7 +223,7 @@ class _Builder:
             found = dict.fromkeys((*self._layouts(name, shape), *leaving))
             layouts = [x for x in found if not any(p.is_partial for p in x)]
         self.storages[name] = layouts
-        self.problem.add_node(name, np.zeros(len(layouts)))
+        self.terms.node(name, np.zeros(len(layouts)))
 
     def _add_sum(self, op: Op) -> None:
         """The sum of a gradient over the microbatches: as it comes, or as it is stored."""
@@ -264,7 +236,7 @@ class _Builder:
                     if s.value[0] == op.name and s.port in self.settled]  # fmt: skip
         found = [Candidate((x,), (x,), none, ()) for x in dict.fromkeys(layouts)]
         self.candidates[op.name] = found
-        self.problem.add_node(op.name, np.zeros(len(found)))
+        self.terms.node(op.name, np.zeros(len(found)))
 
     def _state_bytes(self, name: str, layout: Layout) -> float:
         """Parameter, gradient and optimizer state of one rank."""
@@ -315,9 +287,9 @@ class _Builder:
             runs[key] += self.step.blocks.weight(op.name)
         for key, times in uses.items():
             value, op, _ = sample[key]
-            moved = self._edge(*sample[key]) * self._weight(self.step.may_hide(value, op.name))
-            broken = self._broken(*sample[key]) * self.step.weights.compute
-            self.problem.add_edge(key[0], key[2], moved * times + broken * runs[key])
+            moved, broken = self._edge(*sample[key]), self._broken(*sample[key])
+            may_hide = self.step.may_hide(value, op.name)
+            self.terms.edge(key[0], key[2], moved, times, may_hide, broken, runs[key])
         self._add_gradient_ends()
         self._add_sends()
         for value in self.step.required:
@@ -327,8 +299,7 @@ class _Builder:
                 column = self.moves.matrix(produced, [self.whole], num_bytes)[:, 0]
                 owner = self.classes[value[0]]
                 times = self.step.blocks.runs(value[0])
-                column = column * self._weight(bool(self.step.gradients))
-                self.problem.costs[owner] = self.problem.costs[owner] + column * times
+                self.terms.end(owner, column * times, may_hide=bool(self.step.gradients))
 
     def _add_sends(self) -> None:
         """The cost of bringing what is sent to the layout of its port."""
@@ -337,7 +308,7 @@ class _Builder:
             if produced is not None:
                 num_bytes = self.step.specs[send.value].num_bytes
                 matrix = self.moves.matrix(produced, self.storages[send.port], num_bytes)
-                self.problem.add_edge(self.classes[send.value[0]], send.port, matrix * send.times)
+                self.terms.edge(self.classes[send.value[0]], send.port, matrix, send.times)
 
     def _edge(self, value: Value, op: Op, index: int) -> Array:
         produced = self.built.produced(value)
@@ -361,14 +332,11 @@ class _Builder:
             matrix = np.where(np.array(known), matrix, np.inf)
         return matrix
 
-    def _weight(self, may_hide: bool) -> float:
-        return self.step.weights.hideable if may_hide else 1.0
-
-    def _broken(self, value: Value, op: Op, index: int) -> Array | float:
+    def _broken(self, value: Value, op: Op, index: int) -> Array | None:
         """Seconds of compute where a move of the operand breaks a fused kernel."""
         share, produced = self.step.shares.get(op.name), self.built.produced(value)
         if share is None or produced is None:
-            return 0.0
+            return None
         targets = self.candidates[self.classes[op.name]]
         return self.offers.pricer.broken(op.call, share, produced, index, targets)
 
@@ -397,4 +365,4 @@ class _Builder:
                 known = np.array([[summed(p, s) for s in stored] for p in produced])
                 matrix = np.where(known, matrix, np.inf)
             matrix = self.gradient_sums.restrict(matrix, value, "", produced, stored)
-            self.problem.add_edge(key[0], key[2], matrix * (count * self._weight(True)))
+            self.terms.edge(key[0], key[2], matrix, count, may_hide=True)

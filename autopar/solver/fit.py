@@ -29,7 +29,7 @@ from autopar.solver.liveness import Liveness
 from autopar.solver.multipliers import Proposal, best_prices, heaviest_weights
 from autopar.solver.problem import Assignment, ChoiceProblem, evaluate
 from autopar.solver.reduce import reduce_problem
-from autopar.solver.relaxed import Allowed, Column, Relaxation, unlike
+from autopar.solver.relaxed import Allowed, Column, Relaxation
 
 __all__ = ["UNLIMITED", "Fit", "MemorySearch"]
 
@@ -41,10 +41,8 @@ _FIRST_ROUNDS = 4
 _ROUNDS = 20
 _PATIENCE = 3  # rounds that close the gap by less than _PROGRESS
 _PROGRESS = 0.02
-_RECOMBINED = 16  # plans
 _RECOMBINATIONS = 2
 _SPREAD = (0.3, 3.0, 10.0, 100.0)  # times the best prices, for plans that differ
-_ALIKE = 5e-3  # plans whose seconds and bytes differ by less are alike
 _PARTS = 24  # that branching bounds
 _PART_ROUNDS = 3
 _FAR = 0.05  # gap beyond which branching on single nodes is not begun
@@ -64,6 +62,7 @@ class MemorySearch:
         liveness: makes the rows.
         decide: prices an assignment.
         limit: bytes.
+        known: a search of the same states at other costs, to go on with.
 
     Attributes:
         bound: no plan within the limit costs less seconds.
@@ -77,9 +76,10 @@ class MemorySearch:
         liveness: Liveness,
         decide: Callable[[Solution], Fit],
         limit: int,
+        known: MemorySearch | None = None,
     ) -> None:
         self.problem = problem
-        self.relaxed = Relaxation(self.problem, liveness)
+        self.relaxed: Relaxation = Relaxation(problem, liveness, known.relaxed if known else None)
         self.decide = decide
         self.limit = limit
         self.bound = 0.0
@@ -109,6 +109,11 @@ class MemorySearch:
         self.beat, self._has_spread, self._prices = math.inf, False, {}
         if self._solution is not None:
             self.bound = max(self._solution.bound, self.relaxed.bound(limit), kept)
+
+    def rest(self) -> None:
+        """Let go of tables that are soon made again."""
+        self.__dict__.pop("_prepared", None)
+        self.relaxed.rest()
 
     def _seed_known(self) -> None:
         """Consider the fastest of the plans met under other limits that keeps to this one."""
@@ -145,6 +150,10 @@ class MemorySearch:
             self.bound = self._solution.bound
         return self._solution
 
+    def is_slow(self, beat: float) -> bool:
+        """True if no plan, whatever the limit, costs less than some seconds to speak of."""
+        return self.approximate().bound >= beat * (1 - _CLOSE)
+
     def rough(self) -> Fit:
         """The plan of that assignment."""
         if self._rough is None:
@@ -177,7 +186,7 @@ class MemorySearch:
     def met(self) -> list[Met]:
         """The plans met so far, the unlimited one among them."""
         self.rough()
-        priced = [f for f in (self.best, self.free, self._rough, self._least) if f is not None]
+        priced = filter(None, (self.best, self.free, self._rough, self._least))
         return [
             *(Met(f.solution.chosen, f.solution.objective, f.peak) for f in priced),
             *(Met(c.chosen, c.seconds, c.peak) for c in self.relaxed.columns if c.num_bytes),
@@ -217,8 +226,7 @@ class MemorySearch:
             return self._least
         self.relaxed.column(free.solution.chosen)
         weights: dict[int, float] = {}
-        met = (free, self._lightest, self.best)
-        lightest = min((f for f in met if f is not None), key=lambda f: f.peak)
+        lightest = min(filter(None, (free, self._lightest, self.best)), key=lambda f: f.peak)
         for turn in range(0 if self._is_spent else _LEAST_ROUNDS):
             # where nothing fits, the least memory is what the user is told
             if lightest.peak <= self.limit or self.bound >= self.target:
@@ -252,6 +260,7 @@ class MemorySearch:
         self.beat = beat
         self.approximate()
         if self.bound >= beat * (1 - _CLOSE):
+            self.rest()
             return None
         free = None if self.limit >= UNLIMITED else self.rough()
         if free is None or (free.peak <= self.limit and self.fastest().peak <= self.limit):
@@ -293,7 +302,7 @@ class MemorySearch:
 
     def _round(self, free: Fit, rounds: int, recombine: bool = True) -> None:
         """Prices on the rows, for the whole problem."""
-        if not self.relaxed.columns:
+        if all(column.chosen != free.solution.chosen for column in self.relaxed.columns):
             self.relaxed.column(free.solution.chosen)
         if self._root is None:
             self._root = Part({}, self._prices, self.bound, self.relaxed.columns[0])
@@ -362,12 +371,14 @@ class MemorySearch:
         if self._prices and not self._has_spread and not self.done:
             self._has_spread = True
             for factor in _SPREAD:
-                prices = {p: factor * price for p, price in self._prices.items()}
-                self.consider(self.relaxed.solve(prices)[0])
+                self.consider(
+                    self.relaxed.solve({p: factor * v for p, v in self._prices.items()})[0]
+                )
         for _ in range(_RECOMBINATIONS):
             if self.done:
                 return
-            column = self.relaxed.recombine(self._nearest(), self.limit, self._worthwhile())
+            near = self.relaxed.near(self._prices, self.limit)
+            column = self.relaxed.recombine(near, self.limit, self._worthwhile())
             before = len(self.relaxed.rows)
             if column is None:
                 return
@@ -379,19 +390,3 @@ class MemorySearch:
         """Seconds that a plan must stay below: by more where another problem has the best one."""
         own = self.best is not None and self.best.solution.objective <= self.beat
         return self.target * (1 - (0.0 if own else _CLOSE))
-
-    def _nearest(self) -> list[Column]:
-        """Unlike plans: the lightest, the fastest, those near the limit, and the least priced."""
-        columns = self.relaxed.columns
-
-        def priced(column: Column) -> float:
-            over = sum(v * column.num_bytes.get(p, 0.0) for p, v in self._prices.items())
-            return column.seconds + over
-
-        ends = [min(columns, key=lambda c: c.peak), min(columns, key=lambda c: c.seconds)]
-        fitting = [c for c in columns if c.peak <= self.limit]
-        ends += sorted(fitting, key=lambda c: c.seconds)[:1]
-        near = sorted(columns, key=lambda c: abs(c.peak - self.limit))
-        known = unlike((*ends, *near), 1e-9)[: _RECOMBINED // 2]
-        others = unlike(sorted(columns, key=priced), _ALIKE)
-        return unlike((*known, *others), 1e-9)[:_RECOMBINED]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -109,23 +109,27 @@ def mixtures(
         if len(free) > 1 and not any(held is other for other in seen):
             seen.append(held)
             alike = [v for v in tried if v.search.optimizer is held]
+            best = min((*tried, *found), key=lambda v: v.seconds)
+            # the kind that computes least comes first, and no mixture with it is faster
+            if alike[0].search.memory.is_slow(min(below_s, best.seconds)):
+                continue
             # kinds that were not searched, as a cheaper one fits without a limit, may mix better
             known = [v.checkpoint for v in alike]
-            alike += [make(held, kind) for kind in kinds if kind not in known]
-            best = min((*tried, *found), key=lambda v: v.seconds)
-            found += _mixtures(alike, free, partial(make, held), best, below_s)
+            others = [kind for kind in kinds if kind not in known]
+            found += _mixtures(alike, others, free, partial(make, held), best, below_s)
     return found
 
 
 def _mixtures(
     tried: Sequence[Variant],
+    others: Sequence[Checkpoint],
     free: Sequence[Block],
     make: Callable[[Checkpoint], Variant],
     best: Variant,
     below_s: float,
 ) -> list[Variant]:
     """Those with the optimizer in one place, if they promise to be faster than the best other."""
-    pairs = _promising(tried, free, min(below_s, best.seconds * (1 - _WORTH)))
+    pairs = _promising(tried, others, free, make, min(below_s, best.seconds * (1 - _WORTH)))
     priced = []
     for cheap, strong in pairs:
         mixer = _Mixer(cheap, strong, free, make)
@@ -147,25 +151,51 @@ def _mixtures(
 
 
 def _promising(
-    tried: Sequence[Variant], free: Sequence[Block], below_s: float
+    tried: Sequence[Variant],
+    others: Sequence[Checkpoint],
+    free: Sequence[Block],
+    make: Callable[[Checkpoint], Variant],
+    below_s: float,
 ) -> list[tuple[_Point, _Point]]:
     """For each two kinds, the plans between which a mixture comes below the limit soonest.
 
     Pairs that promise as much as the best, or nearly so, come back. The last block may be of the
     cheap kind whatever the limit: where plans of the stronger kind peak as its backward begins,
     what it would compute again is there in any case.
+
+    Args:
+        tried: variants.
+        others: kinds that compute more than all of these, of which variants are made at need.
+        free, make, below_s: see `mixtures`.
     """
     block, least = free[-1], 1 / len(free)
     order: tuple[str, ...] = RECOMPUTATIONS
-    points = [
-        _Point(kinds_of(variant.checkpoint, [block])[block], variant, met)
-        for variant in tried
-        for met in variant.search.memory.met()
-    ]
     limit = tried[0].search.memory.limit
-    small = [p for p in points if p.met.peak <= limit]
+
+    def free_s(variant: Variant) -> float:
+        return variant.search.memory.approximate().bound
+
+    def points(variants: Iterable[Variant]) -> list[_Point]:
+        return [
+            _Point(kinds_of(variant.checkpoint, [block])[block], variant, met)
+            for variant in variants
+            for met in variant.search.memory.met()
+        ]
+
+    def may_help(bound: float) -> bool:
+        shares = ((p.met.seconds, max(limit / p.met.peak, least)) for p in large)
+        return bound < below_s or any(bound + (s - bound) * r < below_s for s, r in shares)
+
+    # what fits is no faster than the best plan, so that the other plan of a pair must be
+    known = points(v for v in tried if free_s(v) < below_s)
+    large = [p for p in known if p.met.peak > limit]
+    known += points(v for v in tried if free_s(v) >= below_s and may_help(free_s(v)))
+    least_s = max(free_s(v) for v in tried)
+    known += points(make(kind) for kind in others if may_help(least_s))
+    large = [p for p in known if p.met.peak > limit]
+    small = [p for p in known if p.met.peak <= limit]
     found: dict[tuple[str, str], tuple[float, _Point, _Point]] = {}
-    for cheap in (p for p in points if p.met.peak > limit):
+    for cheap in large:
         for strong in small:
             if order.index(cheap.kind) >= order.index(strong.kind):
                 continue

@@ -53,20 +53,29 @@ class Found(NamedTuple):
     bound: float
 
 
-def least(search: Callable[[Weights], Found], exposed: float) -> tuple[Found, float]:
+def least(
+    search: Callable[[Weights], Found],
+    exposed: float,
+    stop: Callable[[Found], bool] = lambda found: False,
+) -> tuple[Found, float]:
     """The plan of the least seconds, and a bound of them.
 
     Args:
         search: solves the problem of some weights.
         exposed: share of the seconds that may hide, which does not.
+        stop: asked of the first plan before more sums are searched under a memory limit; True if
+            they are not worth it.
     """
     best = search(_at(0.0, exposed))
     bound, low, high = best.bound, _line(best, exposed), None
     memory = best.variant.search.memory
+    limited = memory.best is not memory.free
     last = 0.0
-    for _ in range((_MOST if memory.best is memory.free else _LIMITED) - 1):
+    for turn in range((_LIMITED if limited else _MOST) - 1):
         now_s = _seconds(best, exposed)
         if low[1] <= 0 or bound >= now_s * (1 - _NEAR):
+            break
+        if limited and turn == 0 and stop(best):
             break
         t = _LAST if high is None else _crossing(low, high)
         if abs(t - last) < _SAME:

@@ -48,7 +48,7 @@ class ChoiceProblem:
         elif (i, j) in self.edges:
             self.edges[i, j] = self.edges[i, j] + matrix
         else:
-            self.edges[i, j] = matrix.copy()
+            self.edges[i, j] = matrix  # no table is written to
 
     def copy(self) -> ChoiceProblem:
         """A copy whose dicts may be changed; arrays are shared."""

@@ -24,10 +24,12 @@ from autopar.solver.liveness import HOST_ROW, Liveness, priced
 from autopar.solver.problem import Assignment, ChoiceProblem, Row, evaluate
 from autopar.solver.reduce import Reduced, reduce_problem
 
-__all__ = ["Allowed", "Column", "Relaxation", "unlike"]
+__all__ = ["Allowed", "Column", "Relaxation"]
 
 _AMONG_GAP = 1e-3  # relative to the seconds of the fastest plan that fits
 _JOINED = 3  # plans
+_RECOMBINED = 16  # plans
+_ALIKE = 5e-3  # plans whose seconds and bytes differ by less are alike
 _REPAIRS = (1.0, 3.0, 10.0, 30.0, 100.0)
 
 # of each state of a node whether it may be taken; a node that is missing may take all
@@ -78,16 +80,30 @@ class Relaxation:
     Args:
         problem: its costs are seconds.
         liveness: makes the rows.
+        known: of the same states at other costs; its rows and plans are taken over.
     """
 
-    def __init__(self, problem: ChoiceProblem, liveness: Liveness) -> None:
+    def __init__(
+        self, problem: ChoiceProblem, liveness: Liveness, known: Relaxation | None = None
+    ) -> None:
         self.problem = problem
         self.liveness = liveness
         self.rows: dict[int, Row] = {}
         self.columns: list[Column] = []
+        if known is not None:
+            self._take_over(known)
         self._core: _Core | None = None
         self._recombined: set[tuple[tuple[int, ...], ...]] = set()
         self._bounds: list[tuple[float, float, float]] = []  # of priced costs, prices, scale
+
+    def _take_over(self, known: Relaxation) -> None:
+        """Rows but that of host memory, whose scale may be another, and plans that are possible."""
+        self.rows = {p: row for p, row in known.rows.items() if p != HOST_ROW}
+        for column in known.columns:
+            seconds = evaluate(self.problem, column.chosen)
+            sizes = {p: column.num_bytes[p] for p in self.rows}
+            if sizes and math.isfinite(seconds):
+                self.columns.append(Column(column.chosen, seconds, sizes))
 
     def renew(self, host_scale: float) -> None:
         """Forget what holds for one limit only."""
@@ -97,6 +113,10 @@ class Relaxation:
             self._core = None
             for column in self.columns:
                 column.num_bytes.pop(HOST_ROW, None)
+
+    def rest(self) -> None:
+        """Let go of tables that are soon made again."""
+        self._core = None
 
     def bound(self, limit: float) -> float:
         """Seconds that no plan within a limit can beat, by all prices tried so far."""
@@ -194,6 +214,22 @@ class Relaxation:
         chosen = descend(core.reduced.problem, rows, limit, chosen)
         return self.column(core.reduced.expand(chosen))
 
+    def near(self, prices: Mapping[int, float], limit: float) -> list[Column]:
+        """Unlike plans: the lightest, the fastest, those near a limit, and the least priced."""
+        columns = self.columns
+
+        def priced(column: Column) -> float:
+            over = sum(v * column.num_bytes.get(p, 0.0) for p, v in prices.items())
+            return column.seconds + over
+
+        ends = [min(columns, key=lambda c: c.peak), min(columns, key=lambda c: c.seconds)]
+        fitting = [c for c in columns if c.peak <= limit]
+        ends += sorted(fitting, key=lambda c: c.seconds)[:1]
+        near = sorted(columns, key=lambda c: abs(c.peak - limit))
+        known = _unlike((*ends, *near), 1e-9)[: _RECOMBINED // 2]
+        others = _unlike(sorted(columns, key=priced), _ALIKE)
+        return _unlike((*known, *others), 1e-9)[:_RECOMBINED]
+
     def recombine(self, columns: list[Column], limit: float, below: float) -> Column | None:
         """The best plan of the states that some plans are made of.
 
@@ -212,7 +248,7 @@ class Relaxation:
         return None if chosen is None else self.column(core.reduced.expand(chosen))
 
 
-def unlike(columns: Sequence[Column], step: float) -> list[Column]:
+def _unlike(columns: Sequence[Column], step: float) -> list[Column]:
     """The first of each group of plans whose seconds and bytes differ by less than a step."""
     known: dict[tuple[int, ...], Column] = {}
     for column in columns:

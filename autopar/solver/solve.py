@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from autopar.core.block_kinds import Checkpoint
 from autopar.core.constraints import Constraints, assign_mesh
@@ -17,10 +18,8 @@ from autopar.cost_model import (
     Cluster,
     CollectiveKind,
     Offloaded,
-    can_offload,
     offload_seconds,
     optimizer_name,
-    optimizer_state_bytes,
 )
 from autopar.errors import ConstraintError
 from autopar.solver import rules as _rules  # noqa: F401  (registers the rules)
@@ -28,6 +27,7 @@ from autopar.solver.breakdown import timeline
 from autopar.solver.exclude import Excluded, exclude
 from autopar.solver.fit import Fit
 from autopar.solver.input_layouts import input_layouts
+from autopar.solver.known import KnownVariants, Variants, may_leave, variants_of
 from autopar.solver.mixture import Make, free_blocks, mixtures, uniform_checkpoints
 from autopar.solver.modes import mode_names
 from autopar.solver.offers import Offers
@@ -47,8 +47,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-KnownVariants: TypeAlias = dict[tuple[str, bool, tuple[int, ...], Weights], Variant]
-"""Searches by recomputation of all blocks, offload of the optimizer, mesh and weights."""
 _BUCKETED = (
     CollectiveKind.ALL_REDUCE,
     CollectiveKind.REDUCE_SCATTER,
@@ -69,6 +67,7 @@ def solve(
     exposed: float = EXPOSED,
     below_s: float = math.inf,
     known: KnownVariants | None = None,
+    doubts: Callable[[Plan], bool] | None = None,
 ) -> Plan:
     """Choose placements for every tensor of a traced step; see `solve_step`."""
     return solve_step(
@@ -83,6 +82,7 @@ def solve(
         exposed=exposed,
         below_s=below_s,
         known=known,
+        doubts=doubts,
     ).plan
 
 
@@ -145,6 +145,7 @@ def solve_step(
     exposed: float = EXPOSED,
     below_s: float = math.inf,
     known: KnownVariants | None = None,
+    doubts: Callable[[Plan], bool] | None = None,
 ) -> Solved:
     """Choose placements for every tensor of a traced step.
 
@@ -161,6 +162,8 @@ def solve_step(
             compute waits for at least, in a step in one piece.
         below_s: seconds that the plan must stay below to be of use.
         known: searches of this step under other limits, to go on with; those of this one are added.
+        doubts: asked of the first plan of use where more sums would be searched under the limit
+            (`overlap`); if it says True, they are not.
 
     Raises:
         ConstraintError: the constraints cannot hold, or nothing is left without `without`.
@@ -173,28 +176,22 @@ def solve_step(
     planned = with_roles(cluster, roles)
     limit = planned.memory_bytes if memory_limit is None else int(memory_limit)
     priced = (offers or Offers(planned)).over(planned)
-    before: KnownVariants = {} if known is None else known
+    maker = Variants(
+        traced=traced,
+        offers=priced,
+        wanted=wanted,
+        roles=roles,
+        limit=limit,
+        ports=ports,
+        known={} if known is None else known,
+    )
 
     def search(weights: Weights) -> Found:
-        def make(held: object, checkpoint: Checkpoint) -> Variant:
-            if not isinstance(checkpoint, str):
-                return made(held, checkpoint)
-            key = (checkpoint, isinstance(held, Offloaded), planned.mesh_shape, weights)
-            if key in before:
-                before[key].search.renew(limit)
-            else:
-                before[key] = made(held, checkpoint)
-            return before[key]
-
-        def made(held: object, checkpoint: Checkpoint) -> Variant:
-            return Variant.search_for(
-                traced, priced, wanted, roles, held, checkpoint, limit, ports, weights
-            )
-
-        variants = _variants(traced, planned, wanted, optimizer)
+        make = partial(maker.make, weights)
+        variants = variants_of(traced, planned, wanted, optimizer)
         tried = _searched(variants, make, without, below_s)
         if without is None and len(tried) > 1:
-            away = _may_leave(planned, wanted)
+            away = may_leave(planned, wanted)
             kinds = uniform_checkpoints(traced, wanted.checkpoint, away)
             free = free_blocks(traced, wanted.checkpoint)
             tried += mixtures(tried, kinds, free, make, below_s)
@@ -203,14 +200,22 @@ def solve_step(
             raise _nothing(tried, below_s)
         return Found(best, min(found.search.memory.bound for found in tried))
 
+    def as_plan(found: Found) -> Plan:
+        return _as_plan(*found, exposed, planned, wanted, limit, optimizer)
+
+    def stop(found: Found) -> bool:
+        if doubts is None:
+            return False
+        plan = as_plan(found)
+        return plan.solver.objective < below_s and doubts(plan)
+
     if traced.hoisted or ports is not None:
         (best, bound), exposed = search(ALL), 1.0
     else:
-        (best, _), bound = least(search, exposed)
+        (best, _), bound = least(search, exposed, stop)
     fit = best.search.memory.best
     assert fit is not None
-    plan = _as_plan(best, bound, exposed, planned, wanted, limit, optimizer)
-    return Solved(plan, best, fit)
+    return Solved(as_plan(Found(best, bound)), best, fit)
 
 
 def _searched(
@@ -226,7 +231,7 @@ def _searched(
         NotBelow: nothing costs less than `below_s`, whatever the limit.
     """
     tried: list[Variant] = []
-    done: list[object] = []  # optimizers, where they are, of which an unlimited plan fits
+    done: list[object] = []  # optimizers, where they are, that later kinds are no faster with
     for checkpoint, held in variants:
         if any(held is which for which in done):
             continue
@@ -237,7 +242,8 @@ def _searched(
             continue
         tried.append(found)
         price = max((f.search.memory.price for f in tried), default=0.0)
-        fit = found.search.start(min(below_s, _fastest(tried)), price)
+        beat_s = min(below_s, _fastest(tried))
+        fit = found.search.start(beat_s, price)
         # what saves memory costs time: an unlimited plan is the fastest of its kind and the later
         free_s = found.search.memory.approximate().bound
         if len(tried) == 1 and free_s >= below_s:
@@ -245,6 +251,8 @@ def _searched(
         if fit is not None and fit is found.search.memory.free:
             if len(tried) == 1:
                 break
+            done.append(held)
+        elif without is None and found.search.memory.is_slow(beat_s):
             done.append(held)
     if not tried:
         assert without is not None
@@ -259,25 +267,6 @@ def _nothing(tried: list[Variant], below_s: float) -> Exception:
     if math.isfinite(below_s):
         return NotBelow(min(found.search.memory.bound for found in tried))
     return min(tried, key=lambda f: f.search.memory.least().peak).search.does_not_fit()
-
-
-def _variants(
-    traced: TracedModel, cluster: Cluster, wanted: Constraints, optimizer: object
-) -> list[tuple[Checkpoint, object]]:
-    """Kinds of recomputation, each with the optimizer where it is; offloaded ones come last."""
-    if not traced.training:
-        return [("none", optimizer)]
-    kinds = uniform_checkpoints(traced, wanted.checkpoint, _may_leave(cluster, wanted))
-    held: list[object] = [] if wanted.offload == "optimizer" else [optimizer]
-    chosen = wanted.offload is None and can_offload(cluster.device)
-    if wanted.offload == "optimizer" or (chosen and optimizer_state_bytes(optimizer, 1024)):
-        held.append(Offloaded(optimizer))
-    return [(kind, which) for which in held for kind in kinds]
-
-
-def _may_leave(cluster: Cluster, wanted: Constraints) -> bool:
-    """True if activations may be sent to host memory where no pin says so."""
-    return can_offload(cluster.device) and wanted.offload != "none"
 
 
 def _fastest(tried: list[Variant]) -> float:

@@ -56,15 +56,30 @@ class Variant:
         limit: int,
         ports: Mapping[str, Layout] | None,
         weights: Weights = ALL,
+        like: Variant | None = None,
     ) -> Variant:
-        """States, costs and edges of the step with a kind of recomputation."""
-        graph = recomputed(traced, checkpoint)
-        step = build_step(graph, offers.fused)
-        step = replace(step, beside=run_beside(step, offers), weights=weights)
-        pins = Pins(wanted, roles, graph, step)
+        """States, costs and edges of the step with a kind of recomputation.
+
+        `like` is the same with the optimizer in another place, if that is known.
+        """
+        if like is None:
+            graph = recomputed(traced, checkpoint)
+            step = build_step(graph, offers.fused)
+            step = replace(step, beside=run_beside(step, offers), weights=weights)
+            pins = Pins(wanted, roles, graph, step)
+        else:
+            graph, step, pins = like.graph, replace(like.step, weights=weights), like.pins
         built = build_problem(graph, step, offers.cluster, pins, optimizer, ports, offers)
         search = Search(step, offers, built, optimizer, pins, limit)
         return cls(traced, checkpoint, graph, step, pins, search)
+
+    def reweighted(self, weights: Weights, limit: int) -> Variant:
+        """The same, where seconds count otherwise; rows and plans that are known are kept."""
+        step = replace(self.step, weights=weights)
+        built, known = self.built.weighted(weights), self.search
+        given = (step, known.offers, built, known.optimizer, self.pins, limit)
+        known.memory.rest()
+        return replace(self, step=step, search=Search(*given, known.memory))
 
     @property
     def built(self) -> StepProblem:
@@ -88,6 +103,7 @@ class Search:
         optimizer: object,
         pins: Pins,
         limit: int,
+        known: MemorySearch | None = None,
     ) -> None:
         self.step = step
         self.offers = offers
@@ -97,8 +113,12 @@ class Search:
         self.pins = pins
         granularity = self.cluster.device.allocation_granularity_bytes
         scale = self._host_scale(limit)
-        liveness = Liveness(step, built, optimizer, granularity, scale)
-        self.memory = MemorySearch(built.problem, liveness, self._pricer(scale), limit)
+        if known is None:
+            liveness = Liveness(step, built, optimizer, granularity, scale)
+        else:
+            liveness = known.relaxed.liveness  # bytes do not depend on what seconds count
+            liveness.host_scale = scale
+        self.memory = MemorySearch(built.problem, liveness, self._pricer(scale), limit, known)
 
     def renew(self, limit: int) -> None:
         """Search within another limit; see `MemorySearch.renew`."""
