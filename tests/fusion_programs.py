@@ -116,7 +116,7 @@ class Head(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.lm_head = nn.Linear(8, 8), nn.Linear(8, 16384, bias=False)
+        self.one, self.lm_head = nn.Linear(8, 8), nn.Linear(8, 65536, bias=False)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         logits = self.lm_head(torch.tanh(self.one(x)))
@@ -125,7 +125,7 @@ class Head(nn.Module):
 
 def head() -> tuple[nn.Module, dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(0, 16384, (2, 24), generator=generator)
+    labels = torch.randint(0, 65536, (2, 24), generator=generator)
     labels[0, 0] = -100
     return Head(), {"x": torch.randn(2, 24, 8, generator=generator), "labels": labels}
 

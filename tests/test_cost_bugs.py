@@ -20,8 +20,8 @@ from autopar.core.constraints import Constraints
 from autopar.core.placement import Layout, Partial, Replicate, Shard
 from autopar.core.redistribute import path
 from autopar.cost_model import Cluster, CollectiveKind
-from autopar.solver.build import MoveCosts
 from autopar.solver.candidates import Candidate, Pricer, expand
+from autopar.solver.moves import MoveCosts
 from autopar.solver.solve import solve
 from autopar.solver.step import build_step
 from autopar.tracer.trace import trace
