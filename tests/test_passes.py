@@ -471,12 +471,14 @@ def test_no_pass_changes_a_value(name: str, mode: str, subsets: list[tuple[str, 
     runs = Runs(name, mode)
     plain = runs.graphs(())
     expected = runs.values(plain)
+    # of a key's bias the gradient is zero but for rounding
+    floor = 1e-6 * max(float(value.norm()) for value in expected if value.is_floating_point())
     budget = Lifetimes(plain[0]).peak_bytes + (1 << 16)
     tangents = {s.node for s, _ in runs.programs[0].inputs if s.kind == "tangent"}
     for names in subsets[1:]:
         graphs = runs.graphs(names)
         found = runs.values(graphs)
-        worst = max(relative_error(a, b) for a, b in zip(found, expected, strict=True))
+        worst = max(relative_error(a, b, floor) for a, b in zip(found, expected, strict=True))
         assert worst <= 1e-9, names
         assert sent(graphs[0]) == sent(plain[0])
         assert Lifetimes(graphs[0]).peak_bytes <= budget, names
