@@ -473,7 +473,7 @@ def test_no_pass_changes_a_value(name: str, mode: str, subsets: list[tuple[str, 
     expected = runs.values(plain)
     # of a key's bias the gradient is zero but for rounding
     floor = 1e-6 * max(float(value.norm()) for value in expected if value.is_floating_point())
-    budget = Lifetimes(plain[0]).peak_bytes + (1 << 16)
+    budget = 1.001 * (Lifetimes(plain[0]).peak_bytes + (1 << 16))  # `tell_last` takes a thousandth
     tangents = {s.node for s, _ in runs.programs[0].inputs if s.kind == "tangent"}
     for names in subsets[1:]:
         graphs = runs.graphs(names)
