@@ -124,7 +124,7 @@ class OnePiece:
         known = self if self.searches is not None else replace(self, searches={})
         first = plan or known.plan(limit, doubts=self._is_doubtful)
         best, hidden = self._program(first), self._hidden(first)
-        is_doubtful = plan is None and self._is_doubtful(first)
+        is_doubtful = plan is None and hidden < _DOUBTED
         others = [(pinned, EXPOSED) for pinned in self._data_parallel()]
         others += [(self.constraints, _ALL)] * is_doubtful
         if hidden < _HIDDEN:

@@ -97,7 +97,8 @@ def check(name: str, plan: Plan) -> None:
     limited = plan.memory_limit_bytes < plan.cluster["device"]["memory_bytes"]
     if len(plan.mesh_shape) <= 2 and not limited:
         # the two sides of a maximum are bounded apart, which shows where ranks mostly communicate
-        assert plan.solver.gap <= 0.025
+        # less is counted of a loss that all ranks are told, and nothing less of the rest
+        assert plan.solver.gap <= (0.025 if name == "vit" else 0.015)
 
 
 # these models in all modes and all models in these modes; the others are in the slow run

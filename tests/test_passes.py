@@ -473,7 +473,7 @@ def test_no_pass_changes_a_value(name: str, mode: str, subsets: list[tuple[str, 
     expected = runs.values(plain)
     # of a key's bias the gradient is zero but for rounding
     floor = 1e-6 * max(float(value.norm()) for value in expected if value.is_floating_point())
-    budget = 1.001 * (Lifetimes(plain[0]).peak_bytes + (1 << 16))  # `tell_last` takes a thousandth
+    budget = Lifetimes(plain[0]).peak_bytes + (1 << 16)
     tangents = {s.node for s, _ in runs.programs[0].inputs if s.kind == "tangent"}
     for names in subsets[1:]:
         graphs = runs.graphs(names)
@@ -481,7 +481,9 @@ def test_no_pass_changes_a_value(name: str, mode: str, subsets: list[tuple[str, 
         worst = max(relative_error(a, b, floor) for a, b in zip(found, expected, strict=True))
         assert worst <= 1e-9, names
         assert sent(graphs[0]) == sent(plain[0])
-        assert Lifetimes(graphs[0]).peak_bytes <= budget, names
+        # a loss that is told last may take a thousandth
+        more = 1.001 if "late" in names else 1.0
+        assert Lifetimes(graphs[0]).peak_bytes <= more * budget, names
         assert not stale(graphs[0]), names
         split_phases(graphs[0], runs.programs[0].num_results, tangents)
 

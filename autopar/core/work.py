@@ -19,9 +19,9 @@ from autopar.core.host import AWAY
 from autopar.core.strategy import OpCall
 
 __all__ = [
-    "FEW_CHANNELS",
     "LOOKUPS",
     "VARIANTS",
+    "conv_variant",
     "family",
     "global_flops",
     "is_away",
@@ -126,7 +126,7 @@ VARIANTS = {
     # an operand of another type: often not vectorised
     "select": "pointwise",
 }
-FEW_CHANNELS = 8  # that a convolution reads per output: fewer do not fill a vector
+_FEW_CHANNELS = 8  # that a convolution reads per output: fewer do not fill a vector
 _ATTENTION = {
     autopar_ops.attention.default: "attention",
     autopar_ops.attention_backward.default: "attention_backward",
@@ -314,11 +314,16 @@ def _conv_class(call: OpCall) -> str:
     backward = call.target is aten.convolution_backward.default
     weight = call.operands[2 if backward else 1].shape
     base = "conv_backward" if backward and call.arg(10, "output_mask")[0] else "conv"
-    if call.arg(9 if backward else 8, "groups", 1) > 1:
-        return base + ("_depthwise" if weight[1] == 1 else "")
+    return base + conv_variant(weight, call.arg(9 if backward else 8, "groups", 1))
+
+
+def conv_variant(weight: Sequence[int], groups: int) -> str:
+    """What a convolution's class ends with, by the shape of its weight; "" for an ordinary one."""
+    if groups > 1:
+        return "_depthwise" if weight[1] == 1 else ""
     if math.prod(weight[2:]) == 1:
-        return f"{base}_1x1"
-    return base + ("_image" if weight[1] < FEW_CHANNELS else "")
+        return "_1x1"
+    return "_image" if weight[1] < _FEW_CHANNELS else ""
 
 
 def _reduction_class(call: OpCall) -> str:

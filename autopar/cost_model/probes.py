@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from autopar.core import ops as _ops  # noqa: F401  (registers the autopar ops)
-from autopar.core.work import FEW_CHANNELS
+from autopar.core.work import conv_variant
 
 __all__ = [
     "Probe",
@@ -233,7 +233,7 @@ def convolution_probes(
         return aten.convolution_backward.default(y, x, w, None, *tail, [True, True, False])
 
     where = "x".join(map(str, image if groups > 1 else image[:-1]))
-    kind = _conv_kind(w, groups)
+    kind = conv_variant(w.shape, groups)
     yield Probe(
         f"conv{kind}", dtype, "flops", group, flops, _bytes(x, w, y), forward, f"conv {where}"
     )
@@ -241,14 +241,6 @@ def convolution_probes(
         f"conv_backward{kind}", dtype, "flops", group, 2 * flops, 2 * _bytes(x, w, y), backward,
         f"conv backward {where}",
     )  # fmt: skip
-
-
-def _conv_kind(weight: Tensor, groups: int) -> str:
-    if groups > 1:
-        return "_depthwise" if weight.shape[1] == 1 else ""
-    if weight.shape[2:].numel() == 1:
-        return "_1x1"
-    return "_image" if weight.shape[1] < FEW_CHANNELS else ""
 
 
 def byte_probes(

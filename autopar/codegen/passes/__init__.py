@@ -32,7 +32,6 @@ from autopar.codegen.passes.in_place import mark_in_place, reduce_in_place
 from autopar.codegen.passes.lifetimes import Lifetimes
 from autopar.codegen.passes.order import reorder
 from autopar.codegen.passes.overlap import (
-    LITTLE,
     fetch_ahead,
     follow_later,
     issue_early,
@@ -123,15 +122,17 @@ def run_passes(
     orders: dict[str, Callable[[], None]] = {
         "prefetch": lambda: _prefetch(graph, block, int((1 - _SCRATCH) * budget), resident),
         "early": lambda: _early(graph, budget, resident),
-        "late": lambda: _late(graph, budget, resident),
+        "late": lambda: wait_late(graph, budget, resident),
     }
     for name, run in orders.items():
         if name in chosen:
             before = {node: float(i) for i, node in enumerate(graph.nodes)}
             run()
             # a pass does not see all that another one, or a sum over microbatches, holds longer
-            if Lifetimes(graph, resident).peak_bytes > (1 + LITTLE) * budget:
+            if Lifetimes(graph, resident).peak_bytes > budget:
                 reorder(graph, before)
+    if "late" in chosen and resident is None:  # parts in microbatches end with their own waits
+        tell_last(graph, budget)
     return graph
 
 
@@ -148,12 +149,6 @@ def _prefetch(
 def _early(graph: fx.Graph, budget: int, resident: Mapping[str, int] | None) -> None:
     issue_early(graph, budget, resident)
     follow_later(graph, budget, resident)
-
-
-def _late(graph: fx.Graph, budget: int, resident: Mapping[str, int] | None) -> None:
-    wait_late(graph, budget, resident)
-    if resident is None:  # parts of a step in microbatches end with their own waits
-        tell_last(graph, budget)
 
 
 def run_last_passes(

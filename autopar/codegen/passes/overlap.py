@@ -25,7 +25,6 @@ from autopar.core.host import ARRIVED, FROM_HOST
 from autopar.core.work import is_view
 
 __all__ = [
-    "LITTLE",
     "begin_early",
     "fetch_ahead",
     "follow_later",
@@ -36,7 +35,7 @@ __all__ = [
 ]
 
 Resident = Mapping[str, int] | None
-LITTLE = 1e-3  # of the peak
+_LITTLE = 1e-3  # of the peak
 _BEFORE = 1e-4
 """Of a key: a chain of views stays within the place of its reader."""
 
@@ -320,5 +319,5 @@ def tell_last(graph: fx.Graph, budget: int) -> None:
     if not told:
         return
     reorder(graph, {node: len(nodes) + index for index, node in enumerate(told)})
-    if Lifetimes(graph).peak_bytes > (1 + LITTLE) * budget:
+    if Lifetimes(graph).peak_bytes > (1 + _LITTLE) * budget:
         reorder(graph, {node: float(index) for index, node in enumerate(nodes)})

@@ -34,6 +34,7 @@ __all__ = [
     "find_sites",
     "key_of",
     "letter",
+    "original",
     "shape",
     "split_dim",
 ]
@@ -172,7 +173,7 @@ def letter(site: Site, product: fx.Node, dim: int) -> str:
     equation = equation_of(product)
     if isinstance(site, Reduction):
         return equation.out[dim]
-    return (equation.a if _original(product.args[1]) is site.value else equation.b)[dim]
+    return (equation.a if original(product.args[1]) is site.value else equation.b)[dim]
 
 
 def shape(node: fx.Node) -> tuple[int, ...]:
@@ -197,7 +198,7 @@ def _operand(node: fx.Node) -> fx.Node:
     return source
 
 
-def _original(node: object) -> object:
+def original(node: object) -> object:
     """What an alias, or an alias of one, stands for."""
     while isinstance(node, fx.Node) and node.target is aten.alias.default:
         node = node.args[0]
@@ -250,7 +251,7 @@ def _gather(start: fx.Node) -> Gather | None:
         n
         for n in readers
         if _is_product(n, _phase(start))
-        and (_original(n.args[1]), _original(n.args[2])).count(value) == 1
+        and (original(n.args[1]), original(n.args[2])).count(value) == 1
     )
     if not products:
         return None

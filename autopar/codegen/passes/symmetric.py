@@ -20,7 +20,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -28,7 +27,16 @@ from torch import fx
 from autopar.codegen.passes.decompose import at_work
 from autopar.codegen.passes.lifetimes import Lifetimes
 from autopar.codegen.passes.order import call_like, copied, erase, reorder, show_anew
-from autopar.codegen.passes.sites import Gather, Key, Reduction, Site, find_sites, key_of, shape
+from autopar.codegen.passes.sites import (
+    Gather,
+    Key,
+    Reduction,
+    Site,
+    find_sites,
+    key_of,
+    original,
+    shape,
+)
 from autopar.core import overlapped
 from autopar.core.einsum import flops, parse_equation
 from autopar.core.overlapped import GATHER_MATMUL, MATMUL_REDUCE_SCATTER, may_be_rows
@@ -141,7 +149,7 @@ def _oriented(site: Site, node: fx.Node) -> _Product:
     assert isinstance(a, fx.Node) and isinstance(b, fx.Node) and site.dim is not None
     form = parse_equation(str(node.args[0]))
     gathers = isinstance(site, Gather)
-    first = _original(a) is site.value if gathers else form.out[site.dim] in form.a
+    first = original(a) is site.value if gathers else form.out[site.dim] in form.a
     if first:
         return _Product(node, str(node.args[0]), a, b)
     return _Product(node, f"{form.b},{form.a}->{form.out}", b, a)
@@ -187,12 +195,6 @@ def _follows(node: fx.Node, site: Site, place: Mapping[fx.Node, float] | None) -
             seen.add(here)
             stack += filter(is_behind, here.all_input_nodes)
     return False
-
-
-def _original(node: Any) -> Any:
-    while node.target is _ALIAS:
-        node = node.args[0]
-    return node
 
 
 # --- the call
