@@ -111,12 +111,16 @@ def toy() -> tuple[nn.Module, dict[str, Any]]:
     return Toy(), {"x": x, "target": y}
 
 
+HEAD_WIDTH, HEAD_VOCABULARY = 8, 65536
+
+
 class Head(nn.Module):
     """A large vocabulary, whose logits are best kept where they are."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.lm_head = nn.Linear(8, 8), nn.Linear(8, 65536, bias=False)
+        self.one = nn.Linear(HEAD_WIDTH, HEAD_WIDTH)
+        self.lm_head = nn.Linear(HEAD_WIDTH, HEAD_VOCABULARY, bias=False)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         logits = self.lm_head(torch.tanh(self.one(x)))
@@ -125,9 +129,10 @@ class Head(nn.Module):
 
 def head() -> tuple[nn.Module, dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(0, 65536, (2, 24), generator=generator)
+    labels = torch.randint(0, HEAD_VOCABULARY, (2, 24), generator=generator)
     labels[0, 0] = -100
-    return Head(), {"x": torch.randn(2, 24, 8, generator=generator), "labels": labels}
+    x = torch.randn(2, 24, HEAD_WIDTH, generator=generator)
+    return Head(), {"x": x, "labels": labels}
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {

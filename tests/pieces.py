@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
+import autopar
 from autopar.codegen.emit import emit
 from autopar.codegen.passes.sites import find_sites, key_of
 from autopar.codegen.turns import emit_turns
@@ -119,3 +121,34 @@ def cut(graph: fx.Graph) -> dict[Any, list[fx.Node]]:
 def calls(graph: fx.Graph) -> list[fx.Node]:
     """Nodes that are a collective and the products beside it."""
     return [node for node in graph.nodes if node.target in CALLS]
+
+
+def behind_a_reader(graph: fx.Graph) -> fx.Graph:
+    """The graph with an op behind each output, so that no reduction leaves the step."""
+    copy = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    outputs = copy.graph_copy(graph, copies)
+    for old, new in copies.items():
+        new.meta = dict(old.meta)
+    read = []
+    for node in outputs:
+        read.append(copy.call_function(torch.ops.aten.neg.default, (node,)))
+        read[-1].meta = {**node.meta, "val": -node.meta["val"]}
+        read[-1].meta.pop("collective", None)
+    copy.output(tuple(read))
+    return copy
+
+
+def trained(ranks: int, passes: Any, backend: str, path: str) -> tuple[Any, list[Tensor]]:
+    """A real rank's model under the plan at `path`, and the gradients of its two steps."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, inputs = Llama(1).double().train(), tokens(1, 20)
+    mesh = init_device_mesh("cpu", (ranks,))
+    plan = Plan.load(path)
+    parallel = autopar.parallelize(model, mesh, inputs, plan=plan, passes=passes, backend=backend)
+    for _ in range(2):
+        parallel.zero_grad()
+        parallel.train_step(**inputs)
+    grads = [p.grad.full_tensor().clone() for p in parallel.parameters() if p.grad is not None]
+    return parallel, grads

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.codegen.builder import Builder
@@ -40,7 +39,7 @@ from autopar.tracer.trace import trace
 from autopar.verification import relative_error, verify
 from tests import zoo
 from tests.dist import run_ranks
-from tests.pieces import Llama, cut, forced, paying, tokens
+from tests.pieces import Llama, behind_a_reader, cut, forced, paying, tokens, trained
 from tests.test_passes import outline
 
 EINSUM = torch.ops.autopar.einsum.default
@@ -92,8 +91,8 @@ def same_values(graphs: list[fx.Graph], shapes: list[tuple[int, ...]], count: in
     # alone, a reduction leaves the step, and nothing is done
     if isinstance(site, Reduction):
         assert pieces == graphs
-        pieces = [behind_a_reader(graph, key, count) for graph in graphs]
-        graphs = [behind_a_reader(graph, key, 1) for graph in graphs]
+        graphs = [behind_a_reader(graph) for graph in graphs]
+        pieces = [decompose(graph, {key: count}, 1 << 40) for graph in graphs]
     starts = [node for node in pieces[0].nodes if is_start(node)]
     assert [node.meta["piece"] for node in starts] == [(j, count) for j in range(count)]
     sent = site.start.meta["collective"][2]
@@ -108,22 +107,6 @@ def same_values(graphs: list[fx.Graph], shapes: list[tuple[int, ...]], count: in
         for a, b in zip(mine, plain, strict=True):
             assert a.shape == b.shape
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-def behind_a_reader(graph: fx.Graph, key: Any, count: int) -> fx.Graph:
-    """The graph with an op behind each output, cut in pieces."""
-    copy = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    outputs = copy.graph_copy(graph, copies)
-    for old, new in copies.items():
-        new.meta = dict(old.meta)
-    read = []
-    for node in outputs:
-        read.append(copy.call_function(torch.ops.aten.neg.default, (node,)))
-        read[-1].meta = {**node.meta, "val": -node.meta["val"]}
-        read[-1].meta.pop("collective", None)
-    copy.output(tuple(read))
-    return decompose(copy, {key: count}, 1 << 40)
 
 
 GATHERS = {
@@ -265,7 +248,8 @@ def test_printed_order() -> None:
         return (b.reduce_scatter(b.call(EINSUM, "mk,kn->mn", *inputs), 0, 0),)
 
     (graph, _) = written(scatter, [(12, 4), (4, 3)])
-    assert outline(behind_a_reader(graph, ("op", 0, "reduce_scatter"), 3)) == SCATTER
+    graph = behind_a_reader(graph)
+    assert outline(decompose(graph, {("op", 0, "reduce_scatter"): 3}, 1 << 40)) == SCATTER
 
 
 def test_a_product_that_nobody_reads() -> None:
@@ -552,23 +536,9 @@ def test_steps_in_microbatches(pipeline: dict[str, Any]) -> None:
 # --- real ranks
 
 
-def trained(rank: int, passes: Any, backend: str, path: str) -> tuple[int, list[Tensor]]:
+def gradients(rank: int, passes: Any, backend: str, path: str) -> tuple[int, list[Tensor]]:
     """Pieces in this rank's program, and the gradients of two steps."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model, inputs = Llama(1).double().train(), tokens(1, 20)
-    parallel = autopar.parallelize(
-        model,
-        init_device_mesh("cpu", (2,)),
-        inputs,
-        plan=Plan.load(path),
-        passes=passes,
-        backend=backend,
-    )
-    for _ in range(2):
-        parallel.zero_grad()
-        parallel.train_step(**inputs)
-    grads = [p.grad.full_tensor().clone() for p in parallel.parameters() if p.grad is not None]
+    parallel, grads = trained(2, passes, backend, path)
     pieces = cut(parallel.compiled.program.joint.graph)
     return sum(map(len, pieces.values())), grads
 
@@ -580,9 +550,9 @@ def test_two_real_ranks(backend: str, tmp_path: Path) -> None:
     plan = forced(solved("llama"), llama()[2], 2)
     plan.save(tmp_path / "plan.json")
     path = str(tmp_path / "plan.json")
-    expected = run_ranks(trained, 2, list(AROUND), "eager", path, timeout=300)
+    expected = run_ranks(gradients, 2, list(AROUND), "eager", path, timeout=300)
     for (whole, plain), (pieces, found) in zip(
-        expected, run_ranks(trained, 2, None, backend, path, timeout=580), strict=True
+        expected, run_ranks(gradients, 2, None, backend, path, timeout=580), strict=True
     ):
         assert whole == 0
         assert pieces == 2 * len(plan.pieces)

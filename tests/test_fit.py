@@ -58,18 +58,29 @@ def search(
     return MemorySearch(problem, cast(Any, liveness), decide, limit, known)
 
 
+class Tight:
+    """A random problem, all its choices with their peaks, and a limit that forbids the fastest."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.problem = random_problem(rng, 7)
+        self.rows = random_rows(rng, self.problem, 3)
+        self.every = everything(self.problem)
+        self.peaks = [max(row.value(chosen) for row in self.rows) for chosen in self.every]
+        fastest = int(np.argmin([evaluate(self.problem, chosen) for chosen in self.every]))
+        # between the least peak and that of the fastest plan
+        self.limit = round(0.5 * (min(self.peaks) + self.peaks[fastest]))
+
+    def optimum(self, problem: ChoiceProblem) -> float:
+        """The least seconds within the limit, at the costs of `problem`."""
+        pairs = zip(self.every, self.peaks, strict=True)
+        return min(evaluate(problem, chosen) for chosen, peak in pairs if peak <= self.limit)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_plans_obey_the_limit_and_bounds_hold(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    problem = random_problem(rng, 7)
-    rows = random_rows(rng, problem, 3)
-    every = everything(problem)
-    peaks = [max(row.value(chosen) for row in rows) for chosen in every]
-    seconds = [evaluate(problem, chosen) for chosen in every]
-    # between the least peak and that of the fastest plan
-    limit = round(0.5 * (min(peaks) + peaks[int(np.argmin(seconds))]))
-    optimum = min(s for s, p in zip(seconds, peaks, strict=True) if p <= limit)
-    found = search(problem, rows, limit)
+    tight = Tight(np.random.default_rng(seed))
+    limit, optimum = tight.limit, tight.optimum(tight.problem)
+    found = search(tight.problem, tight.rows, limit)
     found.start(math.inf)
     first = found.bound
     found.finish(math.inf)
@@ -86,12 +97,8 @@ def test_plans_obey_the_limit_and_bounds_hold(seed: int) -> None:
 def test_a_search_goes_on_with_the_plans_of_one_at_other_costs(seed: int) -> None:
     """Its bound is one, its plan obeys the limit, and is no worse than those taken over."""
     rng = np.random.default_rng(seed)
-    problem = random_problem(rng, 7)
-    rows = random_rows(rng, problem, 3)
-    every = everything(problem)
-    peaks = [max(row.value(chosen) for row in rows) for chosen in every]
-    seconds = [evaluate(problem, chosen) for chosen in every]
-    limit = round(0.5 * (min(peaks) + peaks[int(np.argmin(seconds))]))
+    tight = Tight(rng)
+    problem, rows, limit = tight.problem, tight.rows, tight.limit
     before = search(problem, rows, limit)
     before.start(math.inf)
     before.finish(math.inf)
@@ -99,8 +106,7 @@ def test_a_search_goes_on_with_the_plans_of_one_at_other_costs(seed: int) -> Non
         {node: cost * rng.uniform(0.5, 2.0) for node, cost in problem.costs.items()},
         {pair: matrix * rng.uniform(0.5, 2.0) for pair, matrix in problem.edges.items()},
     )
-    seconds = [evaluate(others, chosen) for chosen in every]
-    optimum = min(s for s, p in zip(seconds, peaks, strict=True) if p <= limit)
+    optimum = tight.optimum(others)
     found = search(others, rows, limit, before)
     taken = [column.chosen for column in found.relaxed.columns]
     assert found.relaxed.rows == before.relaxed.rows

@@ -34,6 +34,8 @@ from tests import zoo
 from tests.dist import run_ranks
 from tests.fusion_programs import (
     EXPECTED,
+    HEAD_VOCABULARY,
+    HEAD_WIDTH,
     MODELS,
     Chain,
     OnTriton,
@@ -173,7 +175,8 @@ def test_chunked_loss_is_priced_with_its_matmuls() -> None:
         name = str(node.target).split(".")[1] if "autopar_kernels" in str(node.target) else ""
         if name in flops:
             flops[name] = global_flops(op_call(node, 1))
-    product = 2.0 * 48 * 8 * 16384
+    tokens = traced_model("head")[1]["labels"].numel()
+    product = 2.0 * tokens * HEAD_WIDTH * HEAD_VOCABULARY
     assert flops == {"linear_nll": product, "linear_nll_backward": 3 * product}
 
 

@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
-import autopar
 from autopar.codegen.emit import emit
 from autopar.codegen.listing import program_text
 from autopar.codegen.passes import OPTIONAL_PASSES, PASSES, check_passes
@@ -40,7 +38,7 @@ from autopar.tracer.trace import trace
 from autopar.verification import verify
 from tests import zoo
 from tests.dist import run_ranks
-from tests.pieces import CALLS, Llama, calls, forced, paying, tokens
+from tests.pieces import CALLS, Llama, calls, forced, paying, tokens, trained
 
 EINSUM = torch.ops.autopar.einsum.default
 ALIAS = torch.ops.aten.alias.default
@@ -273,24 +271,10 @@ def test_one_site_alone() -> None:
 # --- real ranks
 
 
-def trained(rank: int, passes: Any, backend: str, path: str) -> tuple[int, str, list[Tensor]]:
+def ran(rank: int, passes: Any, backend: str, path: str) -> tuple[int, str, list[Tensor]]:
     """Calls in this rank's program, its text, and the gradients of two steps."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model, inputs = Llama(1).double().train(), tokens(1, 20)
-    parallel = autopar.parallelize(
-        model,
-        init_device_mesh("cpu", (4,)),
-        inputs,
-        plan=Plan.load(path),
-        passes=passes,
-        backend=backend,
-    )
-    for _ in range(2):
-        parallel.zero_grad()
-        parallel.train_step(**inputs)
-    grads = [p.grad.full_tensor().clone() for p in parallel.parameters() if p.grad is not None]
-    parallel.profile_step(f"{path}.trace", **inputs)
+    parallel, grads = trained(4, passes, backend, path)
+    parallel.profile_step(f"{path}.trace", **tokens(1, 20))
     number = len(calls(parallel.compiled.program.joint.graph))
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
@@ -303,8 +287,8 @@ def test_four_real_ranks(backend: str, tmp_path: Path) -> None:
     """Gradients of two steps on gloo; the plan is marked when the program is made."""
     path = str(tmp_path / "plan.json")
     solved("llama").save(path)
-    expected = run_ranks(trained, 4, list(PASSES), "eager", path, timeout=300)
-    found = run_ranks(trained, 4, list(ALL), backend, path, timeout=580)
+    expected = run_ranks(ran, 4, list(PASSES), "eager", path, timeout=300)
+    found = run_ranks(ran, 4, list(ALL), backend, path, timeout=580)
     for (none, _, plain), (number, text, values) in zip(expected, found, strict=True):
         assert none == 0
         assert number > 5

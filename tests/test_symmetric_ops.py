@@ -24,7 +24,7 @@ from autopar.core.symmetric_device import FusedCalls, Probe, reason_against
 from autopar.errors import SymmetricMemoryWarning
 from autopar.runtime.lockstep import run_lockstep
 from tests.dist import run_ranks
-from tests.pieces import CALLS, calls
+from tests.pieces import CALLS, behind_a_reader, calls
 from tests.test_decompose import GATHERS, SCATTERS, written
 
 EINSUM = torch.ops.autopar.einsum.default
@@ -32,22 +32,6 @@ ALIAS = torch.ops.aten.alias.default
 KEYS = {("op", 0, "all_gather"), ("op", 0, "reduce_scatter"), ("op", 0, "all_reduce")}
 
 # --- one site, written by hand, on two ranks
-
-
-def behind_a_reader(graph: fx.Graph) -> fx.Graph:
-    """The graph with an op behind each output, so that no reduction leaves the step."""
-    copy = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    outputs = copy.graph_copy(graph, copies)
-    for old, new in copies.items():
-        new.meta = dict(old.meta)
-    read = []
-    for node in outputs:
-        read.append(copy.call_function(torch.ops.aten.neg.default, (node,)))
-        read[-1].meta = {**node.meta, "val": -node.meta["val"]}
-        read[-1].meta.pop("collective", None)
-    copy.output(tuple(read))
-    return copy
 
 
 def called(
