@@ -18,6 +18,7 @@ from autopar.core.plan import Plan
 from autopar.core.schedule import actions
 from autopar.cost_model import Cluster
 from autopar.cost_model.pipeline import simulate_pipeline
+from autopar.cost_model.stages import action_seconds
 from autopar.errors import ConstraintError, InfeasiblePlanError
 from autopar.pipelining import plan_step
 from autopar.report.summary import render_summary
@@ -145,10 +146,47 @@ def test_more_turns_take_no_less(name: str, size: int) -> None:
         many = replace(few, microbatches=turns)
         (coarse, *_) = planner.coarser(many)
         found = planner.turn(many)
-        for part in ("forward", "backward", "inputs", "weights", "step", "after"):
+        for part in ("forward", "backward", "inputs", "weights", "step", "after", "once"):
             assert (getattr(coarse, part) <= getattr(found, part) * ROUNDING).all(), part
         assert (coarse.step == before.step).all()
     assert planner.coarser(replace(few, microbatches=2 * size + 1)) == []
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize(
+    "name", ["uneven", "folded", "gpt2", pytest.param("t5", marks=pytest.mark.slow)]
+)
+def test_no_stage_takes_less_than_its_blocks_and_what_is_around_them(
+    name: str, tensor: int
+) -> None:
+    """Each part of a step, with what the stages have in common (gpt2's head is its embedding)."""
+    pins = Constraints.parse({"tensor": {"mode": "1d", "size": tensor}} if tensor > 1 else {})
+    planner = StagePlanner(small(name), nodes_apart(), pins, None, "adamw", Offers(nodes_apart()))
+    free = StagePlanner(
+        small(name), nodes_apart(), Constraints(), None, "adamw", Offers(nodes_apart())
+    )
+    shape = PipelineShape(size=2, microbatches=4, schedule="zero-bubble")
+    turn, names = free.turn(shape), planner.work.names
+    plan = planner.plan(shape, free=True)
+    assert plan.pipeline is not None
+    starts = [names.index(cut) for cut in plan.pipeline.cuts]
+    for number, stage in enumerate(plan.pipeline.stages):
+        took = action_seconds(stage)
+        phases = stage.predicted.phases
+        once = phases["prepare"] + phases["finish"]
+        parts = {
+            "forward": took["F"],
+            "inputs": took["I"] if number else took["B"],  # nobody waits for the first one's
+            "backward": took["B"],
+            "once": once,
+            "step": shape.microbatches * (took["F"] + took["B"]) + once,
+        }
+        for part, seconds in parts.items():
+            least = np.split(getattr(turn, part), starts)[number].sum()
+            assert least <= seconds * ROUNDING + 1e-12, (number, part)  # and what breaks ties
+    # the last block's seconds are those of the head, too
+    inner, last = turn.step[-2:] if name in ("uneven", "folded") else (0.0, 1.0)
+    assert last > inner
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (2, 8), (4, 4), (4, 16)])
@@ -160,7 +198,7 @@ def test_the_bound_of_equal_blocks_is_the_time_of_the_schedule(
     shape = PipelineShape(size=p, microbatches=m, schedule=schedule)
     early = shape.early
     step = m * 3 * one
-    turn = Turn(one, 2 * one, one, one, step, step - early * one, early)
+    turn = Turn(one, 2 * one, one, one, step, step - early * one, early, 0 * one)
     seconds = [{"F": 3.0, "B": 6.0, "I": 3.0, "W": 3.0}] * p
     hop_s = 0.25
     took = simulate_pipeline(actions(schedule, p, m), seconds).step_s
@@ -178,7 +216,7 @@ def test_the_bound_of_equal_blocks_is_the_time_of_the_schedule(
 def test_interleaved_equal_blocks_take_what_the_bound_says(p: int) -> None:
     m, one = 2 * p, np.full(2 * p, 1.0)
     shape = PipelineShape(size=p, microbatches=m, schedule="interleaved", chunks=2)
-    turn = Turn(one, 2 * one, one, one, m * 3 * one, m * 3 * one, shape.early)
+    turn = Turn(one, 2 * one, one, one, m * 3 * one, m * 3 * one, shape.early, 0 * one)
     took = simulate_pipeline(
         actions("interleaved", p, m, 2), [{"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}] * 2 * p
     ).step_s
@@ -187,28 +225,32 @@ def test_interleaved_equal_blocks_take_what_the_bound_says(p: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
 def test_no_cut_is_faster_than_the_bound_of_unequal_blocks(seed: int, schedule: str) -> None:
     rng = np.random.default_rng(seed)
     p, blocks = int(rng.integers(2, 5)), 7
     m = int(rng.integers(p, 3 * p))
     forward, inputs, weights = rng.uniform(0.2, 2.0, (3, blocks))
-    once = rng.uniform(0.0, 2.0, blocks)
+    prepare, finish = rng.uniform(0.0, 2.0, (2, blocks))
+    once = prepare + finish
     shape = PipelineShape(size=p, microbatches=m, schedule=schedule)
     step = m * (forward + inputs + weights) + once
+    early = shape.early
     turn = Turn(
-        forward, inputs + weights, inputs, weights, step, step - shape.early * forward, shape.early
+        forward, inputs + weights, inputs, weights, step, step - early * forward, early, once
     )
     joint = [False, *(bool(x) for x in rng.random(blocks - 1) < 0.2)]
     took: dict[tuple[int, ...], float] = {}
     for starts in itertools.combinations([i for i in range(1, blocks) if not joint[i]], p - 1):
-        parts = [np.split(x, starts) for x in (forward, inputs, weights, once)]
+        parts = [np.split(x, starts) for x in (forward, inputs, weights)]
         seconds = [
             {"F": f.sum(), "I": i.sum(), "W": w.sum(), "B": (i + w).sum()}
-            for f, i, w, _ in zip(*parts, strict=True)
+            for f, i, w in zip(*parts, strict=True)
         ]
         ends = simulate_pipeline(actions(schedule, p, m), seconds, 0.1).finish_s()
-        took[starts] = max(e + o.sum() for e, o in zip(ends, parts[3], strict=True))
+        begin_s = max(x.sum() for x in np.split(prepare, starts))
+        after = np.split(finish, starts)
+        took[starts] = begin_s + max(e + x.sum() for e, x in zip(ends, after, strict=True))
         alone = least_seconds(shape, turn, 0.1, joint, starts)
         assert alone <= took[starts] * (1 + 1e-12)
     if took:

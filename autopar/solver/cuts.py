@@ -17,7 +17,7 @@ import numpy as np
 
 from autopar.solver.problem import Array
 
-__all__ = ["least_cuts", "runs_of"]
+__all__ = ["least_cuts", "least_done", "runs_of"]
 
 _ROUNDING = 1e-9  # relative, of sums of seconds
 
@@ -35,6 +35,36 @@ def runs_of(seconds: Array) -> Array:
     size = len(total)
     behind = np.arange(size)[:, None] < np.arange(size)
     return np.where(behind, total[None, :] - total[:, None], np.inf)
+
+
+def least_done(
+    ranks: Sequence[Array], back: Sequence[Array], tail: Array, joint: Sequence[bool]
+) -> float:
+    """When the last rank is done at the soonest, where each may be waited for by the first.
+
+    Args:
+        ranks: of each rank, when it is done if it holds a run, as `runs_of` lays them out.
+        back: of each rank, when the first one has what it waits for.
+        tail: what the first one does from then on, by the block behind its own run.
+        joint: True for a block that must stay with the one before.
+
+    Returns:
+        Seconds, infinite where there are no such cuts.
+    """
+    size = len(tail)
+    free = np.array([*(not j for j in joint), True])
+    wall = np.where(free, 0.0, np.inf)[:, None]
+    ends = range(1, size) if len(ranks) > 1 else range(size - 1, size)
+    least = np.inf
+    for end in ends:
+        first = max(ranks[0][0, end], back[0][0, end] + tail[end])
+        if not free[end] or first >= least:
+            continue
+        best = np.where(np.arange(size) == end, first, np.inf)
+        for done, returned in zip(ranks[1:], back[1:], strict=True):
+            best = np.maximum(best[:, None], np.maximum(done, returned + tail[end]) + wall).min(0)
+        least = min(least, float(best[-1]))
+    return least
 
 
 def least_cuts(

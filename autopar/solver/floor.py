@@ -14,14 +14,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
+
+import torch
 
 from autopar.core.blocks import Blocks
 from autopar.core.cells import Cells
 from autopar.core.constraints import Constraints, assign_mesh
 from autopar.core.graph import Repeat, TracedModel, dependents
+from autopar.core.ops import NARROW, REARRANGING
 from autopar.solver.build import build_problem
+from autopar.solver.ideal import owners_of
 from autopar.solver.ilp import solve_problem
 from autopar.solver.offers import Offers, likeness
 from autopar.solver.pins import Pins
@@ -33,6 +37,7 @@ from autopar.solver.step import Bucket, Step, build_step
 __all__ = ["Floor", "Floors"]
 
 _MANY = 1 << 30  # gradients that a bucket may join
+_SUMMING = {*REARRANGING, NARROW, torch.ops.aten.alias.default, torch.ops.aten.add.Tensor}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +50,18 @@ class Floor:
         inputs: of one turn's backward, up to what goes to the block before.
         weights: of one turn, the rest of the backward.
         after: of a step without the forwards of `early` turns.
+        once: of what runs once a step: parameters on their way, and gradients.
     """
 
     step: float
-    forward: float
-    inputs: float
-    weights: float
-    after: float
+    forward: float = 0.0
+    inputs: float = 0.0
+    weights: float = 0.0
+    after: float = 0.0
+    once: float = 0.0
+
+    def __add__(self, other: Floor) -> Floor:
+        return Floor(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 class _Alone(Blocks):
@@ -109,15 +119,21 @@ class Floors:
         self.pins = Pins(constraints, roles, body, self.step)
         self.blocks = _Alone(self.step.blocks)
         self.cells = Cells(body)
-        self._inputs = self._before_others()
         self._fed = dependents(body, "input", "seed")  # what is not, may run once a step
 
     def of(self, blocks: Sequence[str]) -> list[Floor]:
-        """Lower bounds of blocks, by FQN (`core/cells.py`).
+        """Lower bounds of blocks (FQNs, `core/cells.py`), each with what is around it.
 
         A block that has all the ops of another one, and more, takes no less: found once.
         """
-        parts = [self._only({n.name for n in self.cells.members[block]}) for block in blocks]
+        inside = [{n.name for n in self.cells.members[block]} for block in blocks]
+        place = owners_of(self.body, self.cells, blocks, self.step)
+        place |= {n: i for i, names in enumerate(inside) for n in names}
+        for name in self._of_several(place):
+            place.pop(name, None)
+        before = self._before_others(place)
+        around = self._around(place, inside)
+        parts = [self._only(names) for names in inside]
         shares = self.step.shares
         ops = [
             Counter((likeness(o.call), o.backward, shares.get(o.name)) for o in p.ops.values())
@@ -126,21 +142,22 @@ class Floors:
         found: dict[int, Floor] = {}
         for i in sorted(range(len(blocks)), key=lambda i: len(parts[i].ops)):
             like = next((floor for j, floor in found.items() if ops[j] <= ops[i]), None)
-            found[i] = like or self._found(parts[i])
-        return [found[i] for i in range(len(blocks))]
+            found[i] = like or self._found(parts[i], before)
+        beside = (self._found(self._only(names), before) for names in around)
+        return [found[i] + more for i, more in enumerate(beside)]
 
-    def _found(self, part: Step) -> Floor:
+    def _found(self, part: Step, before: Collection[str]) -> Floor:
         cluster, turns = self.offers.cluster, self.body.microbatches
         built = build_problem(
             self.body, part, cluster, self.pins, self.optimizer, None, self.offers
         )
         whole = built.problem
         if not self.parts:
-            return Floor(_least(whole), 0.0, 0.0, 0.0, 0.0)
+            return Floor(_least(whole))
         at_turns = {n: op for n, op in part.ops.items() if n in self._fed}
         forward = {n for n, op in at_turns.items() if not op.backward and not part.is_hoisted(n)}
         backward = {n for n, op in at_turns.items() if op.backward}
-        inputs = self._inputs & backward
+        inputs = backward & set(before)
 
         later = {n for n, op in part.ops.items() if op.backward}
 
@@ -154,7 +171,59 @@ class Floors:
             inputs=_least(_among(whole, inputs)) / turns,
             weights=_least(_among(whole, backward - inputs)) / turns,
             after=_least(_weighted(whole, without_early_forwards)) if self.left else 0.0,
+            once=_least(_among(whole, *self._once(part))),
         )
+
+    def _once(self, part: Step) -> tuple[set[str], set[frozenset[str]]]:
+        """Nodes of what runs once a step, and pairs with others that cost once a step."""
+        nodes = {*part.parameters, *(n for n in part.ops if part.is_hoisted(n))}
+        ends = {frozenset((value[0], name)) for name, value in part.gradients.items()}
+        return nodes, ends
+
+    def _of_several(self, place: Mapping[str, int]) -> set[str]:
+        """Parameters that several blocks read, what is made of them alone, and of their gradients.
+
+        Args:
+            place: number of the block that an op is with.
+        """
+        ops = self.step.ops
+        readers: dict[str, set[int | None]] = {}
+        for op in reversed(ops.values()):
+            fed = op.name in self._fed
+            for name, _ in op.operands:
+                theirs = {place.get(op.name)} if fed else readers.get(op.name, set())
+                readers.setdefault(name, set()).update(theirs)
+        alone = {*self.step.parameters, *(n for n in ops if n not in self._fed)}
+        found = {n for n in alone if len(readers.get(n, ())) > 1}
+        stack = [value[0] for name, value in self.step.gradients.items() if name in found]
+        while stack:
+            name = stack.pop()
+            if name in ops and ops[name].call.target in _SUMMING:
+                found.add(name)
+                stack += [value[0] for value in ops[name].operands]
+        return found
+
+    def _around(self, place: Mapping[str, int], inside: Sequence[set[str]]) -> list[set[str]]:
+        """Ops and parameters of no block that are in the same stage as each of them.
+
+        Args:
+            place: number of the block that an op is with.
+            inside: names of what is in each block.
+        """
+        everywhere = set().union(*inside)
+        weighted = dependents(self.body, "parameter")
+        found: list[set[str]] = [set() for _ in inside]
+        owners: dict[str, set[int | None]] = {}
+        for value, op, _ in self.step.consumers():
+            owners.setdefault(value[0], set()).add(place.get(op.name))
+        for name in (*self.step.ops, *self.step.parameters):
+            # what no parameter reaches may run in any stage
+            if name in everywhere or (name in self.step.ops and name not in weighted):
+                continue
+            (owner, *others) = [place[name]] if name in place else owners.get(name, {None})
+            if owner is not None and not others:
+                found[owner].add(name)
+        return found
 
     def _only(self, names: Collection[str]) -> _Part:
         """The step with nothing but the given ops and parameters."""
@@ -186,9 +255,13 @@ class Floors:
         same: dict[str, Any] = {f.name: getattr(step, f.name) for f in fields(step) if f.init}
         return _Part(**same | changed)
 
-    def _before_others(self) -> set[str]:
-        """Backward ops whose results go, by way of others of their block, to another block."""
-        place, ops = self.cells.place, self.step.ops
+    def _before_others(self, place: Mapping[str, int]) -> set[str]:
+        """Backward ops whose results go, by way of others of their block, to another block.
+
+        Args:
+            place: number of the block that an op runs with.
+        """
+        ops = self.step.ops
         found: set[str] = set()
         for op in reversed(ops.values()):
             if not op.backward or op.name not in place:
@@ -205,11 +278,21 @@ def _least(problem: ChoiceProblem) -> float:
     return max(0.0, solve_problem(problem, exact=False).bound) if problem.costs else 0.0
 
 
-def _among(problem: ChoiceProblem, names: Collection[Hashable]) -> ChoiceProblem:
-    """What some nodes cost, and the pairs of them."""
+def _among(
+    problem: ChoiceProblem,
+    names: Collection[Hashable],
+    ends: Collection[frozenset[Hashable]] = (),
+) -> ChoiceProblem:
+    """What some nodes cost, and the pairs of them; of more pairs, what these cost alone."""
+    edges = {
+        (i, j): m
+        for (i, j), m in problem.edges.items()
+        if frozenset((i, j)) in ends or (i in names and j in names)
+    }
+    held = {n for pair in edges for n in pair}.union(names)
     return ChoiceProblem(
-        {n: cost for n, cost in problem.costs.items() if n in names},
-        {(i, j): m for (i, j), m in problem.edges.items() if i in names and j in names},
+        {n: cost if n in names else 0 * cost for n, cost in problem.costs.items() if n in held},
+        edges,
     )
 
 

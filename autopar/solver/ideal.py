@@ -29,7 +29,7 @@ from autopar.cost_model import Cluster, compute_seconds_array, kernel_seconds
 from autopar.solver.problem import Array
 from autopar.solver.step import Op, Step, Value, build_step
 
-__all__ = ["BlockWork"]
+__all__ = ["BlockWork", "owners_of"]
 
 
 class _Work(NamedTuple):
@@ -95,29 +95,12 @@ class BlockWork:
         weighted = dependents(traced, "parameter")
         fed = dependents(traced, "input", "seed")
         sums = set(step.gradients.values())
-        number = {name: i for i, name in enumerate(held)}
-        nodes = traced.nodes()
         groups: dict[tuple[str, str, str], list[_Work]] = defaultdict(list)
-        owners: dict[str, int] = {}
-        of_module: dict[str, int] = {}  # around the blocks
-        current = 0
+        owners = owners_of(traced, self.cells, held, step)
+        inside = {n.name for block in held for n in self.cells.members[block]}
         for op in step.ops.values():
-            info = node_info(traced, nodes[op.name])
-            forward = info.phase == "forward"
-            inside = number.get(self.cells.of_module(info.module) or "")
-            if inside is not None and forward:
-                current = inside
-            if forward and inside is None:
-                of_module[info.module] = current
-            owner = current if inside is None else inside
-            if inside is None and not forward:
-                # the backward stays with its forward; that of none may run in any stage
-                if info.module not in of_module:
-                    continue
-                owner = of_module[info.module]
-            owners[op.name] = owner
             kind = op_class(op.call)
-            if kind == "view":
+            if kind == "view" or op.name not in owners:
                 continue
             dtype = op.call.outputs[0].dtype if op.call.outputs else torch.float32
             at_turns = op.name in weighted and op.name in fed
@@ -127,10 +110,10 @@ class BlockWork:
             kernel = share.op_class if share is not None else ""
             groups[kind, str(dtype).removeprefix("torch."), kernel].append(
                 _Work(
-                    owner,
-                    not forward,
+                    owners[op.name],
+                    op.backward,
                     at_turns,
-                    inside is not None,
+                    op.name in inside,
                     global_flops(op.call),
                     *_traffic(op, fed, sums),
                     *shared,
@@ -186,6 +169,29 @@ class BlockWork:
                     seconds = np.minimum(seconds, shared)
                 np.add.at(found, (table[:, 1].astype(int), table[:, 0].astype(int)), seconds)
         return found[0, self.like], found[1, self.like]
+
+
+def owners_of(traced: TracedModel, cells: Cells, held: Sequence[str], step: Step) -> dict[str, int]:
+    """Number of the block that each op runs with; ops that may run in any stage are left out.
+
+    What stands around the blocks goes with the one before, a backward with its forward.
+    """
+    number = {name: i for i, name in enumerate(held)}
+    nodes = traced.nodes()
+    owners: dict[str, int] = {}
+    of_module: dict[str, int] = {}  # around the blocks
+    current = 0
+    for op in step.ops.values():
+        info = node_info(traced, nodes[op.name])
+        inside = number.get(cells.of_module(info.module) or "")
+        if inside is not None:
+            owners[op.name] = inside
+            current = current if op.backward else inside
+        elif not op.backward:
+            owners[op.name] = of_module[info.module] = current
+        elif info.module in of_module:
+            owners[op.name] = of_module[info.module]
+    return owners
 
 
 def _is_joint(name: str, traced: TracedModel) -> bool:

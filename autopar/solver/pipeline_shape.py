@@ -5,15 +5,17 @@ the part of that which the block before waits for; O_r all that rank r does in a
 than one stage on a rank,
 
     step >= max_r [ sum_(b before r) F_b + r * hop + O_r ]
-    step >= max_r [ sum_(b before r) (F_b + B_b) + 2 r * hop + m * sum_(b on r) (F_b + B_b) ]
+    step >= max_r [ sum_(b before r) (F_b + B_b) + 2 r * hop + m * sum_(b on r) (F_b + B_b) ] + P_0
     step >= max_r [ sum_b F_b + sum_(b behind r) I_b + (2p - 2 - r) * hop + O_r - k_r F_r ]
 
 as rank r waits for the first microbatch to come through the stages before it, as these have to work
 on the last one behind it, and as it waits for the first one to come back from those behind it, when
-it has run k_r = min(m, p - r) forwards. The second does not hold where weight gradients may fill
-that time, the third only for 1F1B and zero-bubble. A hop is the latency of a transfer. The bound
-is minimised over all cuts (`cuts.py`); for equal blocks it is the time of the schedule itself
-(`core/schedule.py`).
+it has run k_r = min(m, p - r) forwards. P_0 is what the first rank does once a step, before and
+behind the turns: all ranks begin with that at the same time. Where a backward is split, I_b stands
+for B_b in the second, the weight gradients are added that rank r has run by its last I, and the
+last one of the first rank. The third holds only for 1F1B and zero-bubble. A hop is the latency of a
+transfer. The bound is minimised over all cuts (`cuts.py`); for equal blocks it is the time of the
+schedule itself (`core/schedule.py`).
 
 A pipeline is cut where the bound is least, or where the longest stage is as short as can be: the
 schedule runs on the clock with both. Of several stages on a rank the longest is made short.
@@ -23,15 +25,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 
 import numpy as np
 
 from autopar.core.schedule import SCHEDULES, Kind, actions
 from autopar.cost_model.pipeline import simulate_pipeline
 from autopar.errors import ConstraintError
-from autopar.solver.cuts import least_cuts, runs_of
-from autopar.solver.floor import Floors
+from autopar.solver.cuts import least_cuts, least_done, runs_of
+from autopar.solver.floor import Floor, Floors
 from autopar.solver.ideal import BlockWork
 from autopar.solver.problem import Array
 
@@ -86,6 +88,7 @@ class Turn:
         step: of a step, all turns and what runs once.
         after: of a step without the forward of `early` turns.
         early: see there.
+        once: of a step, what runs once.
     """
 
     forward: Array
@@ -95,6 +98,7 @@ class Turn:
     step: Array
     after: Array
     early: int
+    once: Array
 
     @classmethod
     def ideal(cls, work: BlockWork, shape: PipelineShape, devices: int) -> Turn:
@@ -102,7 +106,7 @@ class Turn:
         forward, backward = work.at_turns(devices, shape.microbatches)
         step, early = shape.microbatches * (forward + backward), shape.early
         none = 0 * forward  # how a backward would be split is not known
-        return cls(forward, backward, none, none, step, step - early * forward, early)
+        return cls(forward, backward, none, none, step, step - early * forward, early, none)
 
     def in_turns(self, shape: PipelineShape, of: int) -> Turn:
         """The step in some turns as a lower bound of that in more: none gets cheaper by that.
@@ -120,6 +124,7 @@ class Turn:
             step=self.step,
             after=self.after,  # the early turns are no larger a share of more
             early=shape.early,
+            once=self.once,
         )
 
     def above(self, other: Turn) -> Turn:
@@ -133,6 +138,7 @@ class Turn:
             step=np.maximum(self.step, other.step),
             after=np.maximum(self.after, other.after),
             early=self.early,
+            once=np.maximum(self.once, other.once),
         )
 
     def without(self, turns: int) -> Array:
@@ -143,23 +149,14 @@ class Turn:
 
 
 def floored(work: BlockWork, floors: Floors, shape: PipelineShape, devices: int) -> Turn:
-    """With communication inside blocks, and none around them."""
+    """With communication of blocks and of what is around them."""
     if not work.names:
         return Turn.ideal(work, shape, devices)
-    turns = shape.microbatches
-    forward, backward = work.at_turns(devices, turns, around=True)
     found = floors.of(work.held)
-    rows = np.array([[f.forward, f.inputs, f.weights, f.step, f.after] for f in found])[work.like].T
-    step = turns * (forward + backward)
-    return Turn(
-        forward=rows[0] + forward,
-        backward=rows[1] + rows[2] + backward,
-        inputs=rows[1],
-        weights=rows[2],
-        step=rows[3] + step,
-        after=rows[4] + step - shape.early * forward,
-        early=shape.early,
-    ).above(Turn.ideal(work, shape, devices))
+    rows = np.array([astuple(f) for f in found]).T[:, work.like]
+    of = dict(zip((f.name for f in fields(Floor)), rows, strict=True))
+    backward = of["inputs"] + of["weights"]
+    return Turn(**of, backward=backward, early=shape.early).above(Turn.ideal(work, shape, devices))
 
 
 def stage_mesh(mesh_shape: Sequence[int], size: int) -> tuple[int, ...]:
@@ -199,19 +196,41 @@ def least_seconds(
     """
     if not len(turn.step):
         return 0.0  # a model without blocks
-    if starts is None:
-        return least_cuts(_ranks(shape, turn, hop_s), runs_of(turn.step), joint)[0]
-    ends = [*starts, len(turn.step)]
     if shape.chunks == 1:
-        ranks = _ranks(shape, turn, hop_s)
-        return float(
-            max(ranks[r][i, j] for r, (i, j) in enumerate(zip([0, *starts], ends, strict=True)))
-        )
-    forward, backward, step = (
+        ranks, round_trips, tail = _ranks(shape, turn, hop_s), *_round_trips(shape, turn, hop_s)
+        if starts is None:
+            return least_done(ranks, round_trips, tail, joint)
+        runs = list(zip([0, *starts], [*starts, len(turn.step)], strict=True))
+        found = [
+            max(done[run], back[run] + tail[runs[0][1]])
+            for done, back, run in zip(ranks, round_trips, runs, strict=True)
+        ]
+        return float(max(found))
+    assert starts is not None
+    forward, backward, step, once = (
         np.array([x.sum() for x in np.split(part, starts)])
-        for part in (turn.forward, turn.backward, turn.step)
+        for part in (turn.forward, turn.backward, turn.step, turn.once)
     )
-    return _of_stages(shape, forward, backward, step, hop_s)
+    return _of_stages(shape, forward, backward, step, once, hop_s)
+
+
+def _round_trips(shape: PipelineShape, turn: Turn, hop_s: float) -> tuple[list[Array], Array]:
+    """When the first rank has the last gradient back from each, by the run that this one holds.
+
+    And what it still does then, by the block behind its own run. Nothing is known of schedules of
+    others.
+    """
+    total = len(turn.step) + 1
+    if shape.schedule not in SCHEDULES:
+        return [np.full((total, total), -np.inf)] * shape.size, np.zeros(total)
+    whole, m = shape.schedule in _WHOLE_BACKWARD, shape.microbatches
+    back = turn.backward if whole else turn.inputs
+    found = []
+    for r in range(shape.size):
+        # weight gradients come as many turns late as there are ranks before (`core/schedule.py`)
+        own = m * (turn.forward + back) + (0 if whole else max(0, m - 1 - r)) * turn.weights
+        found.append(runs_of(own) + _before(turn.forward + back)[:, None] + 2 * r * hop_s)
+    return found, _before(turn.once if whole else turn.weights + turn.once)
 
 
 def _ranks(shape: PipelineShape, turn: Turn, hop_s: float) -> list[Array]:
@@ -219,10 +238,6 @@ def _ranks(shape: PipelineShape, turn: Turn, hop_s: float) -> list[Array]:
     size, step = shape.size, runs_of(turn.step)
     ahead = _before(turn.forward)[:, None]
     found = [step + ahead + r * hop_s for r in range(size)]
-    if shape.schedule in _WHOLE_BACKWARD:
-        both = turn.forward + turn.backward
-        around = shape.microbatches * runs_of(both) + _before(both)[:, None]
-        found = [np.maximum(f, around + 2 * r * hop_s) for r, f in enumerate(found)]
     if shape.schedule in _ONE_BY_ONE:
         through, behind = turn.forward.sum(), turn.inputs.sum() - _before(turn.inputs)[None, :]
         for r in range(size):
@@ -237,7 +252,12 @@ def _before(seconds: Array) -> Array:
 
 
 def _of_stages(
-    shape: PipelineShape, forward: Array, backward: Array, step: Array, hop_s: float
+    shape: PipelineShape,
+    forward: Array,
+    backward: Array,
+    step: Array,
+    once: Array,
+    hop_s: float,
 ) -> float:
     """The first and the second bound of given stages, several on a rank."""
     if shape.schedule not in SCHEDULES:
@@ -251,7 +271,7 @@ def _of_stages(
     if shape.schedule in _WHOLE_BACKWARD:
         both = forward + backward
         around = shape.microbatches * by_rank(both) + _before(both)[ranks] + 2 * ranks * hop_s
-        found = np.maximum(found, around)
+        found = np.maximum(found, around + by_rank(once)[0])
     return float(found.max())
 
 
@@ -334,7 +354,9 @@ def cuts_that_fit(
         for a in again
     ]
     found: list[tuple[float, list[int]]] = []
-    for ranks in ([short] * shape.size, _ranks(any_of, turn, 0.0)):
+    trips, _ = _round_trips(any_of, turn, 0.0)
+    waiting = [np.maximum(*x) for x in zip(_ranks(any_of, turn, 0.0), trips, strict=True)]
+    for ranks in ([short] * shape.size, waiting):
         least, starts = least_cuts(
             [done + m for done, m in zip(ranks, more, strict=True)], short, work.joint
         )

@@ -17,7 +17,7 @@ How many pieces is not decided here: a plan says it (`Plan.pieces`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +39,7 @@ from autopar.codegen.passes.sites import (
     split_dim,
 )
 
-__all__ = ["at_work", "decompose", "rewrite"]
+__all__ = ["decompose", "rewrite", "within"]
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -65,20 +65,42 @@ def decompose(
     Returns:
         The new graph, or `graph` itself where nothing is cut.
     """
-    whole: set[int] = set()
-    for _ in range(_MOST_TRIES if any(count > 1 for count in pieces.values()) else 0):
+    if all(count < 2 for count in pieces.values()):
+        return graph
+    return within(graph, lambda trial, whole: _rewritten(trial, pieces, whole), budget, resident)
+
+
+def within(
+    graph: fx.Graph,
+    write: Callable[[fx.Graph, Collection[int]], Mapping[int, Sequence[fx.Node]]],
+    budget: int,
+    resident: Mapping[str, int] | None = None,
+) -> fx.Graph:
+    """The graph with its sites rewritten, but for those at work where more than `budget` is live.
+
+    Args:
+        graph: joint program, which is left as it is.
+        write: rewrites the sites of a copy, but for those of some numbers; the new nodes of each.
+        budget: what may be live.
+        resident: bytes that live beside the graph's own, by phase.
+
+    Returns:
+        The new graph, or `graph` itself where no site is rewritten.
+    """
+    left: set[int] = set()
+    for _ in range(_MOST_TRIES):
         trial = copied(graph)
-        made = _rewritten(trial, pieces, whole)
+        made = write(trial, left)
         if not made:
             break
         lifetimes = Lifetimes(trial, resident)
         if lifetimes.peak_bytes <= budget:
             return trial
-        whole |= at_work(made, lifetimes)
+        left |= _at_work(made, lifetimes)
     return graph
 
 
-def at_work(made: Mapping[int, Sequence[fx.Node]], lifetimes: Lifetimes) -> set[int]:
+def _at_work(made: Mapping[int, Sequence[fx.Node]], lifetimes: Lifetimes) -> set[int]:
     """The sites that are at work where most is live; if none is, the one that was last."""
     peak, place = int(lifetimes.live.argmax()), lifetimes.position
     spans = {index: (place[nodes[0]], place[nodes[-1]]) for index, nodes in made.items()}

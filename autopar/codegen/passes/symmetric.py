@@ -24,8 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopar.codegen.passes.decompose import at_work
-from autopar.codegen.passes.lifetimes import Lifetimes
+from autopar.codegen.passes.decompose import within
 from autopar.codegen.passes.order import call_like, copied, erase, reorder, show_anew
 from autopar.codegen.passes.sites import (
     Gather,
@@ -44,7 +43,6 @@ from autopar.core.overlapped import GATHER_MATMUL, MATMUL_REDUCE_SCATTER, may_be
 __all__ = ["can_be_called", "in_one_call", "symmetric_memory"]
 
 _ALIAS = torch.ops.aten.alias.default
-_MOST_TRIES = 8  # to leave single sites out, each with a copy of the graph
 
 
 def symmetric_memory(
@@ -64,17 +62,9 @@ def symmetric_memory(
     Returns:
         The new graph, or `graph` itself where nothing is replaced.
     """
-    left: set[int] = set()
-    for _ in range(_MOST_TRIES if keys else 0):
-        trial = copied(graph)
-        made = _replaced(trial, keys, left)
-        if not made:
-            break
-        lifetimes = Lifetimes(trial, resident)
-        if lifetimes.peak_bytes <= budget:
-            return trial
-        left |= at_work(made, lifetimes)
-    return graph
+    if not keys:
+        return graph
+    return within(graph, lambda trial, left: _replaced(trial, keys, left), budget, resident)
 
 
 def _replaced(
