@@ -239,7 +239,8 @@ class StagePlanner:
         Raises:
             InfeasiblePlanError: it does not fit.
         """
-        key = (name, model.microbatches, cluster.mesh_shape, tuple(taken.items()))
+        turns = (model.microbatches, model.flight.waits)
+        key = (name, *turns, cluster.mesh_shape, tuple(taken.items()))
         if limit is None and key in self._free:
             return in_other_flights(self._free[key], model).plan
         found = solve_step(

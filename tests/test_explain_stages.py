@@ -19,7 +19,7 @@ from autopar.solver.solve import solve
 from autopar.stage_planning import port_names
 from tests.test_folding import TEXT, cluster, llama
 
-LAYERS = 10
+LAYERS = 11
 PINS = {"pipeline": {"size": 4, "microbatches": 4, "schedule": "1f1b"}}
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
 
 from autopar.codegen.microbatch import localise
-from autopar.codegen.stages import batch_bytes, cut_body, flying
+from autopar.codegen.stages import Staged, batch_bytes, cut_body, flying
 from autopar.core.constraints import Constraints
 from autopar.core.flights import flights
 from autopar.core.graph import TracedModel
@@ -72,24 +73,54 @@ def test_pairs_of_layouts_cost_what_each_costs() -> None:
                 assert table[i, j] == wanted
 
 
-@pytest.mark.parametrize("schedule", ["zero-bubble", "gpipe"])
-def test_a_stage_in_another_schedule_is_as_if_solved_anew(schedule: str) -> None:
+@cache
+def halves() -> tuple[Staged, int]:
+    """A stack in two, and the bytes of its batch."""
     _, _, traced = stack(6)
+    micro = localise(traced, split_in_time(traced, nodes_apart(), 4), 4)
+    return cut_body(micro, ["layers.3"]), batch_bytes(traced, micro)
+
+
+def staged(schedule: str, stage: int) -> TracedModel:
+    """One of them, by schedule."""
+    parts, batch = halves()
+    return flying(parts, flights(actions(schedule, 2, 4, 1)), batch).stages.models[stage]
+
+
+def test_a_stage_in_another_schedule_is_as_if_solved_anew() -> None:
     cluster = replace(nodes_apart(), mesh_shape=(2,), axis_names=("a",))
-    time = split_in_time(traced, nodes_apart(), 4)
-    micro = localise(traced, time, 4)
-    parts = cut_body(micro, ["layers.3"])
-    batch = batch_bytes(traced, micro)
-
-    def model(schedule: str, stage: int) -> TracedModel:
-        return flying(parts, flights(actions(schedule, 2, 4, 1)), batch).stages.models[stage]
-
     for stage in range(2):
-        known = solve_step(model("1f1b", stage), cluster, memory_limit=UNLIMITED)
-        found = in_other_flights(known, model(schedule, stage)).plan
-        fresh = solve_step(model(schedule, stage), cluster, memory_limit=UNLIMITED).plan
+        known = solve_step(staged("1f1b", stage), cluster, memory_limit=UNLIMITED)
+        found = in_other_flights(known, staged("gpipe", stage)).plan
+        fresh = solve_step(staged("gpipe", stage), cluster, memory_limit=UNLIMITED).plan
         assert found == replace(fresh, solver=found.solver)  # which has seconds
         assert found.predicted != known.plan.predicted
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_is_planned_for_what_other_ranks_wait_for(stage: int) -> None:
+    """Of its plans for several schedules, none is better than its own in what that one counts."""
+    cluster = replace(nodes_apart(), mesh_shape=(2,), axis_names=("a",))
+    plans: dict[tuple[float, ...], Plan] = {}
+    for schedule in ("1f1b", "zero-bubble"):
+        model = staged(schedule, stage)
+        plan = solve_step(model, cluster, memory_limit=UNLIMITED).plan
+        plans[model.flight.waits] = plan
+        assert plan.solver.objective == pytest.approx(counted(plan, model.flight.waits))
+    assert len(plans) == 2
+    for waits, own in plans.items():
+        for other in plans.values():
+            assert counted(own, waits) <= counted(other, waits) * (1 + 1e-6)
+    (whole, split) = plans
+    assert whole[2] > 1 > split[2]
+
+
+def counted(plan: Plan, waits: tuple[float, ...]) -> float:
+    """Seconds of a stage in four microbatches, with what others wait for."""
+    phases = plan.predicted.phases
+    at_turns = (phases[part] for part in ("forward", "input", "weight"))
+    once = phases["prepare"] + phases["finish"]
+    return once + 4 * sum(w * s for w, s in zip(waits, at_turns, strict=True))
 
 
 def test_a_shape_is_given_up_only_where_its_plan_is_of_no_use(

@@ -283,3 +283,17 @@ def _sent_bytes(held, action, stages):
     if action.kind == "F":
         return held.up if action.stage + 1 < stages else 0
     return held.down if action.kind in "BI" and action.stage else 0
+
+
+@pytest.mark.parametrize(("schedule", "p", "m", "v"), [g for g in GRID if g[2] >= g[1]])
+def test_what_ranks_wait_for_is_what_equal_stages_take(schedule, p, m, v):
+    """Of a split backward, halfway to what a rank does itself."""
+    seconds = {"F": 1.0, "I": 1.1, "W": 0.7, "B": 1.8}
+    orders = actions(schedule, p, m, v)
+    took = simulate_pipeline(orders, [seconds] * (p * v)).step_s
+    own = m * v * sum(seconds[k] for k in "FIW")
+    for flight in flights(orders):
+        at_turns = zip(flight.waits, "FIW", strict=True)
+        counted = m * v * sum(waits * seconds[k] for waits, k in at_turns)
+        wanted = 0.5 * (took + own) if schedule == "zero-bubble" else took
+        assert counted == pytest.approx(wanted)

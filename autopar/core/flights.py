@@ -57,6 +57,8 @@ class Flight:
         rows: by the sums that there are (`NONE`, `INPUT`, `ALL`), for the forward, the backward
             (its input gradients if it is split) and the weight gradients; None for a part that
             never runs with such sums.
+        waits: what a second of the forward, of the input gradients and of the weight gradients adds
+            to a step, by microbatch; with other ranks that wait for it, more or less than a second.
     """
 
     splits: bool = False
@@ -65,6 +67,7 @@ class Flight:
         (None, None, None),
         (None, None, None),
     )
+    waits: tuple[float, float, float] = (1.0, 1.0, 1.0)
 
     def part(self, part: int) -> Others:
         """The most while a part runs, whatever sums there are."""
@@ -86,7 +89,9 @@ def most(held: Iterable[Flight]) -> Flight:
     best: dict[tuple[int, int], Others] = {}
     for flight in found:
         _join(best, {(s, p): o for s, row in enumerate(flight.rows) for p, o in enumerate(row)})
-    return Flight(any(f.splits for f in found), _rows(best))
+    waits = tuple(zip(*(f.waits for f in found), strict=True))
+    forward, inputs, weights = (max(row) for row in waits)
+    return Flight(any(f.splits for f in found), _rows(best), (forward, inputs, weights))
 
 
 def _join(
@@ -250,7 +255,25 @@ def flights(orders: Orders) -> tuple[Flight, ...]:
                 # the sums of weights are made beside those that their input gradients made
                 sums = max(moment.sums[s], INPUT) if part == 2 else moment.sums[s]
                 _join(best[s], {(sums, part): moment.held[s]})
-    return tuple(Flight(s in splits, _rows(best[s])) for s in range(stages))
+    microbatches = 1 + max((a.microbatch for order in orders for a in order), default=-1)
+    waits = _waits(len(orders), stages, microbatches, bool(splits))
+    return tuple(Flight(s in splits, _rows(best[s]), waits) for s in range(stages))
+
+
+def _waits(ranks: int, stages: int, microbatches: int, splits: bool) -> tuple[float, float, float]:
+    """About what a second of each part of equal stages adds to a step, by microbatch.
+
+    With p ranks of v stages and m microbatches they take v m (F + B) + (p - 1) (F + B). Where the
+    backward is split, weight gradients run while a rank would wait: (m + p - 1) (F + I) +
+    (m - p + 1) W, but no less than m (F + I + W), when the time to fill is full. Half of each is
+    counted of these two.
+    """
+    if not microbatches:
+        return 1.0, 1.0, 1.0
+    around = (ranks - 1) * ranks / (stages * microbatches)
+    if splits:
+        return 1.0 + around / 2, 1.0 + around / 2, max(1.0 - around / 2, 0.5)
+    return 1.0 + around, 1.0 + around, 1.0 + around
 
 
 def parts_of(action: Action, splits: bool) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from autopar.errors import ConstraintError
 from autopar.solver.candidates import Candidate
 from autopar.solver.layouts import split_inside
 from autopar.solver.offers import Offers
-from autopar.solver.order import sums_of_turns
+from autopar.solver.order import sums_of_turns, waits_of_ops
 from autopar.solver.pins import Pins
 from autopar.solver.problem import Array, ChoiceProblem
 from autopar.solver.reductions import GradientSums
@@ -82,10 +82,12 @@ class _Builder:
         known = self._representatives()
         names = [*step.ops, *step.parameters, *step.ports]
         self.classes = {name: known.get(name, name) for name in names}
-        self.count: Counter[str] = Counter()
+        self.waits = waits_of_ops(step)
+        self.count: dict[str, float] = {}
         self.copies: Counter[str] = Counter()
         for name, owner in self.classes.items():
-            self.count[owner] += step.blocks.weight(name)
+            often = step.blocks.weight(name) * self.waits.get(name, 1.0)
+            self.count[owner] = self.count.get(owner, 0.0) + often
             self.copies[owner] += step.blocks.copies(name)
         # uses of parameters and of copies of them in order, by the name of what is read
         self.uses: dict[str, list[tuple[int, str, int]]] = {}
@@ -275,21 +277,23 @@ class _Builder:
 
     # --- edges ---------------------------------------------------------------------------------
     def _add_edges(self) -> None:
-        uses: Counter[tuple[str, int, str, int]] = Counter()
-        runs: Counter[tuple[str, int, str, int]] = Counter()  # of the op that reads
+        uses: dict[tuple[str, int, str, int], float] = {}
+        runs: dict[tuple[str, int, str, int], float] = {}  # of the op that reads
         sample: dict[tuple[str, int, str, int], tuple[Value, Op, int]] = {}
         for value, op, index in self.step.consumers():
             if value[0] in self.step.inputs or value[0] in self.step.outside:
                 continue
             key = (self.classes[value[0]], value[1], self.classes[op.name], index)
-            uses[key] += self.step.blocks.edge_weight(value[0], op.name)
+            waits = self.waits[op.name]
+            moved = self.step.blocks.edge_weight(value[0], op.name) * waits
+            uses[key] = uses.get(key, 0.0) + moved
             sample.setdefault(key, (value, op, index))
-            runs[key] += self.step.blocks.weight(op.name)
+            runs[key] = runs.get(key, 0.0) + self.step.blocks.weight(op.name) * waits
         for key, times in uses.items():
             value, op, _ = sample[key]
-            moved, broken = self._edge(*sample[key]), self._broken(*sample[key])
+            matrix, broken = self._edge(*sample[key]), self._broken(*sample[key])
             may_hide = self.step.may_hide(value, op.name)
-            self.terms.edge(key[0], key[2], moved, times, may_hide, broken, runs[key])
+            self.terms.edge(key[0], key[2], matrix, times, may_hide, broken, runs[key])
         self._add_gradient_ends()
         self._add_sends()
         for value in self.step.required:
@@ -298,7 +302,7 @@ class _Builder:
                 num_bytes = self.step.specs[value].num_bytes
                 column = self.moves.matrix(produced, [self.whole], num_bytes)[:, 0]
                 owner = self.classes[value[0]]
-                times = self.step.blocks.runs(value[0])
+                times = self.step.blocks.runs(value[0]) * self.waits.get(value[0], 1.0)
                 self.terms.end(owner, column * times, may_hide=bool(self.step.gradients))
 
     def _add_sends(self) -> None:
@@ -308,7 +312,9 @@ class _Builder:
             if produced is not None:
                 num_bytes = self.step.specs[send.value].num_bytes
                 matrix = self.moves.matrix(produced, self.storages[send.port], num_bytes)
-                self.terms.edge(self.classes[send.value[0]], send.port, matrix, send.times)
+                name = send.value[0]  # what is summed up over the turns is sent when they are over
+                waits = 1.0 if name in self.sums else self.waits.get(name, 1.0)
+                self.terms.edge(self.classes[name], send.port, matrix, send.times * waits)
 
     def _edge(self, value: Value, op: Op, index: int) -> Array:
         produced = self.built.produced(value)

@@ -20,6 +20,8 @@ __all__ = [
     "parts_of_turns",
     "sums_of_turns",
     "turning_sends",
+    "waits_of_ops",
+    "waits_of_parts",
 ]
 
 
@@ -86,6 +88,21 @@ def parts_of_turns(step: Step) -> dict[str, str]:
         return "input" if op.name in first else "weight"
 
     return {name: part(op) for name, op in step.ops.items()}
+
+
+def waits_of_parts(step: Step) -> dict[str, float]:
+    """What a second of each part of a step in microbatches counts in the search."""
+    forward, inputs, weights = step.waits
+    at_turns = {"forward": forward, "input": inputs, "weight": weights}
+    return {"prepare": 1.0, **at_turns, "finish": 1.0}
+
+
+def waits_of_ops(step: Step) -> dict[str, float]:
+    """The same of each op, and of what it waits for."""
+    if set(step.waits) == {1.0}:
+        return dict.fromkeys(step.ops, 1.0)
+    parts = waits_of_parts(step)
+    return {name: parts[part] for name, part in parts_of_turns(step).items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from autopar.cost_model import Cluster, PeakMemory, host_state_bytes, offload_se
 from autopar.solver.candidates import Candidate
 from autopar.solver.footprint import Footprint
 from autopar.solver.offers import Offers
-from autopar.solver.order import parts_of_turns, sums_of_turns
+from autopar.solver.order import parts_of_turns, sums_of_turns, waits_of_parts
 from autopar.solver.overlap import Weights
 from autopar.solver.step import ALONE, Bucket, Op, Step, Value
 
@@ -77,7 +77,13 @@ class Price:
     def weighted_s(self, weights: Weights) -> float:
         """The sum that a search with these weights minimises."""
         less_s = (1.0 - weights.compute) * self.compute_s
-        return self.total_s - less_s - (1.0 - weights.hideable) * self.hideable_s
+        less_s += (1.0 - weights.hideable) * self.hideable_s
+        step = self.pricing.step
+        counts, once = waits_of_parts(step), ("prepare", "finish")
+        for part, seconds in self.phases.items():
+            runs = 1 if part in once else step.blocks.traced.microbatches
+            less_s += (1.0 - counts[part]) * seconds * runs
+        return self.total_s - less_s
 
     @property
     def peak(self) -> PeakMemory:

@@ -25,7 +25,7 @@ __all__ = ["Terms"]
 class _Node:
     seconds: Array
     inner: Array | None  # of the seconds, those that count whatever the weights; None: all do
-    times: int
+    times: float
 
     def weighted(self, weights: Weights) -> Array:
         cost = self.seconds
@@ -37,9 +37,9 @@ class _Node:
 @dataclass(frozen=True, slots=True)
 class _Edge:
     moved: Array
-    times: int | None  # of what may hide; None: `moved` counts as it is, whatever the weights
+    times: float | None  # of what may hide; None: `moved` counts as it is, whatever the weights
     broken: Array | None
-    runs: int
+    runs: float
 
     def weighted(self, weights: Weights) -> Array:
         cost = self.moved
@@ -59,7 +59,7 @@ class Terms:
     more: list[tuple[Hashable, Array, bool]] = field(default_factory=list)
 
     def node(
-        self, key: Hashable, seconds: Array, times: int = 1, inner: Array | None = None
+        self, key: Hashable, seconds: Array, times: float = 1, inner: Array | None = None
     ) -> None:
         """Seconds of each state, some times a step; with `inner`, more than these is compute."""
         self.nodes[key] = _Node(seconds, inner, times)
@@ -69,10 +69,10 @@ class Terms:
         i: Hashable,
         j: Hashable,
         moved: Array,
-        times: int,
+        times: float,
         may_hide: bool = False,
         broken: Array | None = None,
-        runs: int = 0,
+        runs: float = 0,
     ) -> None:
         """Seconds of moves between two nodes, and of compute where a move breaks a kernel."""
         edge = _Edge(

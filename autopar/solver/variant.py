@@ -65,7 +65,8 @@ class Variant:
         if like is None:
             graph = recomputed(traced, checkpoint)
             step = build_step(graph, offers.fused)
-            step = replace(step, beside=run_beside(step, offers), weights=weights)
+            beside, waits = run_beside(step, offers), traced.flight.waits
+            step = replace(step, beside=beside, weights=weights, waits=waits)
             pins = Pins(wanted, roles, graph, step)
         else:
             graph, step, pins = like.graph, replace(like.step, weights=weights), like.pins
