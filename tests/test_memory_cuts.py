@@ -78,8 +78,18 @@ def test_the_best_cut_that_fits_is_found() -> None:
     assert plan.predicted.step_time_s <= min(best.values()) * 1.001
 
 
-def test_a_shape_that_is_too_large_waits_for_its_turn_with_other_cuts() -> None:
+def test_a_shape_that_is_too_large_waits_for_its_turn_with_other_cuts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Unasked, such a shape is expected to take as long as with the cuts that fit."""
+    expected: list[float] = []
+    expect = Shapes.expect
+
+    def noted(self: Shapes, shape: PipelineShape, seconds: float) -> None:
+        expected.append(seconds)
+        expect(self, shape, seconds)
+
+    monkeypatch.setattr(Shapes, "expect", noted)
     shape = PipelineShape(size=2, microbatches=4, schedule="1f1b")
     cluster = Cluster.from_profile("cpu-gloo", devices_per_node=2)
     limit = int(0.9 * max(peaks(planned(checkpoint="none"))))
@@ -90,9 +100,11 @@ def test_a_shape_that_is_too_large_waits_for_its_turn_with_other_cuts() -> None:
     before = shapes.known[shape].expected_s
     assert search._fitting(shape, shapes, math.inf) is None
     assert shapes.is_open(shape)
-    assert shapes.known[shape].expected_s > before
+    (seconds,) = expected
+    assert shapes.known[shape].expected_s == max(before, seconds) > 0
     found = search._fitting(shape, shapes, math.inf)
-    assert found is not None
+    assert found is not None and found.pipeline is not None
+    assert [found.pipeline.cuts] == search.cuts[shape]
     assert max(peaks(found)) <= limit
     assert blocks_of(found)[0] < blocks_of(found)[1]
 
