@@ -243,5 +243,6 @@ def _stage_graph(found: Explanation, traced: TracedModel) -> tuple[TracedModel, 
             f"stage {found.stage} was planned for graph {found.plan.fingerprint}, the model's is "
             f"{model.fingerprint()}: plan again"
         )
+    model = replace(model, flight=replace(model.flight, waits=found.plan.solver.waits))
     inputs = found.plan.inputs
     return model, {name: inputs[name] for name in port_names(model) if name in inputs}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autopar.codegen.stages import batch_bytes, flying
-from autopar.core.flights import flights
+from autopar.core.flights import ALONE, flights
 from autopar.core.folding import every_instance
 from autopar.core.graph import TracedModel
 from autopar.core.placement import Layout
@@ -81,6 +81,7 @@ class Pipeliner:
         free: without the memory limit.
         below_s: seconds that a free plan must stay below, and fit the limit, to be of use; else it
             is given up as soon as that is known. None: it is planned in any case.
+        alone: plan stages for their own seconds, whatever others wait for.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Pipeliner:
         orders: Orders,
         free: bool,
         below_s: float | None,
+        alone: bool = False,
     ) -> None:
         self.free = free
         self.below_s = below_s
@@ -103,7 +105,10 @@ class Pipeliner:
         self.orders = orders
         parts = planner.parts(shape.microbatches, cuts)
         batch = batch_bytes(self.traced, parts.microbatch)
-        self.parts = flying(parts, flights(orders), batch)
+        held = flights(orders)
+        if alone:
+            held = tuple(replace(flight, waits=ALONE) for flight in held)
+        self.parts = flying(parts, held, batch)
         self.limit = planner.limit
         self.stuck = 0  # the stage that did not fit last
 

@@ -8,6 +8,7 @@ was listed is the bound of the plan: nothing that the search ranges over is fast
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -212,13 +213,15 @@ class _Search:
     def _fitting(self, shape: PipelineShape, shapes: Shapes, below_s: float) -> Plan | None:
         """The plan of a shape without recomputation; None where it does not fit, or is slower.
 
-        Zero-bubble first: it waits least, and the stages are those of 1F1B, which holds less.
+        Zero-bubble first: it waits least, and 1F1B holds less; then both with stages that are
+        planned for their own seconds, which may hold less, too.
         """
         cut = self._cut(shape)
-        waits_least = (s for s in shapes.schedules(cut) if s.schedule == "zero-bubble")
-        for each in (*waits_least, cut):
+        waits_least = [s for s in shapes.schedules(cut) if s.schedule == "zero-bubble"]
+        alone = (False, True) if shape.size > 1 else (False,)
+        for own, each in itertools.product(alone, (*waits_least, cut)):
             try:
-                return self.planner.plan(each, free=True, below_s=below_s)
+                return self.planner.plan(each, free=True, below_s=below_s, alone=own)
             except Stopped as stopped:
                 if not stopped.kinds:
                     shapes.settle(shape, f"takes {format_seconds(stopped.least_s)} at least")

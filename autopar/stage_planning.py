@@ -95,7 +95,12 @@ class StagePlanner:
         return other
 
     def plan(
-        self, shape: PipelineShape, *, free: bool = False, below_s: float | None = None
+        self,
+        shape: PipelineShape,
+        *,
+        free: bool = False,
+        below_s: float | None = None,
+        alone: bool = False,
     ) -> Plan:
         """The plan of a step with a pipeline of a given shape.
 
@@ -103,6 +108,7 @@ class StagePlanner:
             shape: of the pipeline.
             free: without the memory limit, hence without recomputation: soon found.
             below_s: of a free plan, seconds above which it is of no use, nor beyond the limit.
+            alone: plan stages for their own seconds, which may take less memory.
 
         Raises:
             Stopped: it is of no use.
@@ -120,7 +126,7 @@ class StagePlanner:
                 f"pipeline cuts make {len(cuts) + 1} stages, size {shape.size} × chunks "
                 f"{shape.chunks} are {shape.num_stages}"
             )
-        return Pipeliner(self, shape, cuts, cluster, orders, free, below_s).run(time)
+        return Pipeliner(self, shape, cuts, cluster, orders, free, below_s, alone).run(time)
 
     def rank_cluster(self, size: int) -> Cluster:
         """The devices of one of so many pipeline ranks.

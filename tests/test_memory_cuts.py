@@ -11,13 +11,17 @@ import pytest
 import torch
 
 from autopar.core.constraints import Constraints, PipelinePin
+from autopar.core.flights import ALONE
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.errors import InfeasiblePlanError
 from autopar.pipeline_shapes import Shapes
+from autopar.pipeline_stages import Stopped
 from autopar.pipelining import _Search, plan_step
+from autopar.solver.fit import UNLIMITED
 from autopar.solver.pipeline_shape import PipelineShape
+from autopar.stage_planning import StagePlanner
 from autopar.step_limits import StepLimits
 from autopar.tracer.trace import trace
 from tests.test_folding import llama
@@ -107,6 +111,33 @@ def test_a_shape_that_is_too_large_waits_for_its_turn_with_other_cuts(
     assert [found.pipeline.cuts] == search.cuts[shape]
     assert max(peaks(found)) <= limit
     assert blocks_of(found)[0] < blocks_of(found)[1]
+
+
+def test_stages_are_planned_for_their_own_seconds_where_others_do_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    search = _Search(StepLimits(traced(), cluster, Constraints()), UNLIMITED)
+    shapes = Shapes(search.planner, PipelinePin(), short=True)
+    shape = PipelineShape(size=2, microbatches=4, schedule="1f1b")
+    tried: list[tuple[str, bool]] = []
+    plan = StagePlanner.plan
+
+    def full(
+        self: StagePlanner, shape: PipelineShape, *, alone: bool = False, **given: Any
+    ) -> Plan:
+        tried.append((shape.schedule, alone))
+        if not alone:
+            raise Stopped(kinds={"parameters": 1}, cuts=("model.layers.1",))
+        return plan(self, shape, alone=alone, **given)
+
+    monkeypatch.setattr(StagePlanner, "plan", full)
+    found = search._fitting(shape, shapes, math.inf)
+    assert tried == [("zero-bubble", False), ("1f1b", False), ("zero-bubble", True)]
+    assert found is not None and found.pipeline is not None
+    assert {stage.solver.waits for stage in found.pipeline.stages} == {ALONE}
+    for stage in found.pipeline.stages:
+        assert stage.solver.objective == pytest.approx(stage.predicted.step_time_s)
 
 
 # --- where recomputation is needed ---------------------------------------------------------------

@@ -13,11 +13,15 @@ from functools import lru_cache
 
 from autopar.core.schedule import Action, Orders
 
-__all__ = ["ALL", "INPUT", "NONE", "Flight", "Moment", "Others", "arrived", "flights", "moments",
-           "most", "parts_of"]  # fmt: skip
+__all__ = ["ALL", "ALONE", "INPUT", "NONE", "Flight", "Moment", "Others", "arrived", "flights",
+           "moments", "most", "parts_of"]  # fmt: skip
 
 NONE, INPUT, ALL = range(3)
 """Which sums of gradients a stage has: none, those that input gradients yield by the way, all."""
+
+
+ALONE = (1.0, 1.0, 1.0)
+"""A second counts as one (`Flight.waits`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ class Flight:
         (None, None, None),
         (None, None, None),
     )
-    waits: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    waits: tuple[float, float, float] = ALONE
 
     def part(self, part: int) -> Others:
         """The most while a part runs, whatever sums there are."""
@@ -269,7 +273,7 @@ def _waits(ranks: int, stages: int, microbatches: int, splits: bool) -> tuple[fl
     counted of these two.
     """
     if not microbatches:
-        return 1.0, 1.0, 1.0
+        return ALONE
     around = (ranks - 1) * ranks / (stages * microbatches)
     if splits:
         return 1.0 + around / 2, 1.0 + around / 2, max(1.0 - around / 2, 0.5)

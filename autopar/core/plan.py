@@ -14,6 +14,7 @@ from autopar.core.calls import BucketBytes, CommBytes, Pieces
 from autopar.core.considered import Considered
 from autopar.core.constraints import Constraints
 from autopar.core.excerpt import Excerpt, excerpts_from, excerpts_to
+from autopar.core.flights import ALONE
 from autopar.core.graph import Repeat
 from autopar.core.held import Held
 from autopar.core.placement import Layout, parse_placement
@@ -331,7 +332,8 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
     if predicted.get("held") is not None:
         predicted["held"] = Held.from_dict(predicted["held"])
     fields["predicted"] = Prediction(**predicted)
-    fields["solver"] = SolverReport(**data["solver"])
+    waits = tuple(data["solver"].get("waits", ALONE))
+    fields["solver"] = SolverReport(**data["solver"] | {"waits": waits})
     fields["buckets"] = tuple(BucketBytes(**row) for row in data.get("buckets", ()))
     fields["pieces"] = tuple(Pieces(**row) for row in data.get("pieces", ()))
     fields["considered"] = tuple(Considered(**row) for row in data.get("considered", ()))

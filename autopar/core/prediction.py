@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.core.calls import CommBytes
+from autopar.core.flights import ALONE
 from autopar.core.held import Held
 from autopar.core.timeline import Timeline
 
@@ -78,6 +79,7 @@ class SolverReport:
 
     The objective leaves out what parameters and gradients may travel beside compute, all but the
     share `exposed` at most (`solver/overlap.py`); 1 counts all communication, as in microbatches.
+    Of a pipeline's stage a second of a turn counts `waits` (`core/flights.py`).
     """
 
     status: str
@@ -88,3 +90,4 @@ class SolverReport:
     variables: int
     constraints: int
     exposed: float = 1.0
+    waits: tuple[float, float, float] = ALONE

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.core.flights import ALONE
 from autopar.solver.step import Op, Send, Step, Value
 
 __all__ = [
@@ -99,7 +100,7 @@ def waits_of_parts(step: Step) -> dict[str, float]:
 
 def waits_of_ops(step: Step) -> dict[str, float]:
     """The same of each op, and of what it waits for."""
-    if set(step.waits) == {1.0}:
+    if step.waits == ALONE:
         return dict.fromkeys(step.ops, 1.0)
     parts = waits_of_parts(step)
     return {name: parts[part] for name, part in parts_of_turns(step).items()}

@@ -356,6 +356,7 @@ def _report(best: Fit, bound: float, exposed: float) -> SolverReport:
         variables=report.variables,
         constraints=report.constraints,
         exposed=exposed,
+        waits=best.price.pricing.step.waits,
     )
 
 

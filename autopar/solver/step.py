@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from autopar.core import flights
 from autopar.core.blocks import Block, Blocks
 from autopar.core.fused import FusedShares, Share, origin_of
 from autopar.core.graph import InputSpec, TracedModel, Value, node_info, resolve, tensor_meta
@@ -139,7 +140,7 @@ class Step:
     shares: Mapping[str, Share] = field(default_factory=dict)
     beside: Mapping[str, float] = field(default_factory=dict)
     weights: Weights = ALL
-    waits: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    waits: tuple[float, float, float] = flights.ALONE
     _buckets: dict[Block | None, Bucket] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
