@@ -21,11 +21,11 @@ from autopar.errors import AutoparError, ConstraintError
 from autopar.solver.ilp import Infeasible
 from autopar.solver.pipeline_shape import (
     PipelineShape,
-    Turn,
     balanced_cuts,
     expected_seconds,
     least_seconds,
 )
+from autopar.solver.turn import Turn
 from autopar.stage_planning import StagePlanner
 
 __all__ = ["CLOSEST", "Shapes"]
@@ -213,7 +213,7 @@ class Shapes:
         return min(self._of_schedule(each, turn, hop_s) for each in (shape, *self.schedules(shape)))
 
     def _turn(self, shape: PipelineShape, level: int, devices: int) -> Turn:
-        turn = Turn.ideal(self.planner.work, shape, devices)
+        turn = Turn.ideal(self.planner.work, shape.microbatches, shape.size, devices)
         if level:
             turn = turn.above(self.planner.one_turn(shape))
         for coarser in self.planner.coarser(shape):

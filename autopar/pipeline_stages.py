@@ -30,6 +30,7 @@ from autopar.cost_model.stages import (
     pipelined_time,
     transfer_seconds,
 )
+from autopar.critical_stages import Aim
 from autopar.errors import ConstraintError, InfeasiblePlanError
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.pipeline_shape import PipelineShape
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["Pipeliner", "Stopped"]
 
 _SHARINGS = 4  # rounds
+_NO_AIMS: Mapping[int, Aim] = {}
 _ROUNDING = 1e-9  # relative, of sums of seconds
 
 
@@ -122,13 +124,20 @@ class Pipeliner:
             Stopped: it is slower than asked for, or too large.
             InfeasiblePlanError: a stage does not fit.
         """
-        plans = self._fitting()
+        return self.assembled(time, self._fitting())
+
+    def assembled(self, time: Mapping[str, NodePlan], plans: Sequence[Plan]) -> Plan:
+        """The plan of the step from those of its stages.
+
+        Raises:
+            InfeasiblePlanError: the host does not hold what goes there.
+        """
         shifted = [self.parts.named(s, plan) for s, plan in enumerate(plans)]
-        size, turns = self.shape.size, self.shape.microbatches
-        transfer_s = transfer_seconds(self.parts.crossings(), shifted, self.cluster, size)
+        crossings, size = self.parts.crossings(), self.shape.size
+        transfer_s = transfer_seconds(crossings, shifted, self.cluster, size)
         memory = rank_memory(self.orders, [p.predicted.held for p in plans])
         highest = max(memory, key=lambda kinds: sum(kinds.values()))
-        clock = pipelined_time(shifted, self.orders, transfer_s, turns, highest)
+        clock = pipelined_time(shifted, self.orders, transfer_s, highest)
         peaks = tuple(sum(kinds.values()) for kinds in memory)
         found = self._assembled(time, self.cuts, shifted, clock, peaks)
         if not fits(found, self.cluster, UNLIMITED) and (not self.free or self.below_s is not None):
@@ -137,6 +146,19 @@ class Pipeliner:
                 found.predicted.host_activation_bytes, found.predicted.peak_memory_bytes,
             )  # fmt: skip
         return found
+
+    def solve_free(self, aims: Mapping[int, Aim], last: int | None = None) -> list[Plan]:
+        """Plans of the stages, up to one of them, without a limit, for other aims than usual.
+
+        Raises:
+            ConstraintError: layouts do not go together.
+        """
+        count = len(self.parts.kinds) if last is None else last + 1
+        return self._solve([None] * count, aims)
+
+    def holds(self, plans: Sequence[Plan]) -> bool:
+        """True if no rank exceeds the limit."""
+        return max(self._peaks(plans)) <= self.limit
 
     def _fitting(self) -> list[Plan]:
         """Plans of the stages, of which those of each rank fit the limit together.
@@ -190,7 +212,9 @@ class Pipeliner:
             shares[kind] = min(share, shares.get(kind, share))
         return [shares[kind] for kind in self.parts.kinds]
 
-    def _solve(self, limits: Sequence[int | None]) -> list[Plan]:
+    def _solve(
+        self, limits: Sequence[int | None], aims: Mapping[int, Aim] = _NO_AIMS
+    ) -> list[Plan]:
         """Plans of the stages, each within a limit of its own.
 
         Raises:
@@ -198,12 +222,18 @@ class Pipeliner:
         """
         settled: dict[str, Layout] = {}
         plans: list[Plan] = []
-        for number, kind in enumerate(self.parts.kinds):
+        for number, kind in enumerate(self.parts.kinds[: len(limits)]):
             if number:
                 settled.update(self._handed(self.parts.kinds[number - 1], kind, settled))
             try:
                 plan = self.planner.solve(
-                    self.parts, self.cuts, kind, self.cluster, settled, limits[number]
+                    self.parts,
+                    self.cuts,
+                    kind,
+                    self.cluster,
+                    settled,
+                    limits[number],
+                    aims.get(number, Aim()),
                 )
             except InfeasiblePlanError as error:
                 self.stuck = number
@@ -246,11 +276,12 @@ class Pipeliner:
         for row in list(zip(*(np.split(x, starts) for x in parts), strict=True))[len(plans) :]:
             forward, backward, inputs, weights = (float(x.sum()) for x in row)
             seconds.append({"F": forward, "B": backward, "I": inputs, "W": weights})
-        simulated = simulate_pipeline(self.orders, seconds)
-        ends_s = simulated.finish_s()
-        for rank, p in enumerate(plans):
-            ends_s[rank] += p.predicted.phases["finish"]
-        return max(p.predicted.phases["prepare"] for p in plans) + max(ends_s)
+        prepare, finish = (
+            [p.predicted.phases[part] for p in plans] + [0.0] * (len(self.orders) - len(plans))
+            for part in ("prepare", "finish")
+        )
+        ends_s = simulate_pipeline(self.orders, seconds, begin_s=prepare).finish_s()
+        return max(end + more for end, more in zip(ends_s, finish, strict=True))
 
     def _handed(self, below: int, kind: int, settled: Mapping[str, Layout]) -> dict[str, Layout]:
         """Layouts of what a stage of one kind exchanges with the next, by the names of the next.

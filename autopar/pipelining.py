@@ -137,7 +137,8 @@ class _Search:
             whole = Shapes(self.planner, replace(pin, microbatches=1), short=True)
             best = self._best_of(whole)
             shapes = whole if best is not None else shapes
-        return self._reported(_or_raise(best, self.refused or shapes.refused), shapes, math.inf)
+        best = self._suited(_or_raise(best, self.refused or shapes.refused))
+        return self._reported(best, shapes, math.inf)
 
     def _best_of(self, shapes: Shapes) -> Plan | None:
         """The fastest plan of any shape, if one has a plan."""
@@ -183,7 +184,7 @@ class _Search:
         if best is None:
             best = self._limited(shapes)
         elif here is not None:
-            best = self._with_schedule(here, best, limit_s, shapes)
+            best = self._suited(self._with_schedule(here, best, limit_s, shapes))
             self._noted(here, best, shapes)
         shapes.close_least(min(limit_s, _seconds(best) * (1 - _PROVED)))
         return best if _seconds(best) < limit_s else None
@@ -209,6 +210,11 @@ class _Search:
             return first
         small = fits(found, self.cluster, self.limit)
         return found if small and _seconds(found) < _seconds(first) else first
+
+    def _suited(self, plan: Plan) -> Plan:
+        """The plan, or that with stages for what their schedule waits for, if that is faster."""
+        p = plan.pipeline
+        return plan if p is None or p.size == 1 or not _is_free(plan) else self.planner.suited(plan)
 
     def _fitting(self, shape: PipelineShape, shapes: Shapes, below_s: float) -> Plan | None:
         """The plan of a shape without recomputation; None where it does not fit, or is slower.

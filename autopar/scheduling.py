@@ -149,7 +149,7 @@ def _scheduled_stages(plan: Plan, traced: TracedModel) -> Plan:
         like = known[key, closes]
         stages.append(replace(stage, predicted=like.predicted, pieces=like.pieces))
     transfer_s = transfer_seconds(parts.crossings(), stages, cluster, p.size)
-    clock = pipelined_time(stages, orders, transfer_s, p.microbatches, plan.predicted.memory)
+    clock = pipelined_time(stages, orders, transfer_s, plan.predicted.memory)
     pipeline = replace(p, stages=tuple(stages), bubble=clock.bubble, slots=clock.slots)
     kept = merged((numbers, tried[key].excerpts) for key, numbers in alike.items())
     return replace(plan, predicted=clock.predicted, pipeline=pipeline, excerpts=kept)

@@ -27,6 +27,7 @@ from autopar.core.schedule import Kind, actions
 from autopar.cost_model import Cluster
 from autopar.cost_model.pipeline import simulate_pipeline
 from autopar.cost_model.stages import action_seconds
+from autopar.critical_stages import Aim, CriticalStages
 from autopar.errors import ConstraintError, InfeasiblePlanError
 from autopar.pipeline_stages import Pipeliner
 from autopar.solver.fit import UNLIMITED
@@ -36,14 +37,9 @@ from autopar.solver.ilp import Infeasible
 from autopar.solver.microbatch import split_in_time
 from autopar.solver.offers import Offers
 from autopar.solver.pins import with_roles
-from autopar.solver.pipeline_shape import (
-    PipelineShape,
-    Turn,
-    balanced_cuts,
-    floored,
-    stage_mesh,
-)
+from autopar.solver.pipeline_shape import PipelineShape, balanced_cuts, stage_mesh
 from autopar.solver.solve import KnownVariants, Solved, in_other_flights, solve_step
+from autopar.solver.turn import Turn, floored
 
 __all__ = ["StagePlanner", "on_the_clock", "port_names"]
 
@@ -128,6 +124,33 @@ class StagePlanner:
             )
         return Pipeliner(self, shape, cuts, cluster, orders, free, below_s, alone).run(time)
 
+    def suited(self, plan: Plan) -> Plan:
+        """The plan with stages for what the longest way through its schedule counts.
+
+        Args:
+            plan: of a pipeline of this step, all of whose stages no limit keeps from being faster.
+
+        Returns:
+            A plan of the same shape that takes less, or the same plan.
+        """
+        p = plan.pipeline
+        assert p is not None
+        shape = PipelineShape(
+            size=p.size,
+            microbatches=p.microbatches,
+            schedule=p.schedule,
+            chunks=p.chunks,
+            cuts=p.cuts,
+        )
+        orders = actions(p.schedule, p.size, p.microbatches, p.chunks)
+        cluster = self.rank_cluster(p.size)
+        pipeliner = Pipeliner(self, shape, p.cuts, cluster, orders, free=True, below_s=None)
+        aims = {n: Aim(stage.solver.waits) for n, stage in enumerate(p.stages)}
+        time, _ = self.micro(p.microbatches)
+        found = pipeliner.assembled(time, CriticalStages(pipeliner, aims).suited())
+        faster = found.predicted.step_time_s < plan.predicted.step_time_s
+        return found if faster else plan
+
     def rank_cluster(self, size: int) -> Cluster:
         """The devices of one of so many pipeline ranks.
 
@@ -154,12 +177,12 @@ class StagePlanner:
         if (shape.size, 0) not in self._turns:
             whole = replace(shape, microbatches=1)
             self._turns[shape.size, 0] = self._floored(self.traced, whole, parts=False)
-        return self._turns[shape.size, 0].in_turns(shape, 1)
+        return self._turns[shape.size, 0].in_turns(shape.microbatches, shape.size)
 
     def coarser(self, shape: PipelineShape) -> list[Turn]:
         """The same from steps in fewer turns whose bounds are known."""
         return [
-            turn.in_turns(shape, turns)
+            turn.in_turns(shape.microbatches, shape.size)
             for (size, turns), turn in self._turns.items()
             if size == shape.size and turns and shape.microbatches % turns == 0
         ]
@@ -169,9 +192,10 @@ class StagePlanner:
         inside = replace(self.constraints, pipeline=None, params={})
         meshed = with_roles(cluster, assign_mesh(inside, cluster.mesh_shape))
         offers = self.offers.over(meshed)
-        floors = Floors(body, inside, self.optimizer, offers, shape.early, parts)
+        floors = Floors(body, inside, self.optimizer, offers, shape.size, parts)
         try:
-            return floored(self.work, floors, shape, cluster.num_devices)
+            turns, devices = shape.microbatches, cluster.num_devices
+            return floored(self.work, floors, turns, shape.size, devices)
         except Infeasible as error:
             raise ConstraintError(
                 f"{floors.pins.describe()} cannot hold on the {cluster.num_devices} devices of "
@@ -205,6 +229,7 @@ class StagePlanner:
         cluster: Cluster,
         settled: Mapping[str, Layout],
         limit: int | None,
+        aim: Aim,
     ) -> Plan:
         """The plan of a kind of stage that receives what is settled, within a limit if there is.
 
@@ -212,7 +237,15 @@ class StagePlanner:
             InfeasiblePlanError: it does not fit.
         """
         model = parts.stages.models[kind]
-        taken = {name: settled[name] for name in port_names(model) if name in settled}
+        if aim.waits is not None:
+            model = replace(model, flight=replace(model.flight, waits=aim.waits))
+        given = dict(aim.ports) | dict(settled)
+        open_names = {s.node for s in model.inputs if s.kind == "received"} & settled.keys()
+        taken = {
+            name: given[name]
+            for name in port_names(model)
+            if name in given and not (aim.free and name in open_names)
+        }
         turns = (model.microbatches, model.flight)
         limits = (limit, limit or self.limit)  # to solve within, and to say in the plan
         stage = (cuts, kind, *turns, cluster.mesh_shape, tuple(taken.items()))

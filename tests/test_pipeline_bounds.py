@@ -23,8 +23,10 @@ from autopar.errors import ConstraintError, InfeasiblePlanError
 from autopar.pipelining import plan_step
 from autopar.report.summary import render_summary
 from autopar.solver.cuts import least_cuts, runs_of
+from autopar.solver.floor import functionals
 from autopar.solver.offers import Offers
-from autopar.solver.pipeline_shape import PipelineShape, Turn, least_seconds
+from autopar.solver.pipeline_shape import PipelineShape, least_seconds
+from autopar.solver.turn import Turn
 from autopar.stage_planning import StagePlanner
 from autopar.tracer.trace import trace
 from tests import zoo
@@ -146,8 +148,8 @@ def test_more_turns_take_no_less(name: str, size: int) -> None:
         many = replace(few, microbatches=turns)
         (coarse, *_) = planner.coarser(many)
         found = planner.turn(many)
-        for part in ("forward", "backward", "inputs", "weights", "step", "after", "once"):
-            assert (getattr(coarse, part) <= getattr(found, part) * ROUNDING).all(), part
+        for part, seconds in coarse.found.items():
+            assert (seconds <= found.found[part] * ROUNDING).all(), part
         assert (coarse.step == before.step).all()
     assert planner.coarser(replace(few, microbatches=2 * size + 1)) == []
 
@@ -173,17 +175,17 @@ def test_no_stage_takes_less_than_its_blocks_and_what_is_around_them(
     for number, stage in enumerate(plan.pipeline.stages):
         took = action_seconds(stage)
         phases = stage.predicted.phases
-        once = phases["prepare"] + phases["finish"]
-        parts = {
-            "forward": took["F"],
-            "inputs": took["I"] if number else took["B"],  # nobody waits for the first one's
-            "backward": took["B"],
-            "once": once,
-            "step": shape.microbatches * (took["F"] + took["B"]) + once,
-        }
-        for part, seconds in parts.items():
-            least = np.split(getattr(turn, part), starts)[number].sum()
+        m = shape.microbatches
+        inputs = took["I"] if number else took["B"]  # nobody waits for the first one's
+        weights = took["B"] - took["I"] if number else 0.0
+        parts = (phases["prepare"], m * took["F"], m * inputs, m * weights, phases["finish"])
+        for part, counts in functionals(m, shape.size).items():
+            seconds = sum(a * b for a, b in zip(counts, parts, strict=True))
+            if part == "weights" and not number:
+                continue
+            least = np.split(turn.found[part], starts)[number].sum()
             assert least <= seconds * ROUNDING + 1e-12, (number, part)  # and what breaks ties
+        assert np.split(turn.backward, starts)[number].sum() <= took["B"] * ROUNDING
     # the last block's seconds are those of the head, too
     inner, last = turn.step[-2:] if name in ("uneven", "folded") else (0.0, 1.0)
     assert last > inner
@@ -196,9 +198,7 @@ def test_the_bound_of_equal_blocks_is_the_time_of_the_schedule(
 ) -> None:
     blocks, one = 3 * p, np.full(3 * p, 1.0)
     shape = PipelineShape(size=p, microbatches=m, schedule=schedule)
-    early = shape.early
-    step = m * 3 * one
-    turn = Turn(one, 2 * one, one, one, step, step - early * one, early, 0 * one)
+    turn = Turn.exact(m, p, (0 * one, m * one, m * one, m * one, 0 * one))
     seconds = [{"F": 3.0, "B": 6.0, "I": 3.0, "W": 3.0}] * p
     hop_s = 0.25
     took = simulate_pipeline(actions(schedule, p, m), seconds).step_s
@@ -216,7 +216,7 @@ def test_the_bound_of_equal_blocks_is_the_time_of_the_schedule(
 def test_interleaved_equal_blocks_take_what_the_bound_says(p: int) -> None:
     m, one = 2 * p, np.full(2 * p, 1.0)
     shape = PipelineShape(size=p, microbatches=m, schedule="interleaved", chunks=2)
-    turn = Turn(one, 2 * one, one, one, m * 3 * one, m * 3 * one, shape.early, 0 * one)
+    turn = Turn.exact(m, p, (0 * one, m * one, m * one, m * one, 0 * one))
     took = simulate_pipeline(
         actions("interleaved", p, m, 2), [{"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}] * 2 * p
     ).step_s
@@ -232,13 +232,8 @@ def test_no_cut_is_faster_than_the_bound_of_unequal_blocks(seed: int, schedule: 
     m = int(rng.integers(p, 3 * p))
     forward, inputs, weights = rng.uniform(0.2, 2.0, (3, blocks))
     prepare, finish = rng.uniform(0.0, 2.0, (2, blocks))
-    once = prepare + finish
     shape = PipelineShape(size=p, microbatches=m, schedule=schedule)
-    step = m * (forward + inputs + weights) + once
-    early = shape.early
-    turn = Turn(
-        forward, inputs + weights, inputs, weights, step, step - early * forward, early, once
-    )
+    turn = Turn.exact(m, p, (prepare, m * forward, m * inputs, m * weights, finish))
     joint = [False, *(bool(x) for x in rng.random(blocks - 1) < 0.2)]
     took: dict[tuple[int, ...], float] = {}
     for starts in itertools.combinations([i for i in range(1, blocks) if not joint[i]], p - 1):
@@ -247,10 +242,11 @@ def test_no_cut_is_faster_than_the_bound_of_unequal_blocks(seed: int, schedule: 
             {"F": f.sum(), "I": i.sum(), "W": w.sum(), "B": (i + w).sum()}
             for f, i, w in zip(*parts, strict=True)
         ]
-        ends = simulate_pipeline(actions(schedule, p, m), seconds, 0.1).finish_s()
-        begin_s = max(x.sum() for x in np.split(prepare, starts))
+        begin_s = [x.sum() for x in np.split(prepare, starts)]
+        orders = actions(schedule, p, m)
+        ends = simulate_pipeline(orders, seconds, 0.1, begin_s=begin_s).finish_s()
         after = np.split(finish, starts)
-        took[starts] = begin_s + max(e + x.sum() for e, x in zip(ends, after, strict=True))
+        took[starts] = max(e + x.sum() for e, x in zip(ends, after, strict=True))
         alone = least_seconds(shape, turn, 0.1, joint, starts)
         assert alone <= took[starts] * (1 + 1e-12)
     if took:

@@ -23,6 +23,8 @@ from autopar.errors import AutoparError
 __all__ = ["PipelineSimulation", "PipelineSpan", "ScheduleError", "simulate_pipeline"]
 
 _Key = tuple[str, int, int]
+_MADE_BY: Mapping[Kind, tuple[Kind, ...]] = {"F": ("F",), "B": ("B", "I"), "I": ("B", "I"), "W": ()}
+"""Kinds of the action of the next stage, or the one before, that makes what one waits for."""
 
 
 class ScheduleError(AutoparError, ValueError):
@@ -47,12 +49,14 @@ class PipelineSimulation:
         step_s: from the first start to the last end.
         busy_s, idle_s: of each rank; they add up to `step_s`.
         spans: every action, in order of start.
+        begin_s: of each rank, when its first action might begin.
     """
 
     step_s: float
     busy_s: tuple[float, ...]
     idle_s: tuple[float, ...]
     spans: tuple[PipelineSpan, ...]
+    begin_s: tuple[float, ...]
 
     @property
     def bubble_fraction(self) -> float:
@@ -67,12 +71,35 @@ class PipelineSimulation:
             ends[span.rank] = max(ends[span.rank], span.end_s)
         return ends
 
+    def longest_way(self, rank: int) -> list[PipelineSpan]:
+        """What a rank's last action waited for, each waiting for the one before."""
+        made = {(s.action.kind, s.action.stage, s.action.microbatch): s for s in self.spans}
+        before: dict[PipelineSpan, PipelineSpan] = {}
+        last: dict[int, PipelineSpan] = {}
+        for span in self.spans:
+            if span.rank in last:
+                before[span] = last[span.rank]
+            last[span.rank] = span
+        way: list[PipelineSpan] = []
+        now = last.get(rank)
+        while now is not None:
+            way.append(now)
+            earlier, a = before.get(now), now.action
+            free_s = self.begin_s[now.rank] if earlier is None else earlier.end_s
+            if free_s < now.start_s:
+                there = a.stage + (-1 if a.kind == "F" else 1)
+                sources = (made.get((kind, there, a.microbatch)) for kind in _MADE_BY[a.kind])
+                earlier = next((s for s in sources if s is not None), None)
+            now = earlier
+        return way[::-1]
+
 
 def simulate_pipeline(
     orders: Orders,
     seconds: Sequence[Mapping[Kind, float]],
     transfer_s: float | Sequence[float] = 0.0,
     *,
+    begin_s: Sequence[float] = (),
     blocking: bool = False,
 ) -> PipelineSimulation:
     """Run a schedule on the clock.
@@ -83,6 +110,7 @@ def simulate_pipeline(
         transfer_s: to send a microbatch over the boundary behind stage s, either way; one number
             for all, or one for each of the ``len(seconds) - 1`` boundaries. Stages on one rank
             send nothing.
+        begin_s: of each rank, when its first action may begin; default: at once.
         blocking: a rank computes nothing while it sends.
 
     Returns:
@@ -92,7 +120,8 @@ def simulate_pipeline(
         ScheduleError: a deadlock, an action that is there twice or has no seconds, or a forward
             without a whole backward.
     """
-    clock = _Clock(orders, seconds, transfer_s, blocking)
+    begin_s = tuple(begin_s) or (0.0,) * len(orders)
+    clock = _Clock(orders, seconds, transfer_s, begin_s, blocking)
     _check_complete(orders, len(seconds))
     pending = list(range(len(orders)))
     while pending:
@@ -106,6 +135,7 @@ def simulate_pipeline(
         busy_s=tuple(busy),
         idle_s=tuple(step_s - b for b in busy),
         spans=tuple(spans),
+        begin_s=begin_s,
     )
 
 
@@ -117,6 +147,7 @@ class _Clock:
         orders: Orders,
         seconds: Sequence[Mapping[Kind, float]],
         transfer_s: float | Sequence[float],
+        begin_s: Sequence[float],
         blocking: bool,
     ) -> None:
         self.blocking = blocking
@@ -132,7 +163,7 @@ class _Clock:
             )
         self.transfer_s = transfer_s
         self.next = [0] * len(orders)
-        self.free_s = [0.0] * len(orders)
+        self.free_s = list(begin_s)
         self.busy_s = [0.0] * len(orders)
         self.link_free_s: dict[tuple[int, bool], float] = defaultdict(float)
         self.arrived: dict[_Key, float] = {}  # when what a (kind, stage, microbatch) needs is there

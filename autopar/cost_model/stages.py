@@ -1,9 +1,9 @@
 """Seconds and bytes of a pipelined step from the plans of its stages.
 
-Stages run on the clock of their schedule (`cost_model/pipeline.py`), between what each rank does
-once before the microbatches and once behind them::
+Stages run on the clock of their schedule (`cost_model/pipeline.py`), each rank as soon as it has
+prepared its parameters, and reduces gradients behind its last action::
 
-    step = max_r prepare_r + max_r (end of r's last action + finish_r) + max_r offload_r
+    step = max_r (end of r's last action + finish_r) + max_r offload_r
 
 The prediction is that of the rank that works longest. Whatever it does not work, it stands idle::
 
@@ -23,9 +23,16 @@ from autopar.core.timeline import PipelineSlot, Timeline, rounded
 from autopar.core.transfers import Transfer
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import CollectiveKind
-from autopar.cost_model.pipeline import simulate_pipeline
+from autopar.cost_model.pipeline import PipelineSimulation, simulate_pipeline
 
-__all__ = ["PipelinedTime", "action_seconds", "pipelined_time", "transfer_seconds"]
+__all__ = [
+    "PipelinedTime",
+    "RanksTime",
+    "action_seconds",
+    "pipelined_time",
+    "ranks_time",
+    "transfer_seconds",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,58 +88,90 @@ def transfer_seconds(
     return [max(ways.values()) for ways in found]
 
 
-def pipelined_time(
-    plans: Sequence[Plan],
-    orders: Orders,
-    transfer_s: Sequence[float],
-    microbatches: int,
-    memory: Mapping[str, int],
-) -> PipelinedTime:
+@dataclass(frozen=True, slots=True)
+class RanksTime:
+    """When each rank of a pipeline does what.
+
+    Attributes:
+        simulated: the actions.
+        own: stages of each rank.
+        ends_s: when each has reduced its gradients.
+        offload_s: of each, for optimizer states on the host.
+    """
+
+    simulated: PipelineSimulation
+    own: tuple[tuple[Plan, ...], ...]
+    ends_s: tuple[float, ...]
+    offload_s: tuple[float, ...]
+
+    @property
+    def step_s(self) -> float:
+        """Until the last rank is done."""
+        return max(self.ends_s) + max(self.offload_s)
+
+
+def ranks_time(plans: Sequence[Plan], orders: Orders, transfer_s: Sequence[float]) -> RanksTime:
     """Run the stages' plans on the clock.
 
     Args:
         plans: of the stages; stage s is on rank s modulo the number of ranks.
         orders: of each rank.
         transfer_s: as `transfer_seconds` gives them.
-        microbatches: of a step.
-        memory: bytes by kind of the rank that peaks highest (`rank_memory`).
     """
     size = len(orders)
-    simulated = simulate_pipeline(orders, [action_seconds(p) for p in plans], list(transfer_s))
-    own = [list(plans[rank::size]) for rank in range(size)]
-    once = {
-        phase: [sum(p.predicted.phases[phase] for p in stages) for stages in own]
+    own = tuple(tuple(plans[rank::size]) for rank in range(size))
+    prepare_s, finish_s = (
+        [sum(p.predicted.phases[phase] for p in stages) for stages in own]
         for phase in ("prepare", "finish")
-    }
-    begin_s = max(once["prepare"])
-    finish_s = simulated.finish_s()
-    ends_s = [finish_s[r] + once["finish"][r] for r in range(size)]
-    offload_s = [sum(p.predicted.offload_s for p in stages) for stages in own]
-    step_s = begin_s + max(ends_s) + max(offload_s)
+    )
+    seconds = [action_seconds(p) for p in plans]
+    simulated = simulate_pipeline(orders, seconds, list(transfer_s), begin_s=prepare_s)
+    ends = zip(simulated.finish_s(), finish_s, strict=True)
+    return RanksTime(
+        simulated,
+        own,
+        tuple(end + once for end, once in ends),
+        tuple(sum(p.predicted.offload_s for p in stages) for stages in own),
+    )
+
+
+def pipelined_time(
+    plans: Sequence[Plan],
+    orders: Orders,
+    transfer_s: Sequence[float],
+    memory: Mapping[str, int],
+) -> PipelinedTime:
+    """What is expected of a step, from the stages' plans.
+
+    Args:
+        plans: of the stages; stage s is on rank s modulo the number of ranks.
+        orders: of each rank.
+        transfer_s: as `transfer_seconds` gives them.
+        memory: bytes by kind of the rank that peaks highest (`rank_memory`).
+    """
+    size, time = len(orders), ranks_time(plans, orders, transfer_s)
     busy_s = [
-        once["prepare"][r] + simulated.busy_s[r] + once["finish"][r] + offload_s[r]
-        for r in range(size)
+        busy + offload + sum(sum(p.predicted.phases[x] for x in ("prepare", "finish")) for p in own)
+        for busy, offload, own in zip(time.simulated.busy_s, time.offload_s, time.own, strict=True)
     ]
     slots = [
         PipelineSlot(s.rank, s.action.kind, s.action.stage, s.action.microbatch,
-                     rounded(begin_s + s.start_s), rounded(s.end_s - s.start_s))
-        for s in simulated.spans
+                     rounded(s.start_s), rounded(s.end_s - s.start_s))
+        for s in time.simulated.spans
     ]  # fmt: skip
-    for rank in range(size):
-        slots += _once(own[rank], rank, size, begin_s, begin_s + finish_s[rank])
-    idle_s = sum(step_s - busy for busy in busy_s)
+    for rank, end_s in enumerate(time.simulated.finish_s()):
+        slots += _once(time.own[rank], rank, size, end_s)
+    idle_s = sum(time.step_s - busy for busy in busy_s)
     return PipelinedTime(
-        predicted=_predicted(own, busy_s, step_s, memory),
-        bubble=idle_s / (size * step_s) if step_s else 0.0,
+        predicted=_predicted(time.own, busy_s, time.step_s, memory),
+        bubble=idle_s / (size * time.step_s) if time.step_s else 0.0,
         slots=tuple(sorted(slots, key=lambda s: (s.start_s, s.rank))),
     )
 
 
-def _once(
-    stages: Sequence[Plan], rank: int, size: int, begin_s: float, end_s: float
-) -> Iterable[PipelineSlot]:
-    """What a rank does before `begin_s` and from `end_s` on, its last stage first."""
-    before = begin_s - sum(p.predicted.phases["prepare"] for p in stages)
+def _once(stages: Sequence[Plan], rank: int, size: int, end_s: float) -> Iterable[PipelineSlot]:
+    """What a rank does before its actions, and from `end_s` on, its last stage first."""
+    before = 0.0
     for index, plan in enumerate(stages):
         seconds = plan.predicted.phases["prepare"]
         if seconds:

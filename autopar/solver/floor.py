@@ -7,15 +7,17 @@ a lower bound of what the block adds to a stage that holds it, on the same mesh 
 microbatches, with any neighbours and any choices for them. Bounds of several blocks add up.
 
 Bounds of parts of the seconds are found in the same way, with the other parts left out or counted
-less: of a forward, of the backward that the stage before waits for, and of all but some forwards.
+less: of a forward, of the backward that the stage before waits for, and of several together. A
+bound of a sum is no lower than the sum of bounds, as one plan has to do well in all.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
-from typing import Any
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,34 +36,50 @@ from autopar.solver.rules.own_order import note_orders
 from autopar.solver.shares import lowest_shares
 from autopar.solver.step import Bucket, Step, build_step
 
-__all__ = ["Floor", "Floors"]
+__all__ = ["Floors", "Weights", "functionals"]
 
 _MANY = 1 << 30  # gradients that a bucket may join
 _SUMMING = {*REARRANGING, NARROW, torch.ops.aten.alias.default, torch.ops.aten.add.Tensor}
 
 
-@dataclass(frozen=True, slots=True)
-class Floor:
-    """Lower bounds of what one block adds to a stage.
+class Weights(NamedTuple):
+    """What a second of each part of a step counts.
 
     Attributes:
-        step: seconds of a step, all turns and what runs once.
-        forward: of one turn.
-        inputs: of one turn's backward, up to what goes to the block before.
-        weights: of one turn, the rest of the backward.
-        after: of a step without the forwards of `early` turns.
-        once: of what runs once a step: parameters on their way, and gradients.
+        prepare: of what runs once, in front of the turns.
+        forward: of turns.
+        inputs: of their backwards, up to what goes to the block before.
+        weights: of the rest of them.
+        finish: of what runs once, behind the turns: gradients.
     """
 
-    step: float
-    forward: float = 0.0
-    inputs: float = 0.0
-    weights: float = 0.0
-    after: float = 0.0
-    once: float = 0.0
+    prepare: float
+    forward: float
+    inputs: float
+    weights: float
+    finish: float
 
-    def __add__(self, other: Floor) -> Floor:
-        return Floor(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+def functionals(microbatches: int, ranks: int) -> dict[str, Weights]:
+    """What is bounded of each block, by name.
+
+    Args:
+        microbatches: of a step.
+        ranks: of the pipeline: "after" and "first" leave out as many forwards.
+    """
+    late, once = 1 - min(ranks, microbatches) / microbatches, 1 / microbatches
+    return {
+        "step": Weights(1, 1, 1, 1, 1),
+        "end": Weights(0, 1, 1, 1, 1),
+        "after": Weights(0, late, 1, 1, 1),
+        "first": Weights(1, late, 1, 1, 1),
+        "forward": Weights(0, 1, 0, 0, 0),
+        "inputs": Weights(0, 0, 1, 0, 0),
+        "weights": Weights(0, 0, 0, 1, 0),
+        "onward": Weights(0, 1, 1, 0, 0),
+        "turns": Weights(0, 1, 1, 1, 0),
+        "one turn": Weights(1, once, once, once, 1),
+    }
 
 
 class _Alone(Blocks):
@@ -93,8 +111,8 @@ class Floors:
         constraints: what is pinned inside stages.
         optimizer: whose update may cost seconds.
         offers: on the mesh of a pipeline rank.
-        early: turns that `Floor.after` leaves out; all of them are left out without a look.
-        parts: find more than `Floor.step`; else the parts of it are 0.
+        ranks: of the pipeline.
+        parts: find more than "step" and "end".
     """
 
     def __init__(
@@ -103,7 +121,7 @@ class Floors:
         constraints: Constraints,
         optimizer: object,
         offers: Offers,
-        early: int,
+        ranks: int,
         parts: bool = True,
     ) -> None:
         note_orders(body.graph)
@@ -113,18 +131,19 @@ class Floors:
         self.step = replace(step, shares=least)
         self.offers = offers
         self.optimizer = optimizer
-        self.left = 1 - min(early, body.microbatches) / body.microbatches
-        self.parts = parts
+        wanted = functionals(body.microbatches, ranks)
+        self.wanted = wanted if parts else {name: wanted[name] for name in ("step", "end")}
         roles = assign_mesh(constraints, offers.cluster.mesh_shape)
         self.pins = Pins(constraints, roles, body, self.step)
         self.blocks = _Alone(self.step.blocks)
         self.cells = Cells(body)
         self._fed = dependents(body, "input", "seed")  # what is not, may run once a step
 
-    def of(self, blocks: Sequence[str]) -> list[Floor]:
+    def of(self, blocks: Sequence[str]) -> list[dict[str, float]]:
         """Lower bounds of blocks (FQNs, `core/cells.py`), each with what is around it.
 
-        A block that has all the ops of another one, and more, takes no less: found once.
+        They are seconds of a step, all turns, by the names of `functionals`. A block that has
+        all the ops of another one, and more, takes no less: found once.
         """
         inside = [{n.name for n in self.cells.members[block]} for block in blocks]
         place = owners_of(self.body, self.cells, blocks, self.step)
@@ -136,49 +155,51 @@ class Floors:
         parts = [self._only(names) for names in inside]
         shares = self.step.shares
         ops = [
-            Counter((likeness(o.call), o.backward, shares.get(o.name)) for o in p.ops.values())
+            Counter(
+                (likeness(o.call), o.backward, o.name in before, shares.get(o.name))
+                for o in p.ops.values()
+            )
             for p in parts
         ]
-        found: dict[int, Floor] = {}
+        found: dict[int, dict[str, float]] = {}
         for i in sorted(range(len(blocks)), key=lambda i: len(parts[i].ops)):
-            like = next((floor for j, floor in found.items() if ops[j] <= ops[i]), None)
+            like = next((floors for j, floors in found.items() if ops[j] <= ops[i]), None)
             found[i] = like or self._found(parts[i], before)
         beside = (self._found(self._only(names), before) for names in around)
-        return [found[i] + more for i, more in enumerate(beside)]
+        return [
+            {name: seconds + more[name] for name, seconds in found[i].items()}
+            for i, more in enumerate(beside)
+        ]
 
-    def _found(self, part: Step, before: Collection[str]) -> Floor:
-        cluster, turns = self.offers.cluster, self.body.microbatches
-        built = build_problem(
-            self.body, part, cluster, self.pins, self.optimizer, None, self.offers
-        )
-        whole = built.problem
-        if not self.parts:
-            return Floor(_least(whole))
-        at_turns = {n: op for n, op in part.ops.items() if n in self._fed}
-        forward = {n for n, op in at_turns.items() if not op.backward and not part.is_hoisted(n)}
-        backward = {n for n, op in at_turns.items() if op.backward}
-        inputs = backward & set(before)
-
-        later = {n for n, op in part.ops.items() if op.backward}
-
-        def without_early_forwards(*nodes: Hashable) -> float:
-            own = any(n in forward for n in nodes) and not any(n in later for n in nodes)
-            return self.left if own else 1.0
-
-        return Floor(
-            step=_least(whole),
-            forward=_least(_among(whole, forward)) / turns,
-            inputs=_least(_among(whole, inputs)) / turns,
-            weights=_least(_among(whole, backward - inputs)) / turns,
-            after=_least(_weighted(whole, without_early_forwards)) if self.left else 0.0,
-            once=_least(_among(whole, *self._once(part))),
-        )
-
-    def _once(self, part: Step) -> tuple[set[str], set[frozenset[str]]]:
-        """Nodes of what runs once a step, and pairs with others that cost once a step."""
-        nodes = {*part.parameters, *(n for n in part.ops if part.is_hoisted(n))}
+    def _found(self, part: Step, before: Collection[str]) -> dict[str, float]:
+        whole = build_problem(
+            self.body, part, self.offers.cluster, self.pins, self.optimizer, None, self.offers
+        ).problem
         ends = {frozenset((value[0], name)) for name, value in part.gradients.items()}
-        return nodes, ends
+        parts = {name: self._parts_of(part, before, str(name)) for name in whole.costs}
+
+        def counts(weights: Weights, *nodes: Hashable) -> float:
+            """What a node counts, or a pair of them, at least."""
+            if frozenset(nodes) in ends:
+                return weights.finish  # reduced once
+            return min(weights[i] for n in nodes for i in parts[n])
+
+        return {
+            name: _least(_weighed(whole, partial(counts, weights)))
+            for name, weights in self.wanted.items()
+        }
+
+    def _parts_of(self, part: Step, before: Collection[str], name: str) -> Sequence[int]:
+        """Parts of a step that a node may run in: indices of `Weights`."""
+        if part.is_hoisted(name):
+            return (0,)
+        if name in part.parameters:
+            return 0, 4
+        if name not in self._fed or name not in part.ops:
+            return range(5)
+        if not part.ops[name].backward:
+            return (1,)
+        return (2,) if name in before else (3,)
 
     def _of_several(self, place: Mapping[str, int]) -> set[str]:
         """Parameters that several blocks read, what is made of them alone, and of their gradients.
@@ -278,31 +299,10 @@ def _least(problem: ChoiceProblem) -> float:
     return max(0.0, solve_problem(problem, exact=False).bound) if problem.costs else 0.0
 
 
-def _among(
-    problem: ChoiceProblem,
-    names: Collection[Hashable],
-    ends: Collection[frozenset[Hashable]] = (),
-) -> ChoiceProblem:
-    """What some nodes cost, and the pairs of them; of more pairs, what these cost alone."""
-    edges = {
-        (i, j): m
-        for (i, j), m in problem.edges.items()
-        if frozenset((i, j)) in ends or (i in names and j in names)
-    }
-    held = {n for pair in edges for n in pair}.union(names)
-    return ChoiceProblem(
-        {n: cost if n in names else 0 * cost for n, cost in problem.costs.items() if n in held},
-        edges,
-    )
-
-
-def _weighted(problem: ChoiceProblem, share: Callable[..., float]) -> ChoiceProblem:
+def _weighed(problem: ChoiceProblem, counts: Callable[..., float]) -> ChoiceProblem:
     """The problem with a share of what each node, and each pair of nodes, costs."""
-
-    def least(*nodes: Hashable) -> float:
-        return max(share(*nodes), 1e-9)  # no 0 times infinity
-
-    return ChoiceProblem(
-        {n: least(n) * cost for n, cost in problem.costs.items()},
-        {(i, j): least(i, j) * m for (i, j), m in problem.edges.items()},
-    )
+    shares = {pair: counts(*pair) for pair in problem.edges}
+    edges = {pair: share * problem.edges[pair] for pair, share in shares.items() if share}
+    held = {n for pair in edges for n in pair}
+    costs = {n: counts(n) * cost for n, cost in problem.costs.items()}
+    return ChoiceProblem({n: c for n, c in costs.items() if n in held or c.any()}, edges)

@@ -1,21 +1,25 @@
 """What is settled of a pipeline before its stages are planned: its mesh, its cuts, its least time.
 
 With F_b, B_b and I_b the seconds of block b at each of m turns, of its forward, its backward, and
-the part of that which the block before waits for; O_r all that rank r does in a step; and no more
-than one stage on a rank,
+the part of that which the block before waits for; P_r and E_r what rank r does once in front of the
+turns and behind them, and O_r all that it does in a step; and no more than one stage on a rank,
 
-    step >= max_r [ sum_(b before r) F_b + r * hop + O_r ]
-    step >= max_r [ sum_(b before r) (F_b + B_b) + 2 r * hop + m * sum_(b on r) (F_b + B_b) ] + P_0
-    step >= max_r [ sum_b F_b + sum_(b behind r) I_b + (2p - 2 - r) * hop + O_r - k_r F_r ]
+    step >= O_r
+    step >= sum_(b before r) F_b + r * hop + O_r - P_r
+    step >= P_0 + sum_(b before r) (F_b + B_b) + 2 r * hop + m * sum_(b on r) (F_b + B_b) + E_0
+    step >= sum_b F_b + sum_(b behind r) I_b + (2p - 2 - r) * hop + O_r - P_r - k_r F_r + [r=0] P_0
 
 as rank r waits for the first microbatch to come through the stages before it, as these have to work
 on the last one behind it, and as it waits for the first one to come back from those behind it, when
-it has run k_r = min(m, p - r) forwards. P_0 is what the first rank does once a step, before and
-behind the turns: all ranks begin with that at the same time. Where a backward is split, I_b stands
-for B_b in the second, the weight gradients are added that rank r has run by its last I, and the
-last one of the first rank. The third holds only for 1F1B and zero-bubble. A hop is the latency of a
-transfer. The bound is minimised over all cuts (`cuts.py`); for equal blocks it is the time of the
-schedule itself (`core/schedule.py`).
+it has run k_r = min(m, p - r) forwards. Where a backward is split, I_b stands for B_b in the third,
+the weight gradients are added that rank r has run by its last I, and the last one of the first
+rank. The fourth holds only for 1F1B and zero-bubble. A hop is the latency of a transfer.
+
+Where a sum has several parts of what a rank does, one plan has to serve for all of them: they are
+bounded together (`floor.functionals`).
+
+The bound is minimised over all cuts (`cuts.py`); for equal blocks it is the time of the schedule
+itself (`core/schedule.py`).
 
 A pipeline is cut where the bound is least, or where the longest stage is as short as can be: the
 schedule runs on the clock with both. Of several stages on a rank the longest is made short.
@@ -25,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,17 +37,15 @@ from autopar.core.schedule import SCHEDULES, Kind, actions
 from autopar.cost_model.pipeline import simulate_pipeline
 from autopar.errors import ConstraintError
 from autopar.solver.cuts import least_cuts, least_done, runs_of
-from autopar.solver.floor import Floor, Floors
 from autopar.solver.ideal import BlockWork
 from autopar.solver.problem import Array
+from autopar.solver.turn import Turn
 
 __all__ = [
     "PipelineShape",
-    "Turn",
     "balanced_cuts",
     "cuts_that_fit",
     "expected_seconds",
-    "floored",
     "least_seconds",
     "stage_mesh",
 ]
@@ -66,97 +68,10 @@ class PipelineShape:
     def num_stages(self) -> int:
         return self.size * self.chunks
 
-    @property
-    def early(self) -> int:
-        """Forwards that the first rank runs before its first backward, one by one."""
-        return min(self.size, self.microbatches)
-
     def __str__(self) -> str:
         ranks = f"{self.size}×{self.chunks}" if self.chunks > 1 else f"{self.size}"
         turns = f"{self.microbatches} microbatch{'es' * (self.microbatches > 1)}"
         return f"{ranks} rank{'s' * (self.size > 1)}, {turns}"
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """Lower bounds of each block on one pipeline rank.
-
-    Attributes:
-        forward, backward: seconds of one turn, (n,).
-        inputs: of the part of the backward that the block before waits for.
-        weights: of the rest of it.
-        step: of a step, all turns and what runs once.
-        after: of a step without the forward of `early` turns.
-        early: see there.
-        once: of a step, what runs once.
-    """
-
-    forward: Array
-    backward: Array
-    inputs: Array
-    weights: Array
-    step: Array
-    after: Array
-    early: int
-    once: Array
-
-    @classmethod
-    def ideal(cls, work: BlockWork, shape: PipelineShape, devices: int) -> Turn:
-        """Without communication, on so many devices a rank."""
-        forward, backward = work.at_turns(devices, shape.microbatches)
-        step, early = shape.microbatches * (forward + backward), shape.early
-        none = 0 * forward  # how a backward would be split is not known
-        return cls(forward, backward, none, none, step, step - early * forward, early, none)
-
-    def in_turns(self, shape: PipelineShape, of: int) -> Turn:
-        """The step in some turns as a lower bound of that in more: none gets cheaper by that.
-
-        Args:
-            shape: that the bound is for.
-            of: turns that this one is for, a divisor of the shape's.
-        """
-        each = shape.microbatches // of
-        return Turn(
-            forward=self.forward / each,
-            backward=self.backward / each,
-            inputs=self.inputs / each,
-            weights=self.weights / each,
-            step=self.step,
-            after=self.after,  # the early turns are no larger a share of more
-            early=shape.early,
-            once=self.once,
-        )
-
-    def above(self, other: Turn) -> Turn:
-        """The higher of two bounds, block by block."""
-        assert self.early == other.early
-        return Turn(
-            forward=np.maximum(self.forward, other.forward),
-            backward=np.maximum(self.backward, other.backward),
-            inputs=np.maximum(self.inputs, other.inputs),
-            weights=np.maximum(self.weights, other.weights),
-            step=np.maximum(self.step, other.step),
-            after=np.maximum(self.after, other.after),
-            early=self.early,
-            once=np.maximum(self.once, other.once),
-        )
-
-    def without(self, turns: int) -> Array:
-        """Seconds of a step without the forward of so many turns, no more than `early`."""
-        # the least of sums that are straight in the number: no lower than a line below it
-        share = turns / self.early
-        return self.step + share * (self.after - self.step)
-
-
-def floored(work: BlockWork, floors: Floors, shape: PipelineShape, devices: int) -> Turn:
-    """With communication of blocks and of what is around them."""
-    if not work.names:
-        return Turn.ideal(work, shape, devices)
-    found = floors.of(work.held)
-    rows = np.array([astuple(f) for f in found]).T[:, work.like]
-    of = dict(zip((f.name for f in fields(Floor)), rows, strict=True))
-    backward = of["inputs"] + of["weights"]
-    return Turn(**of, backward=backward, early=shape.early).above(Turn.ideal(work, shape, devices))
 
 
 def stage_mesh(mesh_shape: Sequence[int], size: int) -> tuple[int, ...]:
@@ -197,53 +112,57 @@ def least_seconds(
     if not len(turn.step):
         return 0.0  # a model without blocks
     if shape.chunks == 1:
-        ranks, round_trips, tail = _ranks(shape, turn, hop_s), *_round_trips(shape, turn, hop_s)
+        ranks, (back, tail) = _ranks(shape, turn, hop_s), _round_trips(shape, turn, hop_s)
         if starts is None:
-            return least_done(ranks, round_trips, tail, joint)
+            return least_done(ranks, back, tail, joint)
         runs = list(zip([0, *starts], [*starts, len(turn.step)], strict=True))
         found = [
-            max(done[run], back[run] + tail[runs[0][1]])
-            for done, back, run in zip(ranks, round_trips, runs, strict=True)
+            max(done[run], returned[run] + tail[runs[0][1]])
+            for done, returned, run in zip(ranks, back, runs, strict=True)
         ]
         return float(max(found))
     assert starts is not None
-    forward, backward, step, once = (
-        np.array([x.sum() for x in np.split(part, starts)])
-        for part in (turn.forward, turn.backward, turn.step, turn.once)
-    )
-    return _of_stages(shape, forward, backward, step, once, hop_s)
+    sums = {
+        name: np.array([x.sum() for x in np.split(part, starts)])
+        for name, part in turn.found.items()
+    }
+    return _of_stages(shape, sums, hop_s)
 
 
 def _round_trips(shape: PipelineShape, turn: Turn, hop_s: float) -> tuple[list[Array], Array]:
-    """When the first rank has the last gradient back from each, by the run that this one holds.
+    """When the first rank has the last gradient back from each other one, by the run of this.
 
-    And what it still does then, by the block behind its own run. Nothing is known of schedules of
-    others.
+    And what that adds to it which the first rank does, by the block behind its own run: of one
+    turn, and of what runs once. Nothing is known of schedules of others.
     """
-    total = len(turn.step) + 1
+    total, m = len(turn.step) + 1, shape.microbatches
+    nothing = np.full((total, total), -np.inf)
     if shape.schedule not in SCHEDULES:
-        return [np.full((total, total), -np.inf)] * shape.size, np.zeros(total)
-    whole, m = shape.schedule in _WHOLE_BACKWARD, shape.microbatches
-    back = turn.backward if whole else turn.inputs
-    found = []
-    for r in range(shape.size):
+        return [nothing] * shape.size, np.zeros(total)
+    whole = shape.schedule in _WHOLE_BACKWARD
+    turns, onward = turn.found["turns"], turn.found["onward"]
+    through = _before((turns if whole else onward) / m)
+    found = [nothing]
+    for r in range(1, shape.size):
         # weight gradients come as many turns late as there are ranks before (`core/schedule.py`)
-        own = m * (turn.forward + back) + (0 if whole else max(0, m - 1 - r)) * turn.weights
-        found.append(runs_of(own) + _before(turn.forward + back)[:, None] + 2 * r * hop_s)
-    return found, _before(turn.once if whole else turn.weights + turn.once)
+        late = 1.0 if whole else max(0, m - 1 - r) / m
+        own = onward + late * (turns - onward)  # no lower than the line between the two
+        found.append(runs_of(own) + through[:, None] + 2 * r * hop_s)
+    return found, _before(turn.found["one turn"]) - through
 
 
 def _ranks(shape: PipelineShape, turn: Turn, hop_s: float) -> list[Array]:
     """When each rank is done at the soonest, by the run that it holds."""
-    size, step = shape.size, runs_of(turn.step)
-    ahead = _before(turn.forward)[:, None]
-    found = [step + ahead + r * hop_s for r in range(size)]
+    size, ahead, end = shape.size, _before(turn.forward), runs_of(turn.found["end"])
+    found = [runs_of(turn.step)]
+    found += [np.maximum(found[0], end + ahead[:, None] + r * hop_s) for r in range(1, size)]
     if shape.schedule in _ONE_BY_ONE:
-        through, behind = turn.forward.sum(), turn.inputs.sum() - _before(turn.inputs)[None, :]
+        onward = _before(turn.found["onward"] / shape.microbatches)
+        around = ahead[None, :] + onward[-1] - onward[None, :]
         for r in range(size):
-            after = runs_of(turn.without(min(shape.microbatches, size - r)))
-            returned = through + behind + (2 * size - 2 - r) * hop_s + after
-            found[r] = np.maximum(found[r], returned)
+            left = turn.without(min(shape.microbatches, size - r)) if r else turn.found["first"]
+            after = runs_of(left)
+            found[r] = np.maximum(found[r], around + (2 * size - 2 - r) * hop_s + after)
     return found
 
 
@@ -251,27 +170,23 @@ def _before(seconds: Array) -> Array:
     return np.concatenate([[0.0], np.cumsum(seconds)])
 
 
-def _of_stages(
-    shape: PipelineShape,
-    forward: Array,
-    backward: Array,
-    step: Array,
-    once: Array,
-    hop_s: float,
-) -> float:
-    """The first and the second bound of given stages, several on a rank."""
-    if shape.schedule not in SCHEDULES:
-        hop_s, forward = 0.0, 0 * forward  # another's schedule may begin with any stage
-    ranks = np.arange(shape.size)
+def _of_stages(shape: PipelineShape, sums: Mapping[str, Array], hop_s: float) -> float:
+    """The first three bounds of given stages, several on a rank."""
+    known, size, m = shape.schedule in SCHEDULES, shape.size, shape.microbatches
 
-    def by_rank(seconds: Array) -> Array:
-        return seconds.reshape(shape.chunks, shape.size).sum(axis=0)
+    def by_rank(name: str) -> Array:
+        return sums[name].reshape(shape.chunks, size).sum(axis=0)
 
-    found = by_rank(step) + _before(forward)[ranks] + ranks * hop_s
+    found = by_rank("step")
+    if known:  # another's schedule may begin with any stage
+        ranks = np.arange(size)
+        ahead = _before(sums["forward"] / m)[ranks] + ranks * hop_s
+        found = np.maximum(found, ahead + by_rank("end"))
     if shape.schedule in _WHOLE_BACKWARD:
-        both = forward + backward
-        around = shape.microbatches * by_rank(both) + _before(both)[ranks] + 2 * ranks * hop_s
-        found = np.maximum(found, around + by_rank(once)[0])
+        both = sums["turns"] / m
+        between = _before(both)[1:size] - both[0] + 2 * np.arange(1, size) * hop_s
+        around = sums["one turn"][0] + between + by_rank("turns")[1:]
+        found = np.append(found, around)
     return float(found.max())
 
 
@@ -384,5 +299,5 @@ def _on_the_clock(
     ]
     once = [max(0.0, s[3] - shape.microbatches * sum(s[:3])) / 2 for s in stages]
     orders = actions(shape.schedule, shape.size, shape.microbatches)
-    ends = simulate_pipeline(orders, seconds).finish_s()
-    return max(once) + max(end + more for end, more in zip(ends, once, strict=True))
+    ends = simulate_pipeline(orders, seconds, begin_s=once).finish_s()
+    return max(end + more for end, more in zip(ends, once, strict=True))

@@ -1,0 +1,200 @@
+"""Plans those stages of a pipeline anew that the longest way through its schedule runs through.
+
+At first all stages are planned for the same: a second of a turn counts what it adds to a step of
+equal stages (`Flight.waits`). But the ranks that begin and that end a step stand idle between, so
+what they do once costs a step more than what they do at each turn; and the rank with the most to do
+at a turn sets the pace of all. So, as long as the step gets shorter,
+
+1. the schedule is run on the clock, and what the last action to end waited for is followed back to
+   the start (`PipelineSimulation.longest_way`);
+2. of the stages on that way, the one where it ends and the one with most actions on it are planned
+   for what the way counts: so many forwards, input and weight gradients, and what runs once. A way
+   that is made shorter leaves others, so a stage goes half of the way from the weights that it was
+   planned for, then all of it, or a quarter;
+3. a stage keeps the layouts of what it exchanges with others. Where those that it receives cost
+   much, it chooses them, and the stages before are planned to send them.
+
+That is a descent, not an optimum: the bound of a plan does not come from here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+from autopar.core.placement import Layout
+from autopar.core.plan import Plan
+from autopar.cost_model.stages import RanksTime, ranks_time, transfer_seconds
+from autopar.errors import ConstraintError, InfeasiblePlanError
+
+if TYPE_CHECKING:
+    from autopar.pipeline_stages import Pipeliner
+
+__all__ = ["Aim", "CriticalStages"]
+
+Waits: TypeAlias = tuple[float, float, float]
+
+_HALF = 0.5  # of the way from the weights of a stage to those of the longest way
+_LEAST = 1e-3  # of the step: what an exchange of plans must save
+_NEAR = 0.02  # of the least that a turn can take
+_MOST = 64  # exchanges
+_REFUSED = (ConstraintError, InfeasiblePlanError)  # of layouts that do not go together
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """What a stage is planned for.
+
+    Attributes:
+        waits: as `Flight.waits`; None: those of its flight.
+        ports: layouts of what it sends, by the names of its ports.
+        free: choose the layouts of what it receives.
+    """
+
+    waits: Waits | None = None
+    ports: Mapping[str, Layout] = field(default_factory=dict)
+    free: bool = False
+
+
+Aims: TypeAlias = Mapping[int, Aim]
+
+
+class CriticalStages:
+    """Exchanges the plans of stages for others with which the step takes less.
+
+    Args:
+        pipeliner: that plans them, without a memory limit.
+        aims: what each stage was planned for.
+    """
+
+    def __init__(self, pipeliner: Pipeliner, aims: Aims) -> None:
+        self.pipeliner = pipeliner
+        self.parts = pipeliner.parts
+        self.aims = dict(aims)
+        self.plans = pipeliner.solve_free(self.aims)
+        self.time = self._time(self.plans)
+
+    def suited(self) -> list[Plan]:
+        """Plans of all stages, which fit the memory limit if the first ones did."""
+        for _ in range(_MOST):
+            if not any(self._exchanged(*each) for each in self._critical()):
+                break
+        return self.plans
+
+    # --- where the step takes long -------------------------------------------------------------
+    def _time(self, plans: Sequence[Plan]) -> RanksTime:
+        p = self.pipeliner
+        transfer_s = transfer_seconds(self.parts.crossings(), plans, p.cluster, p.shape.size)
+        return ranks_time(plans, p.orders, transfer_s)
+
+    def _critical(self) -> list[tuple[int, Waits, bool]]:
+        """Stages to plan anew, what the longest way counts, and whether it is longest in them.
+
+        That is what a second of their parts counts beside one of what runs once.
+        """
+        size, turns = self.pipeliner.shape.size, self.pipeliner.shape.microbatches
+        last = max(range(size), key=self.time.ends_s.__getitem__)
+        way = [s.action for s in self.time.simulated.longest_way(last)]
+        counts = Counter((a.stage, a.kind) for a in way)
+        runs = Counter(a.stage for a in way)
+        first = way[0].stage % size
+        longest = max(runs, key=lambda s: (runs[s], -s))
+        ends = sorted((s for s in runs if s % size == last), reverse=True)
+        found: list[tuple[int, Waits, bool]] = []
+        for stage in dict.fromkeys([*ends, longest]):
+            once = ((stage % size == first) + (stage % size == last)) / 2 or 0.5 / turns
+            whole = counts[stage, "B"]
+            parts = (counts[stage, "F"], counts[stage, "I"] + whole, counts[stage, "W"] + whole)
+            least = max(parts) / (2 * turns)  # none counts nothing
+            forward, inputs, weights = (max(n, least) / (turns * once) for n in parts)
+            found.append((stage, (forward, inputs, weights), stage == longest))
+        return found
+
+    # --- exchanges -----------------------------------------------------------------------------
+    def _exchanged(self, stage: int, waits: Waits, paces: bool) -> bool:
+        """Plan a stage for other weights; False if that does not make the step shorter.
+
+        Args:
+            stage: to plan anew.
+            waits: what the longest way counts.
+            paces: it has most actions on that way.
+        """
+        if self._tried(self._towards(stage, waits, _HALF)):
+            self._tried(self._towards(stage, waits, 1.0))
+            return True
+        if paces and stage and self._may_gain(stage):
+            aims = self._towards(stage, waits, 1.0)
+            wanted = self._wanted(stage, aims[stage])
+            return self._tried(aims) or (wanted is not None and self._tried(aims | wanted))
+        return self._tried(self._towards(stage, waits, _HALF**2))
+
+    def _may_gain(self, stage: int) -> bool:
+        """True if a turn of a stage may take less, up to what the stage before waits for."""
+        planner, cuts = self.pipeliner.planner, self.pipeliner.cuts
+        turn, run = planner.turn(self.pipeliner.shape), slice(*planner.work.run_of(cuts, stage))
+        least_s = float((turn.forward + turn.inputs)[run].sum())
+        phases = self.plans[stage].predicted.phases
+        return least_s < (phases["forward"] + phases["input"]) * (1 - _NEAR)
+
+    def _tried(self, aims: Aims) -> bool:
+        """Plan the stages for other aims, and keep that if the step gets shorter."""
+        try:
+            plans = self.pipeliner.solve_free(aims)
+        except _REFUSED:
+            return False
+        time = self._time(plans)
+        shorter = time.step_s < self.time.step_s * (1 - _LEAST)
+        if shorter and self.pipeliner.holds(plans):
+            self.aims, self.plans, self.time = dict(aims), plans, time
+            return True
+        return False
+
+    def _towards(self, stage: int, waits: Waits, share: float) -> dict[int, Aim]:
+        """Aims with other weights of one stage, some of the way to those of the longest way."""
+        now = self.plans[stage].solver.waits
+        forward, inputs, weights = (
+            2.0 ** round((1 - share) * math.log2(a) + share * math.log2(b))  # equal stages share
+            for a, b in zip(now, waits, strict=True)
+        )
+        return self.aims | {stage: Aim((forward, inputs, weights), self._sent(stage))}
+
+    def _sent(self, stage: int) -> dict[str, Layout]:
+        """Layouts of what a stage sends at each turn, as they are."""
+        sent = (o for o in self.parts.model(stage).outputs if o.kind == "sent")
+        return {o.port: self.plans[stage].inputs[o.port] for o in sent if not o.accumulated}
+
+    def _wanted(self, stage: int, aim: Aim) -> dict[int, Aim] | None:
+        """What the senders of a stage would be planned for if it chose what it receives."""
+        free = Aim(aim.waits, aim.ports, free=True)
+        try:
+            wished = self.pipeliner.solve_free(self.aims | {stage: free}, stage)[stage]
+        except _REFUSED:
+            return None
+        found: dict[int, Aim] = {}
+        for value, sender, name in self._senders(stage):
+            if (
+                value not in wished.inputs
+                or wished.inputs[value] == self.plans[stage].inputs[value]
+            ):
+                continue
+            model = self.parts.model(sender)
+            port = next(o.port for o in model.outputs if o.kind == "sent" and o.target == name)
+            known = found.get(sender) or self.aims.get(sender) or Aim()
+            ports = self._sent(sender) | dict(known.ports) | {port: wished.inputs[value]}
+            found[sender] = Aim(known.waits, ports)
+        return found or None
+
+    def _senders(self, stage: int) -> Iterator[tuple[str, int, str]]:
+        """What a stage receives on the way forward, who sends it, and how that one calls it."""
+        kinds = self.parts.kinds
+        kind, below = kinds[stage], kinds[stage - 1]
+        ours = self.parts.crossing(kind - 1, kind, "forward")
+        theirs = self.parts.crossing(below, below + 1, "forward")
+        for mine, other in zip(ours, theirs, strict=True):
+            yield mine.value, stage - 1, other.value
+        for transfer in self.parts.stages.transfers:
+            if transfer.phase == "hoist" and transfer.target == kind:
+                yield transfer.value, kinds.index(transfer.source), transfer.value

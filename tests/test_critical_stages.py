@@ -1,0 +1,227 @@
+"""Stages that are planned anew for what the longest way through their schedule counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.core.constraints import Constraints
+from autopar.core.graph import TracedModel
+from autopar.core.plan import Plan
+from autopar.core.schedule import actions
+from autopar.cost_model import Cluster
+from autopar.cost_model.pipeline import simulate_pipeline
+from autopar.cost_model.stages import transfer_seconds
+from autopar.critical_stages import CriticalStages
+from autopar.explain import explain
+from autopar.solver.offers import Offers
+from autopar.solver.pipeline_shape import PipelineShape
+from autopar.stage_planning import StagePlanner
+from autopar.tracer.trace import trace
+from autopar.verification import verify
+from tests import zoo
+from tests.dist import run_ranks
+from tests.test_pipeline_search import Stack
+
+
+def near_ranks(size: int, bandwidth: float) -> Cluster:
+    """Pipeline ranks of two devices each, whose link has so many bytes a second."""
+    cluster = Cluster.from_profile("cpu-gloo", nodes=size, devices_per_node=2)
+    near = replace(cluster.intra, latency_s=1e-5, base_latency_s=1e-5, bandwidth=bandwidth)
+    return replace(cluster, intra=near, inter=replace(near, bandwidth=1e10))
+
+
+def stack(depth: int = 4, width: int = 512, batch: int = 32) -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = Stack(depth, width).double().train()
+    return model, {"x": torch.randn(batch, width).double()}
+
+
+def tied() -> tuple[nn.Module, dict[str, Any]]:
+    """The last stage's head is the first one's embedding."""
+    model, inputs = zoo.gpt2(layers=2)
+    return model.double().train(), inputs
+
+
+def t5() -> tuple[nn.Module, dict[str, Any]]:
+    model, inputs = zoo.MODELS["t5"]()
+    return model.double().train(), inputs
+
+
+def planner_of(traced: TracedModel, cluster: Cluster) -> StagePlanner:
+    return StagePlanner(traced, cluster, Constraints(), None, "adamw", Offers(cluster))
+
+
+# --- the longest way --------------------------------------------------------------------------
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble", "interleaved"])
+def test_the_longest_way_has_no_gaps(schedule: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    p, chunks = int(rng.integers(2, 5)), 2 if schedule == "interleaved" else 1
+    m = p * int(rng.integers(1, 4))
+    seconds = [
+        {"F": f, "I": i, "W": w, "B": i + w} for f, i, w in rng.uniform(0.2, 2.0, (p * chunks, 3))
+    ]
+    begin = rng.uniform(0.0, 4.0, p).tolist()
+    orders = actions(schedule, p, m, chunks)
+    for transfer_s in (0.0, 0.3):
+        found = simulate_pipeline(orders, seconds, transfer_s, begin_s=begin)
+        for rank, end_s in enumerate(found.finish_s()):
+            way = found.longest_way(rank)
+            assert way[-1].end_s == end_s and way[-1].rank == rank
+            assert way[0].start_s == begin[way[0].rank]
+            waits = [b.start_s - a.end_s for a, b in pairwise(way)]
+            assert all(wait >= -1e-12 for wait in waits)
+            if not transfer_s:
+                assert max(waits, default=0.0) <= 1e-12
+            for a, b, wait in zip(way, way[1:], waits, strict=False):
+                assert wait <= 1e-12 or a.rank != b.rank  # only what is on its way takes longer
+
+
+def test_a_rank_begins_when_it_has_prepared() -> None:
+    seconds = [{"F": 1.0, "B": 2.0}] * 2
+    orders = actions("1f1b", 2, 2)
+    plain = simulate_pipeline(orders, seconds).step_s
+    assert simulate_pipeline(orders, seconds, begin_s=[0.0, 1.0]).step_s == plain  # it waited
+    assert simulate_pipeline(orders, seconds, begin_s=[0.0, 1.5]).step_s == plain + 0.5
+    assert simulate_pipeline(orders, seconds, begin_s=[1.0, 0.0]).step_s == plain + 1.0
+
+
+# --- exchanges --------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("build", "ranks", "bandwidth", "turns", "schedule", "share"),
+    [
+        (stack, 2, 1e8, 4, "zero-bubble", 0.98),
+        (stack, 4, 1e8, 8, "zero-bubble", 0.99),
+        (stack, 2, 1e8, 4, "1f1b", 1.0),
+        (t5, 2, 1e9, 2, "zero-bubble", 0.9),  # a stage before sends what the last one wants
+        (t5, 2, 1e9, 2, "1f1b", 0.95),
+        (tied, 2, 1e9, 2, "zero-bubble", 0.95),
+    ],
+)
+def test_stages_that_others_wait_for_are_planned_anew(
+    build: Callable[[], tuple[nn.Module, dict[str, Any]]],
+    ranks: int,
+    bandwidth: float,
+    turns: int,
+    schedule: str,
+    share: float,
+) -> None:
+    model, inputs = build()
+    planner = planner_of(trace(model, inputs, fold=True), near_ranks(ranks, bandwidth))
+    shape = PipelineShape(size=ranks, microbatches=turns, schedule=schedule)
+    plan = planner.plan(shape, free=True)
+    found = planner.suited(plan)
+    assert found.predicted.step_time_s <= share * plan.predicted.step_time_s
+    assert found is plan or found.predicted.step_time_s < plan.predicted.step_time_s
+    assert verify(found, model, inputs).worst[1] <= (1e-6 if build is tied else 1e-9)
+    again = Plan.from_dict(found.to_dict())
+    assert again.pipeline == found.pipeline
+    assert planner.suited(found).predicted.step_time_s <= found.predicted.step_time_s
+
+
+def test_what_does_not_fit_is_not_taken() -> None:
+    """GPT-2's faster stages need more memory."""
+    model, inputs = tied()
+    planner = planner_of(trace(model, inputs, fold=True), near_ranks(2, 1e9))
+    plan = planner.plan(PipelineShape(size=2, microbatches=2, schedule="1f1b"), free=True)
+    faster = planner.suited(plan)
+    assert plan.pipeline is not None and faster.pipeline is not None
+    assert faster.predicted.step_time_s < plan.predicted.step_time_s
+    need = max(faster.pipeline.peaks)
+    tight = planner.under(max(need - 1, max(plan.pipeline.peaks)))
+    within = tight.suited(plan)
+    assert within.pipeline is not None
+    assert max(within.pipeline.peaks) <= tight.limit
+    if need > tight.limit:
+        assert within.predicted.step_time_s > faster.predicted.step_time_s
+
+
+def test_values_that_a_stage_chooses_are_sent_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ends of each transfer agree, and the seconds of transfers are those of the plan."""
+    wanted: list[int] = []
+    own = CriticalStages._wanted
+
+    def noted(self: CriticalStages, stage: int, aim: Any) -> Any:
+        found = own(self, stage, aim)
+        wanted.extend(found or ())
+        return found
+
+    monkeypatch.setattr(CriticalStages, "_wanted", noted)
+    model, inputs = t5()
+    cluster = near_ranks(2, 1e9)
+    planner = planner_of(trace(model, inputs, fold=True), cluster)
+    plan = planner.plan(PipelineShape(size=2, microbatches=2, schedule="zero-bubble"), free=True)
+    found = planner.suited(plan)
+    assert set(wanted) == {0} and found.pipeline is not None
+    parts = planner.parts(2, found.pipeline.cuts)
+    changed = 0
+    for transfer in parts.crossings():
+        ends = [found.pipeline.stages[s] for s in (transfer.source, transfer.target)]
+        sent = next(o for o in parts.model(transfer.source).outputs if o.target == transfer.value)
+        before = plan.pipeline.stages[transfer.target] if plan.pipeline is not None else None
+        assert ends[0].inputs[sent.port] == ends[1].inputs[transfer.value]
+        assert before is not None
+        changed += before.inputs[transfer.value] != ends[1].inputs[transfer.value]
+    assert changed
+    seconds = transfer_seconds(parts.crossings(), found.pipeline.stages, planner.rank_cluster(2), 2)
+    assert len(seconds) == 1 and seconds[0] > 0
+
+
+def test_a_stage_is_explained_as_it_was_planned() -> None:
+    model, inputs = stack()
+    cluster = near_ranks(2, 1e8)
+    pins = {"pipeline": {"size": 2, "microbatches": 4, "schedule": "zero-bubble"}}
+    plan = autopar.plan(model, cluster, inputs, constraints=pins, fusion=False)
+    assert plan.pipeline is not None
+    waits = [stage.solver.waits for stage in plan.pipeline.stages]
+    assert len(set(waits)) == 2
+    assert plan.solver.bound <= plan.predicted.step_time_s
+    for number, stage in enumerate(plan.pipeline.stages):
+        name = next(iter(stage.parameters))
+        found = explain(plan, param=name, model=model, example_inputs=inputs)
+        assert found.stage == number
+        assert found.unlimited is not None and found.unlimited.plan is not None
+        own_s = stage.solver.objective
+        assert found.unlimited.plan.solver.objective == pytest.approx(own_s, rel=1e-6)
+
+
+def _train(rank: int) -> dict[str, float]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    model, inputs = stack()
+    single, _ = stack()
+    cluster = near_ranks(2, 1e8)
+    pins = {"pipeline": {"size": 2, "microbatches": 4, "schedule": "zero-bubble"}}
+    plan = autopar.plan(model, cluster, inputs, constraints=pins, fusion=False)
+    assert plan.pipeline is not None
+    assert len({stage.solver.waits for stage in plan.pipeline.stages}) == 2
+    mesh = init_device_mesh("cpu", (4,))
+    parallel = autopar.parallelize(model, mesh, inputs, plan=plan, cache=False)
+    ours = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
+    theirs = torch.optim.AdamW(single.parameters(), lr=1e-3)
+    for _ in range(3):
+        loss, expected = parallel.train_step(**inputs), single(**inputs)
+        expected.backward()
+        assert abs(float(loss) - float(expected)) <= 1e-9 * abs(float(expected))
+        ours.step(), theirs.step()
+        ours.zero_grad(), theirs.zero_grad()
+    named = dict(single.named_parameters())
+    return {
+        name: float((p.full_tensor() - named[name]).norm() / named[name].norm())
+        for name, p in parallel.named_parameters()
+    }
+
+
+def test_uneven_stages_train_on_gloo_ranks() -> None:
+    errors = {n: e for result in run_ranks(_train, 4, timeout=300) for n, e in result.items()}
+    assert len(errors) == len(list(stack()[0].parameters()))
+    assert max(errors.values()) <= 1e-9
