@@ -7,13 +7,14 @@ turns and behind them, and O_r all that it does in a step; and no more than one 
     step >= O_r
     step >= sum_(b before r) F_b + r * hop + O_r - P_r
     step >= P_0 + sum_(b before r) (F_b + B_b) + 2 r * hop + m * sum_(b on r) (F_b + B_b) + E_0
-    step >= sum_b F_b + sum_(b behind r) I_b + (2p - 2 - r) * hop + O_r - P_r - k_r F_r + [r=0] P_0
+    step >= sum_b F_b + sum_(b behind r) I_b + (2p - 2 - r) * hop + O_r - P_r - k_r F_r
+    step >= sum_(b on r or behind) F_b + sum_(b behind r) I_b + 2 (p - 1 - r) * hop + O_r - k_r F_r
 
 as rank r waits for the first microbatch to come through the stages before it, as these have to work
 on the last one behind it, and as it waits for the first one to come back from those behind it, when
 it has run k_r = min(m, p - r) forwards. Where a backward is split, I_b stands for B_b in the third,
 the weight gradients are added that rank r has run by its last I, and the last one of the first
-rank. The fourth holds only for 1F1B and zero-bubble. A hop is the latency of a transfer.
+rank. The last two hold only for 1F1B and zero-bubble. A hop is the latency of a transfer.
 
 Where a sum has several parts of what a rank does, one plan has to serve for all of them: they are
 bounded together (`floor.functionals`).
@@ -151,8 +152,13 @@ def _round_trips(shape: PipelineShape, turn: Turn, hop_s: float) -> tuple[list[A
     return found, _before(turn.found["one turn"]) - through
 
 
-def _ranks(shape: PipelineShape, turn: Turn, hop_s: float) -> list[Array]:
-    """When each rank is done at the soonest, by the run that it holds."""
+def _ranks(shape: PipelineShape, turn: Turn, hop_s: float, own: bool = True) -> list[Array]:
+    """When each rank is done at the soonest, by the run that it holds.
+
+    Args:
+        shape, turn, hop_s: as for `least_seconds`.
+        own: also with what each does in front of the turns, instead of waiting.
+    """
     size, ahead, end = shape.size, _before(turn.forward), runs_of(turn.found["end"])
     found = [runs_of(turn.step)]
     found += [np.maximum(found[0], end + ahead[:, None] + r * hop_s) for r in range(1, size)]
@@ -160,9 +166,13 @@ def _ranks(shape: PipelineShape, turn: Turn, hop_s: float) -> list[Array]:
         onward = _before(turn.found["onward"] / shape.microbatches)
         around = ahead[None, :] + onward[-1] - onward[None, :]
         for r in range(size):
-            left = turn.without(min(shape.microbatches, size - r)) if r else turn.found["first"]
-            after = runs_of(left)
-            found[r] = np.maximum(found[r], around + (2 * size - 2 - r) * hop_s + after)
+            early, hops = min(shape.microbatches, size - r), (2 * size - 2 - r) * hop_s
+            prepared = around + hops + runs_of(turn.without(early, prepared=True))
+            found[r] = np.maximum(found[r], prepared)
+            if own or not r:
+                begun = around - ahead[:, None] + hops - r * hop_s
+                left = begun + runs_of(turn.without(early, prepared=False))
+                found[r] = np.maximum(found[r], left)
     return found
 
 
@@ -270,8 +280,11 @@ def cuts_that_fit(
     ]
     found: list[tuple[float, list[int]]] = []
     trips, _ = _round_trips(any_of, turn, 0.0)
-    waiting = [np.maximum(*x) for x in zip(_ranks(any_of, turn, 0.0), trips, strict=True)]
-    for ranks in ([short] * shape.size, waiting):
+    waiting = [
+        [np.maximum(*x) for x in zip(_ranks(any_of, turn, 0.0, own), trips, strict=True)]
+        for own in (False, True)
+    ]
+    for ranks in ([short] * shape.size, *waiting):
         least, starts = least_cuts(
             [done + m for done, m in zip(ranks, more, strict=True)], short, work.joint
         )

@@ -95,11 +95,16 @@ class Turn:
         found = {name: np.maximum(x, other.found[name]) for name, x in self.found.items()}
         return replace(self, found=found)
 
-    def without(self, turns: int) -> Array:
-        """Seconds of a step without the forward of so many turns, no more than `early`."""
-        # the least of sums that are straight in the number: no lower than a line below it
-        end, share = self.found["end"], turns / self.early
-        return end + share * (self.found["after"] - end)
+    def without(self, turns: int, prepared: bool) -> Array:
+        """Seconds of a step without the forward of so many turns, no more than `early`.
+
+        Args:
+            turns: that are left out.
+            prepared: leave out what comes before all of them, too.
+        """
+        whole, left = ("end", "after") if prepared else ("step", "first")
+        share = turns / self.early
+        return self.found[whole] + share * (self.found[left] - self.found[whole])
 
 
 def floored(work: BlockWork, floors: Floors, microbatches: int, ranks: int, devices: int) -> Turn:
