@@ -318,13 +318,19 @@ def _cells(found: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Print each row as it comes, then the table; `--json FILE` keeps each as a line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", nargs="*", default=DEFAULT, choices=["all", *ROWS])
-    parser.add_argument("--json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    rows = f"model@mesh, or all; default: {' '.join(DEFAULT)}"
+    parser.add_argument("--rows", nargs="*", default=DEFAULT, metavar="ROW", help=rows)
+    parser.add_argument("--json", metavar="FILE", help="a line for each row, as it comes")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for each row")
     parser.add_argument("--unfused", action="store_true", help="price ops one by one")
-    parser.add_argument("--child", choices=list(ROWS))
+    parser.add_argument("--child", help=argparse.SUPPRESS)  # one row, in this process
     options = parser.parse_args()
+    unknown = [name for name in options.rows if name not in ROWS and options.rows != ["all"]]
+    if unknown:
+        parser.error(f"no row {unknown[0]!r}; there are {' '.join(ROWS)}")
     if options.child:
         print(json.dumps(measure(ROWS[options.child], not options.unfused)))
         return
