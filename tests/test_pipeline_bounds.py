@@ -191,6 +191,32 @@ def test_no_stage_takes_less_than_its_blocks_and_what_is_around_them(
     assert last > inner
 
 
+@pytest.mark.parametrize("turns", [2, 8])
+def test_a_constant_that_is_repeated_for_each_sample_is_split_over_the_turns(turns: int) -> None:
+    """The gradient of a mean is one number, for all elements of what went in."""
+    wide = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 4096))
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = wide
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x).square().mean()
+
+    traced = trace(Mean().double().train(), {"x": torch.randn(2048, 64).double()})
+    cluster = nodes_apart(1e-9, 1e13)
+    planner = StagePlanner(traced, cluster, Constraints(), None, "adamw", Offers(cluster))
+    shape = PipelineShape(size=2, microbatches=turns, schedule="1f1b")
+    plan = planner.plan(shape, free=True)
+    assert plan.pipeline is not None
+    starts = [planner.work.names.index(cut) for cut in plan.pipeline.cuts]
+    ideal = Turn.ideal(planner.work, turns, 2, 2)
+    for turn in (ideal, planner.turn(shape)):
+        least_s = least_seconds(shape, turn, 0.0, planner.work.joint, starts)
+        assert 0 < least_s <= plan.predicted.step_time_s * ROUNDING
+
+
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (2, 8), (4, 4), (4, 16)])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
 def test_the_bound_of_equal_blocks_is_the_time_of_the_schedule(

@@ -12,8 +12,9 @@ both a parameter and an input reach. An op that will be in a fused kernel counts
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -94,7 +95,7 @@ class BlockWork:
         """Work by kind, dtype and kind of fused kernel, and the block of each op."""
         weighted = dependents(traced, "parameter")
         fed = dependents(traced, "input", "seed")
-        sums = set(step.gradients.values())
+        sums, lasting = set(step.gradients.values()), _lasting(step, fed)
         groups: dict[tuple[str, str, str], list[_Work]] = defaultdict(list)
         owners = owners_of(traced, self.cells, held, step)
         inside = {n.name for block in held for n in self.cells.members[block]}
@@ -105,7 +106,7 @@ class BlockWork:
             dtype = op.call.outputs[0].dtype if op.call.outputs else torch.float32
             at_turns = op.name in weighted and op.name in fed
             share = step.shares.get(op.name)
-            shared = _traffic(op, fed, sums, share) if share is not None else (0.0, 0.0)
+            shared = _traffic(op, lasting, sums, share) if share is not None else (0.0, 0.0)
             launches = share.launches if share is not None else 0
             kernel = share.op_class if share is not None else ""
             groups[kind, str(dtype).removeprefix("torch."), kernel].append(
@@ -115,7 +116,7 @@ class BlockWork:
                     at_turns,
                     op.name in inside,
                     global_flops(op.call),
-                    *_traffic(op, fed, sums),
+                    *_traffic(op, lasting, sums),
                     *shared,
                     launches,
                 )
@@ -204,8 +205,22 @@ def _is_joint(name: str, traced: TracedModel) -> bool:
     return -2 * period <= offset < (repeat.times + 1) * period and offset % period > 0
 
 
+def _lasting(step: Step, fed: Collection[str]) -> set[str]:
+    """Parameters, and what is made of them alone and is no larger: the same for all turns.
+
+    What is larger may be repeated for each sample of the batch, which is split over the turns.
+    """
+    sizes = {name: math.prod(spec.shape) for name, spec in step.parameters.items()}
+    for op in step.ops.values():
+        largest = max((sizes.get(name, 0) for name, _ in op.operands), default=0)
+        own = max((math.prod(spec.shape) for spec in op.call.outputs), default=0)
+        if op.name not in fed and own <= largest:
+            sizes[op.name] = own
+    return set(sizes)
+
+
 def _traffic(
-    op: Op, fed: set[str], sums: set[Value], share: Share | None = None
+    op: Op, lasting: Collection[str], sums: set[Value], share: Share | None = None
 ) -> tuple[float, float]:
     """Bytes that the op reads and writes on one device, and those that are the same for all turns.
 
@@ -219,5 +234,5 @@ def _traffic(
     if op.call.target in LOOKUPS and share is None:
         return 2 * parts[0], parts[1]
     for value, spec, factor in zip(op.operands, op.call.operands, reads, strict=True):
-        parts[value[0] not in fed] += factor * spec.num_bytes
+        parts[value[0] in lasting] += factor * spec.num_bytes
     return parts[0], parts[1]
