@@ -128,7 +128,7 @@ class StagePlanner:
         """The plan with stages for what the longest way through its schedule counts.
 
         Args:
-            plan: of a pipeline of this step, all of whose stages no limit keeps from being faster.
+            plan: of a pipeline of this step without recomputation or offload.
 
         Returns:
             A plan of the same shape that takes less, or the same plan.
@@ -146,8 +146,10 @@ class StagePlanner:
         cluster = self.rank_cluster(p.size)
         pipeliner = Pipeliner(self, shape, p.cuts, cluster, orders, free=True, below_s=None)
         aims = {n: Aim(stage.solver.waits) for n, stage in enumerate(p.stages)}
-        time, _ = self.micro(p.microbatches)
-        found = pipeliner.assembled(time, CriticalStages(pipeliner, aims).suited())
+        critical, (time, _) = CriticalStages(pipeliner, aims), self.micro(p.microbatches)
+        if not pipeliner.holds(critical.plans):
+            return plan  # the limit has made its stages others than the fastest
+        found = pipeliner.assembled(time, critical.suited())
         faster = found.predicted.step_time_s < plan.predicted.step_time_s
         return found if faster else plan
 

@@ -22,6 +22,7 @@ from autopar.cost_model.pipeline import simulate_pipeline
 from autopar.cost_model.stages import transfer_seconds
 from autopar.critical_stages import CriticalStages
 from autopar.explain import explain
+from autopar.pipelining import plan_step
 from autopar.solver.offers import Offers
 from autopar.solver.pipeline_shape import PipelineShape
 from autopar.stage_planning import StagePlanner
@@ -143,6 +144,20 @@ def test_what_does_not_fit_is_not_taken() -> None:
     assert max(within.pipeline.peaks) <= tight.limit
     if need > tight.limit:
         assert within.predicted.step_time_s > faster.predicted.step_time_s
+
+
+@pytest.mark.parametrize("share", [0.98, 0.85, 0.7])
+def test_stages_that_a_limit_binds_stay_as_they_are(share: float) -> None:
+    model, inputs = t5()
+    traced, cluster = trace(model, inputs, fold=True), near_ranks(2, 1e9)
+    pins = Constraints.parse({"pipeline": {"size": 2, "microbatches": 2, "schedule": "1f1b"}})
+    free = plan_step(traced, cluster, constraints=pins)
+    limit = int(share * free.predicted.peak_memory_bytes)
+    plan = plan_step(traced, cluster, constraints=pins, memory_limit=limit)
+    assert plan.pipeline is not None
+    assert max(plan.pipeline.peaks) <= limit
+    assert plan.predicted.peak_memory_bytes <= limit
+    assert plan.predicted.step_time_s >= free.predicted.step_time_s * (1 - 1e-9)
 
 
 def test_values_that_a_stage_chooses_are_sent_so(monkeypatch: pytest.MonkeyPatch) -> None:
