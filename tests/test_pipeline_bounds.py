@@ -281,6 +281,33 @@ def test_no_cut_is_faster_than_the_bound_of_unequal_blocks(seed: int, schedule: 
         assert found == pytest.approx(min(each), rel=1e-12)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble", "interleaved"])
+def test_no_schedule_of_unequal_stages_is_below_the_bound(schedule: str) -> None:
+    """Also with fewer microbatches than ranks, several stages on a rank, and slow transfers."""
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        chunks = 2 if schedule == "interleaved" else 1
+        p = int(rng.integers(2, 5))
+        turns = {"interleaved": p * np.arange(1, 4), "zero-bubble": np.arange(p, 3 * p)}
+        m = int(rng.choice(turns.get(schedule, np.arange(1, 3 * p))))
+        stages = p * chunks
+        forward, inputs, weights = rng.uniform(0.0, 2.0, (3, stages))
+        prepare, finish = rng.uniform(0.0, rng.choice([0.1, 10.0]), (2, stages))
+        hop_s = float(rng.choice([0.0, 0.3]))
+        turn = Turn.exact(m, p, (prepare, m * forward, m * inputs, m * weights, finish))
+        shape = PipelineShape(size=p, microbatches=m, schedule=schedule, chunks=chunks)
+        seconds = [
+            {"F": f, "I": i, "W": w, "B": i + w}
+            for f, i, w in zip(forward, inputs, weights, strict=True)
+        ]
+        orders = actions(schedule, p, m, chunks)
+        begin_s = prepare.reshape(chunks, p).sum(axis=0).tolist()
+        ends = simulate_pipeline(orders, seconds, hop_s, begin_s=begin_s).finish_s()
+        took = max(np.array(ends) + finish.reshape(chunks, p).sum(axis=0))
+        found = least_seconds(shape, turn, hop_s, [False] * stages, list(range(1, stages)))
+        assert found <= took * (1 + 1e-12), (p, m)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_cuts_are_the_best_of_all(seed: int) -> None:
     rng = np.random.default_rng(seed)
