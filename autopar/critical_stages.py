@@ -10,7 +10,7 @@ at a turn sets the pace of all. So, as long as the step gets shorter,
 2. of the stages on that way, the one where it ends and the one with most actions on it are planned
    for what the way counts: so many forwards, input and weight gradients, and what runs once. A way
    that is made shorter leaves others, so a stage goes half of the way from the weights that it was
-   planned for, then all of it, or a quarter;
+   planned for, and if that helps, all of it; else a quarter, or all where a turn may take less;
 3. a stage keeps the layouts of what it exchanges with others. Where those that it receives cost
    much, it chooses them, and the stages before are planned to send them.
 
@@ -66,7 +66,7 @@ class CriticalStages:
     """Exchanges the plans of stages for others with which the step takes less.
 
     Args:
-        pipeliner: that plans them, without a memory limit.
+        pipeliner: that plans them without a memory limit, which ranks must hold in the end.
         aims: what each stage was planned for.
     """
 

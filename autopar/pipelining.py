@@ -368,7 +368,7 @@ class _Search:
 
 
 def _is_free(plan: Plan) -> bool:
-    """True for a plan that no limit keeps from being faster, as far as its kind tells."""
+    """True for a plan that neither recomputes nor offloads; a limit may bind its layouts."""
     stages = plan.pipeline.stages if plan.pipeline is not None else ()
     return all(p.checkpoint == "none" and p.offload == "none" for p in stages)
 

@@ -38,7 +38,7 @@ from autopar.solver.microbatch import split_in_time
 from autopar.solver.offers import Offers
 from autopar.solver.pins import with_roles
 from autopar.solver.pipeline_shape import PipelineShape, balanced_cuts, stage_mesh
-from autopar.solver.solve import KnownVariants, Solved, in_other_flights, solve_step
+from autopar.solver.solve import KnownVariants, Solved, fits, in_other_flights, solve_step
 from autopar.solver.turn import Turn, floored
 
 __all__ = ["StagePlanner", "on_the_clock", "port_names"]
@@ -151,7 +151,7 @@ class StagePlanner:
             return plan  # the limit has made its stages others than the fastest
         found = pipeliner.assembled(time, critical.suited())
         faster = found.predicted.step_time_s < plan.predicted.step_time_s
-        return found if faster else plan
+        return found if faster and fits(found, cluster, self.limit) else plan
 
     def rank_cluster(self, size: int) -> Cluster:
         """The devices of one of so many pipeline ranks.

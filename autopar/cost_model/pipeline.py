@@ -46,8 +46,8 @@ class PipelineSimulation:
     """A simulated step.
 
     Attributes:
-        step_s: from the first start to the last end.
-        busy_s, idle_s: of each rank; they add up to `step_s`.
+        step_s: up to the last end, with what ranks do before they begin.
+        busy_s, idle_s: of each rank, its actions and the rest; they add up to `step_s`.
         spans: every action, in order of start.
         begin_s: of each rank, when its first action might begin.
     """

@@ -175,7 +175,11 @@ class Floors:
         whole = build_problem(
             self.body, part, self.offers.cluster, self.pins, self.optimizer, None, self.offers
         ).problem
-        ends = {frozenset((value[0], name)) for name, value in part.gradients.items()}
+        ends = {
+            frozenset((value[0], name))
+            for name, value in part.gradients.items()
+            if all(read != name for read, _ in part.ops[value[0]].operands)
+        }
         parts = {name: self._parts_of(part, before, str(name)) for name in whole.costs}
 
         def counts(weights: Weights, *nodes: Hashable) -> float:

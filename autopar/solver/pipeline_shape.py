@@ -14,7 +14,9 @@ as rank r waits for the first microbatch to come through the stages before it, a
 on the last one behind it, and as it waits for the first one to come back from those behind it, when
 it has run k_r = min(m, p - r) forwards. Where a backward is split, I_b stands for B_b in the third,
 the weight gradients are added that rank r has run by its last I, and the last one of the first
-rank. The last two hold only for 1F1B and zero-bubble. A hop is the latency of a transfer.
+rank. The third holds only for the schedules of `core/schedule.py`, the last two only for 1F1B and
+zero-bubble; with several stages on a rank there are the first three, of given cuts. A hop is the
+latency of a transfer.
 
 Where a sum has several parts of what a rank does, one plan has to serve for all of them: they are
 bounded together (`floor.functionals`).
