@@ -135,7 +135,7 @@ class CriticalStages:
         """True if a turn of a stage may take less, up to what the stage before waits for."""
         planner, cuts = self.pipeliner.planner, self.pipeliner.cuts
         turn, run = planner.turn(self.pipeliner.shape), slice(*planner.work.run_of(cuts, stage))
-        least_s = float((turn.forward + turn.inputs)[run].sum())
+        least_s = float(turn.of_turn("onward")[run].sum())
         phases = self.plans[stage].predicted.phases
         return least_s < (phases["forward"] + phases["input"]) * (1 - _NEAR)
 

@@ -271,7 +271,7 @@ class Pipeliner:
         """What the step takes at least, with these plans of its first stages."""
         names, turn = self.planner.work.names, self.planner.turn(self.shape)
         starts = [names.index(cut) for cut in self.cuts]
-        parts = (turn.forward, turn.backward, turn.inputs, turn.weights)
+        parts = [turn.of_turn(name) for name in ("forward", "backward", "inputs", "weights")]
         seconds: list[Mapping[Kind, float]] = [action_seconds(p) for p in plans]
         for row in list(zip(*(np.split(x, starts) for x in parts), strict=True))[len(plans) :]:
             forward, backward, inputs, weights = (float(x.sum()) for x in row)

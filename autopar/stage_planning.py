@@ -179,12 +179,12 @@ class StagePlanner:
         if (shape.size, 0) not in self._turns:
             whole = replace(shape, microbatches=1)
             self._turns[shape.size, 0] = self._floored(self.traced, whole, parts=False)
-        return self._turns[shape.size, 0].in_turns(shape.microbatches, shape.size)
+        return self._turns[shape.size, 0].in_turns(shape.microbatches)
 
     def coarser(self, shape: PipelineShape) -> list[Turn]:
         """The same from steps in fewer turns whose bounds are known."""
         return [
-            turn.in_turns(shape.microbatches, shape.size)
+            turn.in_turns(shape.microbatches)
             for (size, turns), turn in self._turns.items()
             if size == shape.size and turns and shape.microbatches % turns == 0
         ]

@@ -185,7 +185,7 @@ def test_no_stage_takes_less_than_its_blocks_and_what_is_around_them(
                 continue
             least = np.split(turn.found[part], starts)[number].sum()
             assert least <= seconds * ROUNDING + 1e-12, (number, part)  # and what breaks ties
-        assert np.split(turn.backward, starts)[number].sum() <= took["B"] * ROUNDING
+        assert np.split(turn.of_turn("backward"), starts)[number].sum() <= took["B"] * ROUNDING
     # the last block's seconds are those of the head, too
     inner, last = turn.step[-2:] if name in ("uneven", "folded") else (0.0, 1.0)
     assert last > inner

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.core.schedule import Action, Kind, Orders
 from autopar.errors import AutoparError
@@ -23,8 +23,6 @@ from autopar.errors import AutoparError
 __all__ = ["PipelineSimulation", "PipelineSpan", "ScheduleError", "simulate_pipeline"]
 
 _Key = tuple[str, int, int]
-_MADE_BY: Mapping[Kind, tuple[Kind, ...]] = {"F": ("F",), "B": ("B", "I"), "I": ("B", "I"), "W": ()}
-"""Kinds of the action of the next stage, or the one before, that makes what one waits for."""
 
 
 class ScheduleError(AutoparError, ValueError):
@@ -33,12 +31,17 @@ class ScheduleError(AutoparError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PipelineSpan:
-    """When one action ran, in seconds from the start of the step."""
+    """When one action ran, in seconds from the start of the step.
+
+    Attributes:
+        cause: what it waited for last; None if it ran as soon as its rank might begin.
+    """
 
     rank: int
     action: Action
     start_s: float
     end_s: float
+    cause: PipelineSpan | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +52,12 @@ class PipelineSimulation:
         step_s: up to the last end, with what ranks do before they begin.
         busy_s, idle_s: of each rank, its actions and the rest; they add up to `step_s`.
         spans: every action, in order of start.
-        begin_s: of each rank, when its first action might begin.
     """
 
     step_s: float
     busy_s: tuple[float, ...]
     idle_s: tuple[float, ...]
     spans: tuple[PipelineSpan, ...]
-    begin_s: tuple[float, ...]
 
     @property
     def bubble_fraction(self) -> float:
@@ -73,24 +74,11 @@ class PipelineSimulation:
 
     def longest_way(self, rank: int) -> list[PipelineSpan]:
         """What a rank's last action waited for, each waiting for the one before."""
-        made = {(s.action.kind, s.action.stage, s.action.microbatch): s for s in self.spans}
-        before: dict[PipelineSpan, PipelineSpan] = {}
-        last: dict[int, PipelineSpan] = {}
-        for span in self.spans:
-            if span.rank in last:
-                before[span] = last[span.rank]
-            last[span.rank] = span
+        now = max((s for s in self.spans if s.rank == rank), key=lambda s: s.end_s, default=None)
         way: list[PipelineSpan] = []
-        now = last.get(rank)
         while now is not None:
             way.append(now)
-            earlier, a = before.get(now), now.action
-            free_s = self.begin_s[now.rank] if earlier is None else earlier.end_s
-            if free_s < now.start_s:
-                there = a.stage + (-1 if a.kind == "F" else 1)
-                sources = (made.get((kind, there, a.microbatch)) for kind in _MADE_BY[a.kind])
-                earlier = next((s for s in sources if s is not None), None)
-            now = earlier
+            now = now.cause
         return way[::-1]
 
 
@@ -120,7 +108,7 @@ def simulate_pipeline(
         ScheduleError: a deadlock, an action that is there twice or has no seconds, or a forward
             without a whole backward.
     """
-    begin_s = tuple(begin_s) or (0.0,) * len(orders)
+    begin_s = begin_s or (0.0,) * len(orders)
     clock = _Clock(orders, seconds, transfer_s, begin_s, blocking)
     _check_complete(orders, len(seconds))
     pending = list(range(len(orders)))
@@ -135,7 +123,6 @@ def simulate_pipeline(
         busy_s=tuple(busy),
         idle_s=tuple(step_s - b for b in busy),
         spans=tuple(spans),
-        begin_s=begin_s,
     )
 
 
@@ -164,9 +151,11 @@ class _Clock:
         self.transfer_s = transfer_s
         self.next = [0] * len(orders)
         self.free_s = list(begin_s)
+        self.last: list[PipelineSpan | None] = [None] * len(orders)
         self.busy_s = [0.0] * len(orders)
         self.link_free_s: dict[tuple[int, bool], float] = defaultdict(float)
         self.arrived: dict[_Key, float] = {}  # when what a (kind, stage, microbatch) needs is there
+        self.maker: dict[_Key, PipelineSpan] = {}  # of what has arrived
         self.waiting: dict[_Key, int] = {}
         self.spans: list[PipelineSpan] = []
 
@@ -175,13 +164,14 @@ class _Clock:
         order = self.orders[rank]
         while self.next[rank] < len(order):
             action = order[self.next[rank]]
-            start_s = self.free_s[rank]
+            start_s, cause = self.free_s[rank], self.last[rank]
             for key in self._needs(action):
                 if key not in self.arrived:
                     self.waiting[key] = rank
                     return pending
-                start_s = max(start_s, self.arrived[key])
-            self._run(rank, action, start_s)
+                if self.arrived[key] > start_s:
+                    start_s, cause = self.arrived[key], self.maker[key]
+            self._run(rank, action, start_s, cause)
             self.next[rank] += 1
             pending += [self.waiting.pop(key) for key in self._feeds(action) if key in self.waiting]
         return pending
@@ -204,13 +194,14 @@ class _Clock:
             return [("f", stage, i), ("x", stage + 1, i)]
         return [("i", stage, i), ("g", stage - 1, i)] if action.kind != "W" else []
 
-    def _run(self, rank: int, action: Action, start_s: float) -> None:
+    def _run(self, rank: int, action: Action, start_s: float, cause: PipelineSpan | None) -> None:
         end_s = start_s + self.seconds[action.stage][action.kind]
         self.free_s[rank] = end_s
         self.busy_s[rank] += end_s - start_s
-        self.spans.append(PipelineSpan(rank, action, start_s, end_s))
+        span = self.last[rank] = PipelineSpan(rank, action, start_s, end_s, cause)
+        self.spans.append(span)
         for key in self._feeds(action):
-            self.arrived[key] = end_s
+            self.arrived[key], self.maker[key] = end_s, span
         forward = action.kind == "F"
         there = action.stage + (1 if forward else -1)
         if action.kind != "W" and 0 <= there < self.num_stages:

@@ -97,12 +97,14 @@ class RanksTime:
         own: stages of each rank.
         ends_s: when each has reduced its gradients.
         offload_s: of each, for optimizer states on the host.
+        busy_s: of each, all that it works in a step.
     """
 
     simulated: PipelineSimulation
     own: tuple[tuple[Plan, ...], ...]
     ends_s: tuple[float, ...]
     offload_s: tuple[float, ...]
+    busy_s: tuple[float, ...]
 
     @property
     def step_s(self) -> float:
@@ -126,12 +128,11 @@ def ranks_time(plans: Sequence[Plan], orders: Orders, transfer_s: Sequence[float
     )
     seconds = [action_seconds(p) for p in plans]
     simulated = simulate_pipeline(orders, seconds, list(transfer_s), begin_s=prepare_s)
+    offload_s = tuple(sum(p.predicted.offload_s for p in stages) for stages in own)
     ends = zip(simulated.finish_s(), finish_s, strict=True)
+    worked = zip(prepare_s, simulated.busy_s, finish_s, offload_s, strict=True)
     return RanksTime(
-        simulated,
-        own,
-        tuple(end + once for end, once in ends),
-        tuple(sum(p.predicted.offload_s for p in stages) for stages in own),
+        simulated, own, tuple(map(sum, ends)), offload_s, busy_s=tuple(map(sum, worked))
     )
 
 
@@ -150,10 +151,6 @@ def pipelined_time(
         memory: bytes by kind of the rank that peaks highest (`rank_memory`).
     """
     size, time = len(orders), ranks_time(plans, orders, transfer_s)
-    busy_s = [
-        busy + offload + sum(sum(p.predicted.phases[x] for x in ("prepare", "finish")) for p in own)
-        for busy, offload, own in zip(time.simulated.busy_s, time.offload_s, time.own, strict=True)
-    ]
     slots = [
         PipelineSlot(s.rank, s.action.kind, s.action.stage, s.action.microbatch,
                      rounded(s.start_s), rounded(s.end_s - s.start_s))
@@ -161,9 +158,9 @@ def pipelined_time(
     ]  # fmt: skip
     for rank, end_s in enumerate(time.simulated.finish_s()):
         slots += _once(time.own[rank], rank, size, end_s)
-    idle_s = sum(time.step_s - busy for busy in busy_s)
+    idle_s = sum(time.step_s - busy for busy in time.busy_s)
     return PipelinedTime(
-        predicted=_predicted(time.own, busy_s, time.step_s, memory),
+        predicted=_predicted(time, memory),
         bubble=idle_s / (size * time.step_s) if time.step_s else 0.0,
         slots=tuple(sorted(slots, key=lambda s: (s.start_s, s.rank))),
     )
@@ -184,12 +181,8 @@ def _once(stages: Sequence[Plan], rank: int, size: int, end_s: float) -> Iterabl
         end_s += seconds
 
 
-def _predicted(
-    own: Sequence[Sequence[Plan]],
-    busy_s: Sequence[float],
-    step_s: float,
-    memory: Mapping[str, int],
-) -> Prediction:
+def _predicted(time: RanksTime, memory: Mapping[str, int]) -> Prediction:
+    own, busy_s, step_s = time.own, time.busy_s, time.step_s
     slowest = [p.predicted for p in own[max(range(len(own)), key=busy_s.__getitem__)]]
     num_axes = max(len(p.hidden_comm_s) for p in slowest)
     hidden = [sum(p.hidden_comm_s[axis] for p in slowest if p.hidden_comm_s)

@@ -186,24 +186,24 @@ class Floors:
             """What a node counts, or a pair of them, at least."""
             if frozenset(nodes) in ends:
                 return weights.finish  # reduced once
-            return min(weights[i] for n in nodes for i in parts[n])
+            return min(getattr(weights, part) for n in nodes for part in parts[n])
 
         return {
             name: _least(_weighed(whole, partial(counts, weights)))
             for name, weights in self.wanted.items()
         }
 
-    def _parts_of(self, part: Step, before: Collection[str], name: str) -> Sequence[int]:
-        """Parts of a step that a node may run in: indices of `Weights`."""
+    def _parts_of(self, part: Step, before: Collection[str], name: str) -> Sequence[str]:
+        """Parts of a step that a node may run in: fields of `Weights`."""
         if part.is_hoisted(name):
-            return (0,)
+            return ("prepare",)
         if name in part.parameters:
-            return 0, 4
+            return ("prepare", "finish")
         if name not in self._fed or name not in part.ops:
-            return range(5)
+            return Weights._fields
         if not part.ops[name].backward:
-            return (1,)
-        return (2,) if name in before else (3,)
+            return ("forward",)
+        return ("inputs",) if name in before else ("weights",)
 
     def _of_several(self, place: Mapping[str, int]) -> set[str]:
         """Parameters that several blocks read, what is made of them alone, and of their gradients.

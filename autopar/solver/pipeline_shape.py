@@ -161,7 +161,7 @@ def _ranks(shape: PipelineShape, turn: Turn, hop_s: float, own: bool = True) -> 
         shape, turn, hop_s: as for `least_seconds`.
         own: also with what each does in front of the turns, instead of waiting.
     """
-    size, ahead, end = shape.size, _before(turn.forward), runs_of(turn.found["end"])
+    size, ahead, end = shape.size, _before(turn.of_turn("forward")), runs_of(turn.found["end"])
     found = [runs_of(turn.step)]
     found += [np.maximum(found[0], end + ahead[:, None] + r * hop_s) for r in range(1, size)]
     if shape.schedule in _ONE_BY_ONE:
@@ -274,7 +274,7 @@ def cuts_that_fit(
     # one schedule may be exchanged for another: all have the same stages
     schedule = "zero-bubble" if shape.microbatches >= shape.size else "1f1b"
     any_of = replace(shape, schedule=schedule)
-    short, total = runs_of(turn.step), _before(turn.forward)
+    short, total = runs_of(turn.step), _before(turn.of_turn("forward"))
     forward = np.maximum(0.0, total[None, :] - total[:, None])
     more = [
         np.multiply(a, shape.microbatches * forward, out=a.copy(), where=np.isfinite(a))
@@ -301,11 +301,11 @@ def _on_the_clock(
     shape: PipelineShape, turn: Turn, starts: Sequence[int], again: Sequence[float]
 ) -> float:
     """About what a schedule takes with some cuts and shares of forwards that are recomputed."""
-    parts = (turn.forward, turn.inputs, turn.backward - turn.inputs, turn.step)
-    forward, inputs, weights, step = (
+    parts = [*map(turn.of_turn, ("forward", "inputs", "backward")), turn.step]
+    forward, inputs, backward, step = (
         np.array([x.sum() for x in np.split(part, starts)]) for part in parts
     )
-    recomputed = np.array(again) * forward
+    weights, recomputed = backward - inputs, np.array(again) * forward
     inputs, step = inputs + recomputed, step + recomputed * shape.microbatches
     stages = np.stack([forward, inputs, weights, step]).T.tolist()
     seconds: list[Mapping[Kind, float]] = [

@@ -26,12 +26,12 @@ class Turn:
     Attributes:
         found: seconds of a step, (n,), by the names of `floor.functionals`, and "backward".
         microbatches: of the step.
-        early: forwards that "after" leaves out.
+        ranks: of the pipeline.
     """
 
     found: Mapping[str, Array]
     microbatches: int
-    early: int
+    ranks: int
 
     @classmethod
     def exact(cls, microbatches: int, ranks: int, parts: Sequence[Array]) -> Turn:
@@ -41,7 +41,7 @@ class Turn:
             for name, weights in functionals(microbatches, ranks).items()
         }
         found["backward"] = parts[2] + parts[3]
-        return cls(found, microbatches, min(ranks, microbatches))
+        return cls(found, microbatches, ranks)
 
     @classmethod
     def ideal(cls, work: BlockWork, microbatches: int, ranks: int, devices: int) -> Turn:
@@ -54,31 +54,20 @@ class Turn:
         return replace(exact, found=found)
 
     @property
-    def forward(self) -> Array:
-        """Of one turn."""
-        return self.found["forward"] / self.microbatches
-
-    @property
-    def backward(self) -> Array:
-        """Of one turn."""
-        return self.found["backward"] / self.microbatches
-
-    @property
-    def inputs(self) -> Array:
-        """Of one turn, the part of the backward that the block before waits for."""
-        return self.found["inputs"] / self.microbatches
-
-    @property
-    def weights(self) -> Array:
-        """Of one turn, the rest of the backward."""
-        return self.found["weights"] / self.microbatches
-
-    @property
     def step(self) -> Array:
         """Of all that is done in a step."""
         return self.found["step"]
 
-    def in_turns(self, microbatches: int, ranks: int) -> Turn:
+    @property
+    def early(self) -> int:
+        """Forwards that "after" and "first" leave out."""
+        return min(self.ranks, self.microbatches)
+
+    def of_turn(self, name: str) -> Array:
+        """The share of one turn in a part that runs at each."""
+        return self.found[name] / self.microbatches
+
+    def in_turns(self, microbatches: int) -> Turn:
         """The step as a lower bound of that in more turns, a multiple of these.
 
         None gets cheaper by that, and the early turns are no larger a share of more.
@@ -87,11 +76,11 @@ class Turn:
         share = self.microbatches / microbatches
         # the least of sums that are straight in what a turn counts: no lower than a line from none
         found = {**self.found, "one turn": share * self.found["one turn"]}
-        return Turn(found, microbatches, min(ranks, microbatches))
+        return replace(self, found=found, microbatches=microbatches)
 
     def above(self, other: Turn) -> Turn:
         """The higher of two bounds, block by block."""
-        assert (self.early, self.microbatches) == (other.early, other.microbatches)
+        assert (self.ranks, self.microbatches) == (other.ranks, other.microbatches)
         found = {name: np.maximum(x, other.found[name]) for name, x in self.found.items()}
         return replace(self, found=found)
 
