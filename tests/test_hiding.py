@@ -101,7 +101,7 @@ def test_sums_end_with_the_first_where_its_plan_is_doubtful(limited: bool, stops
     plans = [_Line(1.0, 4.0, 5.0), _Line(3.0, 1.0, 5.5)]
     asked: list[Found] = []
 
-    def search(weights: Weights) -> Found:
+    def search(weights: Weights, enough_s: float) -> Found:
         found = min(
             plans,
             key=lambda p: weights.compute * p.compute_s + weights.hideable * p.hideable_s,
@@ -110,14 +110,18 @@ def test_sums_end_with_the_first_where_its_plan_is_doubtful(limited: bool, stops
         memory = SimpleNamespace(best=best, free=None if limited else best)
         variant: Any = SimpleNamespace(search=SimpleNamespace(memory=memory))
         seen.append(weights)
-        return Found(variant, 0.0)
+        enough.append(enough_s)
+        return Found(variant, 0.7 if len(seen) == 1 else 0.6)
 
     def stop(found: Found) -> bool:
         asked.append(found)
         return stops
 
     seen: list[Weights] = []
-    least(search, EXPOSED, stop)
+    enough: list[float] = []
+    _, bound = least(search, EXPOSED, stop)
+    assert bound == 0.7
+    assert enough == [0.0, *[0.7] * (len(seen) - 1)]  # below the best bound, none is raised
     assert len(asked) == limited  # of an unlimited step, sums are soon searched
     assert (len(seen) == 1) == (limited and stops)
 

@@ -54,19 +54,20 @@ class Found(NamedTuple):
 
 
 def least(
-    search: Callable[[Weights], Found],
+    search: Callable[[Weights, float], Found],
     exposed: float,
     stop: Callable[[Found], bool] = lambda found: False,
 ) -> tuple[Found, float]:
     """The plan of the least seconds, and a bound of them.
 
     Args:
-        search: solves the problem of some weights.
+        search: solves the problem of some weights; once a plan is below the given seconds, its
+            bound is of no use, and it need not be close.
         exposed: share of the seconds that may hide, which does not.
         stop: asked of the first plan before more sums are searched under a memory limit; True if
             they are not worth it.
     """
-    best = search(_at(0.0, exposed))
+    best = search(_at(0.0, exposed), 0.0)
     bound, low, high = best.bound, _line(best, exposed), None
     memory = best.variant.search.memory
     limited = memory.best is not memory.free
@@ -81,7 +82,7 @@ def least(
         if abs(t - last) < _SAME:
             break
         last = t
-        found = search(_at(t, exposed))
+        found = search(_at(t, exposed), bound)
         bound = max(bound, found.bound)
         line = _line(found, exposed)
         if line[1] > 0:

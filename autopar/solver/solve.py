@@ -186,11 +186,11 @@ def solve_step(
         known={} if known is None else known,
     )
 
-    def search(weights: Weights) -> Found:
+    def search(weights: Weights, enough_s: float = 0.0) -> Found:
         make = partial(maker.make, weights)
         variants = variants_of(traced, planned, wanted, optimizer)
-        tried = _searched(variants, make, without, below_s)
-        if without is None and len(tried) > 1:
+        tried = _searched(variants, make, without, below_s, enough_s)
+        if without is None and len(tried) > 1 and _fastest(tried) > enough_s:
             away = may_leave(planned, wanted)
             kinds = uniform_checkpoints(traced, wanted.checkpoint, away)
             free = free_blocks(traced, wanted.checkpoint)
@@ -223,8 +223,9 @@ def _searched(
     make: Make,
     without: Excluded | None,
     below_s: float,
+    enough_s: float,
 ) -> list[Variant]:
-    """Searched variants of a step.
+    """Searched variants of a step, not to the end where a plan is below `enough_s`.
 
     Raises:
         ConstraintError: nothing is left without `without`.
@@ -258,6 +259,8 @@ def _searched(
         assert without is not None
         raise ConstraintError(f"the step has no {without.name}")
     for found in sorted(tried, key=lambda f: f.search.memory.bound):
+        if _fastest(tried) <= enough_s:
+            break
         found.search.memory.finish(min(below_s, _fastest(tried)))
     return tried
 
