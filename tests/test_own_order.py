@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from autopar.core.constraints import Constraints
 from autopar.core.placement import Placement, Shard, parse_placement
@@ -16,6 +16,7 @@ from autopar.core.redistribute import path
 from autopar.core.strategy import AxisStrategy, op_call
 from autopar.cost_model import Cluster
 from autopar.pipelining import plan_step
+from autopar.solver.offers import likeness
 from autopar.solver.rules.own_order import Order, own_order_rows
 from autopar.solver.solve import solve
 from autopar.tracer.trace import trace
@@ -93,6 +94,21 @@ def test_nothing_moves_an_own_order() -> None:
     (move,) = path((OWN, Placement("P")), (OWN, Placement("R")), (2, 2)) or ()
     assert move.kind == "all_reduce"
     assert parse_placement(OWN.short) == OWN
+
+
+def test_what_makes_an_order_does_not_matter_but_that_it_is_shared() -> None:
+    graph = fx.Graph()
+    sums = []
+    for left, right in (("a", "a"), ("b", "b"), ("a", "b"), ("a", None)):
+        nodes = [graph.placeholder(side) for side in "xy"]
+        for node, of in zip(nodes, (left, right), strict=True):
+            node.meta["val"] = torch.empty(6, 2, device="meta")
+            node.meta["order"] = of and Order(of, "values")
+        sums.append(graph.call_function(torch.ops.aten.add.Tensor, tuple(nodes)))
+        sums[-1].meta["val"] = torch.empty(6, 2, device="meta")
+    same, other, mixed, half = (likeness(op_call(node, 2)) for node in sums)
+    assert same == other
+    assert len({same, mixed, half}) == 3
 
 
 # --- models

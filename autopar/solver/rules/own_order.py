@@ -104,12 +104,18 @@ def own_order_rows(call: OpCall) -> list[AxisStrategy]:
 
 
 def orders_of(call: OpCall) -> tuple[Any, ...]:
-    """What the rows of an op in an own order depend on, beside the op; () without such rows."""
+    """What the rows of an op in an own order depend on, beside the op; () without such rows.
+
+    Which keys make the order does not matter, only which operands share it.
+    """
     if call.target not in _STARTS and not _any(call.nodes):
         return ()
-    first = call.nodes[0]
-    start = first.name if call.target in _STARTS else first.target in _ZEROS
-    return (start, *(node.meta.get(_KEY) for node in call.nodes))
+    numbers: dict[str, str] = {}
+
+    def plain(order: Order | None) -> Order | None:
+        return order and order._replace(of=numbers.setdefault(order.of, str(len(numbers))))
+
+    return (call.nodes[0].target in _ZEROS, *(plain(node.meta.get(_KEY)) for node in call.nodes))
 
 
 def _any(nodes: Iterable[fx.Node]) -> bool:
