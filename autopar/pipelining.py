@@ -122,7 +122,9 @@ class _Search:
         try:
             plain = self._plain()
         except InfeasiblePlanError as error:
+            found = found or self._limited(shapes, math.inf)
             return self._reported(_or_raise(found, error), shapes, math.inf)
+        found = found or self._limited(shapes, _limit(plain))
         best = found if found is not None and _seconds(found) < _limit(plain) else plain
         return self._reported(best, shapes, plain.solver.bound)
 
@@ -181,9 +183,10 @@ class _Search:
             planned += shape not in self.large and not shapes.is_open(shape)
             if _seconds(found) < _seconds(best):
                 here, best = shape, found
-        if best is None:
-            best = self._limited(shapes)
-        elif here is not None:
+        if best is None and self.large:
+            whole = math.isinf(limit_s)  # slower ones wait for what the limit leaves in one piece
+            best = self._limited(shapes, _limit(self.known.free_program) if whole else limit_s)
+        elif best is not None and here is not None:
             best = self._suited(self._with_schedule(here, best, limit_s, shapes))
             self._noted(here, best, shapes)
         shapes.close_least(min(limit_s, _seconds(best) * (1 - _PROVED)))
@@ -270,11 +273,16 @@ class _Search:
             if other.size == shape.size and other.microbatches < shape.microbatches:
                 shapes.settle(other, f"with {shape.microbatches} microbatches it {need}")
 
-    def _limited(self, shapes: Shapes) -> Plan | None:
-        """The plan with recomputation of the smallest shape that is too large without."""
+    def _limited(self, shapes: Shapes, below_s: float) -> Plan | None:
+        """The plan with recomputation of the smallest shape that is too large without.
+
+        Those are left out that take `below_s` seconds or more without a limit.
+        """
         peaks: dict[PipelineShape, int] = {}
         for shape in self.large:
-            peaks[shape] = self.planner.plan(shape, free=True).predicted.peak_memory_bytes
+            free = self.planner.plan(shape, free=True)
+            if _seconds(free) < below_s:
+                peaks[shape] = free.predicted.peak_memory_bytes
         for shape in sorted(peaks, key=peaks.__getitem__):
             found = self._planned(shape, shapes)
             if found is not None:

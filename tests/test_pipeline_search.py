@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -14,13 +15,17 @@ from torch import Tensor, nn
 import autopar
 from autopar.codegen.stage_unfolding import unfolded_plan
 from autopar.core.cells import block_order
-from autopar.core.constraints import Constraints
+from autopar.core.constraints import Constraints, PipelinePin
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan, SolverReport
 from autopar.core.stage_folding import outline
 from autopar.cost_model import Cluster
 from autopar.errors import ConstraintError, InfeasiblePlanError
-from autopar.pipelining import plan_step
+from autopar.pipeline_shapes import Shapes
+from autopar.pipelining import _Search, plan_step
+from autopar.solver.fit import UNLIMITED
+from autopar.solver.pipeline_shape import PipelineShape
+from autopar.step_limits import StepLimits
 from autopar.tracer.trace import trace
 from autopar.verification import verify
 from tests import zoo
@@ -111,6 +116,24 @@ def test_microbatches_are_chosen_where_a_step_does_not_fit() -> None:
     assert (plan.pipeline.size, plan.pipeline.microbatches > 1) == (1, True)
     assert plan.predicted.peak_memory_bytes <= least
     assert verify(plan, model, inputs).worst[1] <= 1e-9
+
+
+def test_no_recomputation_is_planned_where_a_pipeline_is_too_slow_without_any() -> None:
+    model, inputs = zoo.gpt2(layers=4)
+    traced = trace(model.train(), inputs, fold=True)
+    cluster = Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    shape = PipelineShape(size=2, microbatches=2, schedule="1f1b")
+    known = StepLimits(traced, cluster, Constraints())
+    free = _Search(known, UNLIMITED).planner.plan(shape)
+    limit = int(0.95 * free.predicted.peak_memory_bytes)
+    search = _Search(known, limit)
+    search.large.append(shape)
+    shapes = Shapes(search.planner, PipelinePin(), short=True)
+    assert search._limited(shapes, free.predicted.step_time_s) is None
+    found = search._limited(shapes, math.inf)
+    assert found is not None
+    assert found.predicted.peak_memory_bytes <= limit
+    assert found.predicted.step_time_s >= free.predicted.step_time_s
 
 
 @pytest.mark.parametrize("share", [1.0, pytest.param(0.9, marks=pytest.mark.slow)])
