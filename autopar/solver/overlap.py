@@ -31,7 +31,7 @@ EXPOSED = 0.1
 _NEAR = 1e-2  # gap at which no other sum is looked at
 _MOST = 8  # sums
 _LIMITED = 3  # where each takes a search under the memory limit
-_SAME = 1e-4  # of t
+_SAME = 1e-4  # of t, and of the value of a sum
 _LAST = 0.99  # of t, beyond which compute would be for nothing
 
 
@@ -85,12 +85,15 @@ def least(
         found = search(_at(t, exposed), bound)
         bound = max(bound, found.bound)
         line = _line(found, exposed)
+        nothing_less = _value(line, t) >= _value(low, t) * (1 - _SAME)
         if line[1] > 0:
             low = line
         else:
             high = line
         if _seconds(found, exposed) < now_s:
             best = found
+        if nothing_less:
+            break  # the plans known are the best of this sum, which is the greatest
     return best, bound
 
 
@@ -120,6 +123,10 @@ def _line(found: Found, exposed: float) -> tuple[float, float]:
     price = _price(found)
     at_0 = price.total_s - (1.0 - exposed) * price.hideable_s
     return at_0, (1.0 - exposed) * price.hideable_s - price.compute_s
+
+
+def _value(line: tuple[float, float], t: float) -> float:
+    return line[0] + line[1] * t
 
 
 def _crossing(rising: tuple[float, float], falling: tuple[float, float]) -> float:
