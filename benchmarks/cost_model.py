@@ -43,12 +43,9 @@ from autopar.core.placement import local_shape
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster, CollectiveKind, compute_seconds
 from autopar.cost_model.catalogue import load_profile
+from autopar.cost_model.collective_timing import measure_collectives
 from autopar.cost_model.compute import OpCost
-from autopar.cost_model.measure import (
-    measure_collectives,
-    measure_profile,
-    write_profile,
-)
+from autopar.cost_model.measure import measure_profile, write_profile
 from autopar.cost_model.memory import dtype_bytes
 from autopar.cost_model.probes import Probe, geometric_mean, held_out_probes, probes
 from autopar.cost_model.ranks import on_ranks

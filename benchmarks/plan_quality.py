@@ -129,10 +129,16 @@ def _table(name: str, results: dict[str, Any]) -> Table:
 
 def main() -> None:
     """Print one table per row; `--json FILE` keeps each as a line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", nargs="*", default=DEFAULT, choices=list(ROWS))
-    parser.add_argument("--json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    rows = f"model@mesh; default: {' '.join(DEFAULT)}"
+    parser.add_argument("--rows", nargs="*", default=DEFAULT, metavar="ROW", help=rows)
+    parser.add_argument("--json", metavar="FILE", help="a line for each row, as it comes")
     options = parser.parse_args()
+    unknown = [name for name in options.rows if name not in ROWS]
+    if unknown:
+        parser.error(f"no row {unknown[0]!r}; there are {' '.join(ROWS)}")
     if options.json:
         with open(options.json, "w") as file:
             file.write(json.dumps(provenance()) + "\n")

@@ -287,7 +287,8 @@ def _described(pipeline: PipelinePlan | None) -> str:
     if pipeline is None:
         return "none"
     ranks = f"{pipeline.size}×{pipeline.chunks}" if pipeline.chunks > 1 else f"{pipeline.size}"
-    return f"{ranks} ranks, {pipeline.microbatches} microbatches, {pipeline.schedule}"
+    plural = "s" * (pipeline.size > 1)
+    return f"{ranks} rank{plural}, {pipeline.microbatches} microbatches, {pipeline.schedule}"
 
 
 def _in_child(name: str, seconds: float, fused: bool) -> dict[str, Any]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,11 +24,13 @@ from autopar.cost_model import (
     CollectiveLine,
     Curve,
     Profile,
+    collective_timing,
     compute_seconds_array,
     load_profile,
 )
+from autopar.cost_model.collective_timing import Sample
 from autopar.cost_model.compute import OP_CLASSES
-from autopar.cost_model.measure import Sample, _curves, _link, measure_profile
+from autopar.cost_model.measure import _curves, _link, measure_profile
 from autopar.cost_model.ranks import on_ranks
 from autopar.cost_model.timing import fit_line
 from autopar.cost_model.toml_text import to_toml
@@ -193,6 +198,33 @@ def test_toml_reads_back() -> None:
         "rows": [{"k": 1}, {"k": 2, "t": {"z": 0.0}}],
     }
     assert tomllib.loads(to_toml(table, "two\nlines")) == table
+
+
+def _on_a_clock_of_its_own(rank: int, device: str) -> list[list[float]]:
+    """Compute takes a second, busy; a collective a nanosecond a byte, a tenth of it busy."""
+    now = {"wall": 0.0, "busy": 0.0}
+
+    def takes(seconds: float, busy: float) -> Callable[[], None]:
+        def call() -> None:
+            now["wall"] += seconds
+            now["busy"] += busy
+
+        return call
+
+    clock: Any = collective_timing
+    clock.time = SimpleNamespace(perf_counter=lambda: now["wall"], process_time=lambda: now["busy"])
+    clock._products = lambda device: takes(1.0, 1.0)
+    clock.collective_calls = lambda kind, n, group, device: takes(1e-9 * n, 1e-10 * n)
+    found = collective_timing.measure_collectives(device, 2, (1 << 10, 1 << 20), rounds=3)
+    return [[sample.num_bytes, sample.seconds, sample.busy_s] for sample in found]
+
+
+def test_what_a_collective_is_timed_behind_is_taken_off() -> None:
+    for rows in on_ranks(_on_a_clock_of_its_own, 2, "cpu"):
+        assert len(rows) == 2 * len(CollectiveKind)
+        for num_bytes, seconds, busy_s in rows:
+            assert seconds == pytest.approx(max(1e-9 * num_bytes, 1e-7), abs=1e-12)
+            assert busy_s == pytest.approx(1e-10 * num_bytes, abs=1e-12)
 
 
 def _fails(rank: int, device: str) -> None:

@@ -3,7 +3,8 @@
 All ranks run at once, one thread each, as they do in a step. Ops are timed in interleaved rounds,
 of which the median counts. On a CPU the clock is the thread's own, times the ranks per core where
 there is more than one: so the wait for a core that the ranks give each other is in, and other
-programs' load is not. Collectives need a wall clock; of their rounds the median counts.
+programs' load is not. Collectives need a wall clock, and are timed behind compute
+(`collective_timing.py`); of their rounds the median counts.
 Curves and lines are then made monotone. Lines are fitted by least squares of the *relative*
 error, so that small sizes count as much as large ones. (Rings: Thakur, Rabenseifner and Gropp
 2005, doi:10.1177/1094342005051521.)
@@ -15,9 +16,7 @@ import datetime
 import os
 import platform
 import statistics
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from autopar.cost_model.collective_timing import MESSAGE_BYTES, Sample, measure_collectives
 from autopar.cost_model.collectives import CollectiveKind
 from autopar.cost_model.host_memory import machine_memory_bytes
 from autopar.cost_model.probes import geometric_mean, probes
@@ -40,36 +40,14 @@ from autopar.cost_model.profile import (
     dtype_name,
 )
 from autopar.cost_model.ranks import on_ranks
-from autopar.cost_model.timing import fit_line, median_seconds, synchronize
+from autopar.cost_model.timing import fit_line, median_seconds
 from autopar.cost_model.toml_text import to_toml
 
 __all__ = [
-    "Sample",
-    "collective_calls",
     "cpu_name",
     "measure_profile",
     "write_profile",
 ]
-
-MESSAGE_BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One measured collective.
-
-    Attributes:
-        kind, group_size, num_bytes: see `CollectiveLine`.
-        seconds: that it takes.
-        busy_s: CPU seconds of this process meanwhile, all threads together; 0 for other devices.
-    """
-
-    kind: str
-    group_size: int
-    num_bytes: int
-    seconds: float
-    busy_s: float = 0.0
-
 
 # --- what each rank does
 
@@ -102,77 +80,6 @@ def _measure_rank(
 
 def _row(sample: Sample) -> list[Any]:
     return [sample.kind, sample.group_size, sample.num_bytes, sample.seconds, sample.busy_s]
-
-
-def measure_collectives(
-    device: str, group_size: int, sizes: Sequence[int], rounds: int
-) -> list[Sample]:
-    """Times every kind of collective; all groups of `group_size` ranks run at once.
-
-    Called on every rank of a world that `group_size` divides.
-    """
-    group, _ = dist.new_subgroups(group_size)
-    sync = synchronize(device)
-    keys = [(kind, n) for n in sizes for kind in CollectiveKind]
-    calls = [collective_calls(kind, n, group, device) for kind, n in keys]
-    repeats = []
-    for call in calls:
-        call()
-        start = time.perf_counter()
-        call()
-        sync()
-        repeats.append(max(1, min(20, int(5e-3 / max(time.perf_counter() - start, 1e-7)))))
-    agreed = torch.tensor(repeats, device=device)
-    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
-    times: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
-    for _ in range(rounds):
-        for key, call, count in zip(keys, calls, agreed.tolist(), strict=True):
-            dist.barrier()
-            sync()
-            start, busy = time.perf_counter(), time.process_time()
-            for _ in range(count):
-                call()
-            sync()
-            busy = time.process_time() - busy if device == "cpu" else 0.0
-            times[key].append(((time.perf_counter() - start) / count, busy / count))
-    medians = {
-        key: [statistics.median(each) for each in zip(*t, strict=True)] for key, t in times.items()
-    }
-    return [Sample(str(kind), group_size, n, *medians[kind, n]) for kind, n in keys]
-
-
-def collective_calls(
-    kind: CollectiveKind, num_bytes: int, group: Any, device: str
-) -> Callable[[], object]:
-    """The call that an emitted program makes, with its wait, on a full buffer of float32.
-
-    Args:
-        kind: the collective.
-        num_bytes: as `Cluster.collective_seconds` counts them.
-        group: this rank's process group.
-        device: of the buffer.
-    """
-    c10d = torch.ops._c10d_functional
-    size, name = dist.get_world_size(group), group.group_name
-    count = max(1, num_bytes // 4 // size) * size
-    whole = torch.zeros(count, device=device)
-    part = whole[: count // size].clone()
-    even = [count // size] * size
-    me = dist.get_rank(group)
-    outgoing = [count if r == (me + 1) % size else 0 for r in range(size)]
-    incoming = [count if r == (me - 1) % size else 0 for r in range(size)]
-    source = dist.get_process_group_ranks(group)[0]
-    starts: dict[CollectiveKind, Callable[[], Any]] = {
-        CollectiveKind.ALL_REDUCE: lambda: c10d.all_reduce(whole, "sum", name),
-        CollectiveKind.ALL_GATHER: lambda: c10d.all_gather_into_tensor(part, size, name),
-        CollectiveKind.REDUCE_SCATTER: lambda: c10d.reduce_scatter_tensor(whole, "sum", size, name),
-        CollectiveKind.ALL_TO_ALL: lambda: c10d.all_to_all_single(whole, even, even, name),
-        CollectiveKind.SEND_RECV: lambda: c10d.all_to_all_single(whole, incoming, outgoing, name),
-    }
-    if kind is CollectiveKind.BROADCAST:
-        return lambda: dist.broadcast(whole, source, group=group)
-    start = starts[kind]
-    return lambda: c10d.wait_tensor(start())
 
 
 # --- from samples to a profile
