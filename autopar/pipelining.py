@@ -184,8 +184,8 @@ class _Search:
             if _seconds(found) < _seconds(best):
                 here, best = shape, found
         if best is None and self.large:
-            whole = math.isinf(limit_s)  # slower ones wait for what the limit leaves in one piece
-            best = self._limited(shapes, _limit(self.known.free_program) if whole else limit_s)
+            known_s = limit_s if math.isfinite(limit_s) else _limit(self.known.free_program)
+            best = self._limited(shapes, known_s)
         elif best is not None and here is not None:
             best = self._suited(self._with_schedule(here, best, limit_s, shapes))
             self._noted(here, best, shapes)
@@ -276,14 +276,12 @@ class _Search:
     def _limited(self, shapes: Shapes, below_s: float) -> Plan | None:
         """The plan with recomputation of the smallest shape that is too large without.
 
-        Those are left out that take `below_s` seconds or more without a limit.
+        Those that take `below_s` seconds or more without a limit stay for later.
         """
-        peaks: dict[PipelineShape, int] = {}
-        for shape in self.large:
-            free = self.planner.plan(shape, free=True)
-            if _seconds(free) < below_s:
-                peaks[shape] = free.predicted.peak_memory_bytes
-        for shape in sorted(peaks, key=peaks.__getitem__):
+        free = {shape: self.planner.plan(shape, free=True) for shape in self.large}
+        fast = [shape for shape in self.large if _seconds(free[shape]) < below_s]
+        for shape in sorted(fast, key=lambda s: free[s].predicted.peak_memory_bytes):
+            self.large.remove(shape)
             found = self._planned(shape, shapes)
             if found is not None:
                 self._noted(shape, found, shapes)

@@ -126,6 +126,23 @@ def test_sums_end_with_the_first_where_its_plan_is_doubtful(limited: bool, stops
     assert (len(seen) == 1) == (limited and stops)
 
 
+def test_sums_end_where_a_search_finds_none_less_than_known_plans() -> None:
+    """A search that is not exact may find worse ones forever."""
+    plans = [_Line(1.0, 4.0, 5.0), _Line(3.0, 1.0, 5.5), _Line(4.0, 4.0, 9.0)]
+    asked: list[float] = []
+
+    def search(weights: Weights, enough_s: float) -> Found:
+        best = SimpleNamespace(price=plans[min(len(asked), 2)])
+        memory = SimpleNamespace(best=best, free=best)
+        asked.append(enough_s)
+        variant: Any = SimpleNamespace(search=SimpleNamespace(memory=memory))
+        return Found(variant, 0.5)
+
+    found, _ = least(search, EXPOSED)
+    assert len(asked) == 3
+    assert found.variant.search.memory.best.price in plans[:2]
+
+
 def test_a_limit_is_looked_at_first_where_the_free_step_is_fastest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -21,13 +21,12 @@ import torch.distributed as dist
 from autopar.cost_model.collectives import CollectiveKind
 from autopar.cost_model.timing import median_seconds, synchronize
 
-__all__ = ["MESSAGE_BYTES", "Sample", "collective_calls", "measure_collectives"]
+__all__ = ["Sample", "collective_calls", "measure_collectives"]
 
 _COMPUTE_S = 2e-3  # of a rank; steps of small models have about that between two collectives
 _TIMING_S = 8e-3  # for which a collective is repeated
 _SIDES = {"cpu": 256, "cuda": 2048}  # of the products
 _LEAST_S = 1e-7
-MESSAGE_BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 
 
 @dataclass(frozen=True, slots=True)

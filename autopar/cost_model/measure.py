@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from autopar.cost_model.collective_timing import MESSAGE_BYTES, Sample, measure_collectives
+from autopar.cost_model.collective_timing import Sample, measure_collectives
 from autopar.cost_model.collectives import CollectiveKind
 from autopar.cost_model.host_memory import machine_memory_bytes
 from autopar.cost_model.probes import geometric_mean, probes
@@ -43,11 +43,9 @@ from autopar.cost_model.ranks import on_ranks
 from autopar.cost_model.timing import fit_line, median_seconds
 from autopar.cost_model.toml_text import to_toml
 
-__all__ = [
-    "cpu_name",
-    "measure_profile",
-    "write_profile",
-]
+__all__ = ["cpu_name", "measure_profile", "write_profile"]
+
+_MESSAGE_BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 
 # --- what each rank does
 
@@ -74,7 +72,7 @@ def _measure_rank(
     (view_s,) = median_seconds([lambda: reshape(x, [256])], device, rounds)
     samples = []
     for size in group_sizes:
-        samples += measure_collectives(device, size, MESSAGE_BYTES[: 3 if quick else 99], rounds)
+        samples += measure_collectives(device, size, _MESSAGE_BYTES[: 3 if quick else 99], rounds)
     return {"ops": ops, "view_s": view_s, "collectives": [_row(s) for s in samples]}
 
 
