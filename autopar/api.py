@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
@@ -285,10 +283,7 @@ def _agreed_settings(
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         mine[name] = (tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
     if given is not None:
-        # ranks may each have solved it: in other seconds
-        same = {k: v for k, v in given.to_dict().items() if k != "solver"}
-        text = json.dumps(same, sort_keys=True)
-        mine["the plan"] = hashlib.sha256(text.encode()).hexdigest()[:16]
+        mine["the plan"] = given.digest()
     mine["the constraints"] = parsed.to_dict()
     mine["the precision"], mine["reduce_dtype"] = numbers
     mine["what extends autopar"] = extended

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.core.constraints import Constraints
 from autopar.core.graph import TracedModel
+from autopar.core.placement import Replicate, Shard
 from autopar.core.plan import Plan
 from autopar.core.schedule import actions
 from autopar.cost_model import Cluster
@@ -208,6 +209,26 @@ def test_a_stage_is_explained_as_it_was_planned() -> None:
         assert found.unlimited.plan.solver.objective == pytest.approx(own_s, rel=1e-6)
 
 
+def test_ranks_that_each_planned_agree() -> None:
+    """Solving takes other seconds each time; layouts of one stage are another plan."""
+    model, inputs = stack()
+    pins = {"pipeline": {"size": 2, "microbatches": 4, "schedule": "zero-bubble"}}
+    first, second = (
+        autopar.plan(model, near_ranks(2, 1e8), inputs, constraints=pins, cache=False)
+        for _ in range(2)
+    )
+    assert first.pipeline is not None and second.pipeline is not None
+    seconds = [s.solver.seconds for p in (first, second) for s in p.pipeline.stages]
+    assert len(set(seconds)) == len(seconds)
+    assert first.digest() == second.digest() == Plan.from_dict(first.to_dict()).digest()
+    one, *others = first.pipeline.stages
+    name, layout = next(iter(one.parameters.items()))
+    other = tuple(Replicate() if p.is_shard else Shard(0) for p in layout)
+    changed = replace(one, parameters=one.parameters | {name: other})
+    other_plan = replace(first, pipeline=replace(first.pipeline, stages=(changed, *others)))
+    assert other_plan.digest() != first.digest()
+
+
 def _train(rank: int) -> dict[str, float]:
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -215,7 +236,7 @@ def _train(rank: int) -> dict[str, float]:
     single, _ = stack()
     cluster = near_ranks(2, 1e8)
     pins = {"pipeline": {"size": 2, "microbatches": 4, "schedule": "zero-bubble"}}
-    plan = autopar.plan(model, cluster, inputs, constraints=pins, fusion=False)
+    plan = autopar.plan(model, cluster, inputs, constraints=pins, fusion=False, cache=False)
     assert plan.pipeline is not None
     assert len({stage.solver.waits for stage in plan.pipeline.stages}) == 2
     mesh = init_device_mesh("cpu", (4,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -210,6 +211,17 @@ class Plan:
             raise PlanMismatchError(
                 f"the plan is damaged ({type(error).__name__}: {error}); plan again"
             ) from error
+
+    def digest(self) -> str:
+        """Hash of what ranks must have in common: all but how the plan and its stages were solved.
+
+        Ranks that each solved the same plan took other seconds.
+        """
+        same = self.to_dict()
+        stages = same["pipeline"]["stages"] if same["pipeline"] is not None else []
+        for each in (same, *stages):
+            del each["solver"]
+        return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:16]
 
     def save(self, path: str | Path) -> None:
         """Write as JSON, whole or not at all."""
