@@ -7,10 +7,11 @@ at a turn sets the pace of all. So, as long as the step gets shorter,
 
 1. the schedule is run on the clock, and what the last action to end waited for is followed back to
    the start (`PipelineSimulation.longest_way`);
-2. of the stages on that way, the one where it ends and the one with most actions on it are planned
-   for what the way counts: so many forwards, input and weight gradients, and what runs once. A way
-   that is made shorter leaves others, so a stage goes half of the way from the weights that it was
-   planned for, and if that helps, all of it; else a quarter, or all where a turn may take less;
+2. of the stages on that way, those where it ends and begins and the one with most actions on it are
+   planned for what the way counts: so many forwards, input and weight gradients, and what runs once
+   in front of all or behind all. A way that is made shorter leaves others, so a stage goes half of
+   the way from the weights that it was planned for, and if that helps, all of it; else a quarter,
+   or all where a turn may take less;
 3. a stage keeps the layouts of what it exchanges with others. Where those that it receives cost
    much, it chooses them, and the stages before are planned to send them.
 
@@ -25,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+from autopar.core.flights import Waits
 from autopar.core.placement import Layout
 from autopar.core.plan import Plan
 from autopar.cost_model.stages import RanksTime, ranks_time, transfer_seconds
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
     from autopar.pipeline_stages import Pipeliner
 
 __all__ = ["Aim", "CriticalStages"]
-
-Waits: TypeAlias = tuple[float, float, float]
 
 _HALF = 0.5  # of the way from the weights of a stage to those of the longest way
 _LEAST = 1e-3  # of the step: what an exchange of plans must save
@@ -104,13 +104,14 @@ class CriticalStages:
         longest = max(runs, key=lambda s: (runs[s], -s))
         ends = sorted((s for s in runs if s % size == last), reverse=True)
         found: list[tuple[int, Waits, bool]] = []
-        for stage in dict.fromkeys([*ends, longest]):
-            once = ((stage % size == first) + (stage % size == last)) / 2 or 0.5 / turns
+        for stage in dict.fromkeys([*ends, longest, way[0].stage]):
+            prepare, finish = stage % size == first, stage % size == last
             whole = counts[stage, "B"]
             parts = (counts[stage, "F"], counts[stage, "I"] + whole, counts[stage, "W"] + whole)
-            least = max(parts) / (2 * turns)  # none counts nothing
-            forward, inputs, weights = (max(n, least) / (turns * once) for n in parts)
-            found.append((stage, (forward, inputs, weights), stage == longest))
+            numbers = (turns * prepare, *parts, turns * finish)
+            least = max(numbers) / (2 * turns)  # none counts nothing
+            waits = Waits(*(max(n, least) / turns for n in numbers))
+            found.append((stage, waits, stage == longest))
         return found
 
     # --- exchanges -----------------------------------------------------------------------------
@@ -145,21 +146,25 @@ class CriticalStages:
             plans = self.pipeliner.solve_free(aims)
         except _REFUSED:
             return False
+        orders = self.pipeliner.orders
+        if self.pipeliner.automatic:
+            self.pipeliner.order(plans, quick=True)
         time = self._time(plans)
         shorter = time.step_s < self.time.step_s * (1 - _LEAST)
         if shorter and self.pipeliner.holds(plans):
             self.aims, self.plans, self.time = dict(aims), plans, time
             return True
+        self.pipeliner.orders = orders
         return False
 
     def _towards(self, stage: int, waits: Waits, share: float) -> dict[int, Aim]:
         """Aims with other weights of one stage, some of the way to those of the longest way."""
-        now = self.plans[stage].solver.waits
-        forward, inputs, weights = (
-            2.0 ** round((1 - share) * math.log2(a) + share * math.log2(b))  # equal stages share
-            for a, b in zip(now, waits, strict=True)
-        )
-        return self.aims | {stage: Aim((forward, inputs, weights), self._sent(stage))}
+        between = [
+            round((1 - share) * math.log2(a) + share * math.log2(b))  # equal stages share
+            for a, b in zip(self.plans[stage].solver.waits, waits, strict=True)
+        ]
+        aim = Waits(*(2.0 ** (n - max(between)) for n in between))
+        return self.aims | {stage: Aim(aim, self._sent(stage))}
 
     def _sent(self, stage: int) -> dict[str, Layout]:
         """Layouts of what a stage sends at each turn, as they are."""

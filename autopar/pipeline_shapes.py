@@ -2,8 +2,9 @@
 
 A shape is bounded three times, each time closer: by the work of its ops alone, with the
 communication of blocks in one turn (as no step gets cheaper by being run in more), and with that
-in its own turns. All cuts are allowed for, and every schedule that the search may take: 1F1B and
-zero-bubble, and two chunks a rank interleaved, cut as they would be.
+in its own turns. All cuts are allowed for, and every schedule that the search may take: one stage
+a rank in any order that begins with no more than 2 (p - r) - 1 forwards, such as 1F1B, zero-bubble
+and automatic orders, and two chunks a rank interleaved, cut as they would be.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from autopar.core.considered import Considered
 from autopar.core.constraints import PipelinePin, assign_mesh
-from autopar.core.schedule import actions
+from autopar.core.schedule import AUTOMATIC, actions
 from autopar.core.units import format_seconds
 from autopar.cost_model import CollectiveKind
 from autopar.errors import AutoparError, ConstraintError
@@ -30,7 +31,8 @@ from autopar.stage_planning import StagePlanner
 
 __all__ = ["CLOSEST", "Shapes"]
 
-CLOSEST = 2  # level of the closest bound of a shape
+CLOSEST = 2  # level of the closest bound of a shape that is planned
+_WIDEST = 3  # of that which a plan is proved by
 _TURNS_PER_RANK = (1, 2, 4)  # microbatches for each pipeline rank, where they are not pinned
 _CLOSE = 3  # shapes of which the closest bound is found before the first is planned
 _KEPT = 12  # shapes that a plan tells of
@@ -105,8 +107,7 @@ class Shapes:
         """The shape with the other schedules that it may run by."""
         if shape.size == 1 or self.pin.schedule or shape.schedule != "1f1b":
             return
-        if shape.microbatches >= shape.size:
-            yield replace(shape, schedule="zero-bubble")
+        yield replace(shape, schedule=AUTOMATIC)
         work = self.planner.work
         deep = len(work.names) - sum(work.joint) >= 2 * shape.size
         if deep and self.pin.chunks is None and shape.cuts is None:
@@ -149,7 +150,7 @@ class Shapes:
         while True:
             found = [s for s, k in self.known.items() if k.bound_s < limit_s]
             least = min(found, key=lambda s: (self.known[s].bound_s, s.size), default=None)
-            if least is None or self.is_close(least):
+            if least is None or self.known[least].level == _WIDEST:
                 return
             self.closer(least)
 
@@ -168,7 +169,7 @@ class Shapes:
 
     def is_close(self, shape: PipelineShape) -> bool:
         """True if no closer bound is to be had."""
-        return self.known[shape].level == CLOSEST
+        return self.known[shape].level >= CLOSEST
 
     def closer(self, shape: PipelineShape) -> None:
         """Raise the bound of a shape."""
@@ -209,16 +210,25 @@ class Shapes:
             mesh_shape=(shape.size, *cluster.mesh_shape),
             axis_names=("pipeline", *(f"axis{i}" for i in range(len(cluster.mesh_shape)))),
         )
-        hop_s = line.collective_seconds(CollectiveKind("send_recv"), 1, 0)
-        return min(self._of_schedule(each, turn, hop_s) for each in (shape, *self.schedules(shape)))
+        share = self.planner.work.crossing_bytes // (shape.microbatches * cluster.num_devices)
+        hop_s = line.collective_seconds(CollectiveKind("send_recv"), max(1, share), 0)
+        others = list(self.schedules(shape))
+        if any(other.schedule == AUTOMATIC for other in others):
+            any_of = others  # any order of one stage a rank has the bounds of automatic ones
+        else:
+            any_of = [shape, *others]
+        return min(self._of_schedule(each, turn, hop_s) for each in any_of)
 
     def _turn(self, shape: PipelineShape, level: int, devices: int) -> Turn:
-        turn = Turn.ideal(self.planner.work, shape.microbatches, shape.size, devices)
+        ahead = self.planner.ahead(shape.size)
+        turn = Turn.ideal(self.planner.work, shape.microbatches, ahead, devices)
         if level:
             turn = turn.above(self.planner.one_turn(shape))
         for coarser in self.planner.coarser(shape):
             turn = turn.above(coarser)
-        return turn.above(self.planner.turn(shape)) if level == CLOSEST else turn
+        if level == CLOSEST:
+            return turn.above(self.planner.turn(shape))
+        return turn.above(self.planner.wide_turn(shape)) if level == _WIDEST else turn
 
     def _of_schedule(self, shape: PipelineShape, turn: Turn, hop_s: float) -> float:
         work = self.planner.work

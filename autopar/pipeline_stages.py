@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autopar.codegen.stages import batch_bytes, flying
-from autopar.core.flights import ALONE, flights
+from autopar.core.flights import ALONE, flights, in_any_order
 from autopar.core.folding import every_instance
 from autopar.core.graph import TracedModel
 from autopar.core.placement import Layout
 from autopar.core.plan import NodePlan, PipelinePlan, Plan, SolverReport
-from autopar.core.schedule import Kind, Orders
+from autopar.core.schedule import AUTOMATIC, Kind, Orders, kinds_of
 from autopar.core.transfers import port_of
 from autopar.cost_model import Cluster
 from autopar.cost_model.pipeline import simulate_pipeline
@@ -32,6 +32,7 @@ from autopar.cost_model.stages import (
 )
 from autopar.critical_stages import Aim
 from autopar.errors import ConstraintError, InfeasiblePlanError
+from autopar.own_orders import fastest_orders
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.pipeline_shape import PipelineShape
 from autopar.solver.solve import fits
@@ -108,6 +109,9 @@ class Pipeliner:
         parts = planner.parts(shape.microbatches, cuts)
         batch = batch_bytes(self.traced, parts.microbatch)
         held = flights(orders)
+        self.automatic = shape.schedule == AUTOMATIC
+        if self.automatic:
+            held = in_any_order(held, shape.size, shape.microbatches)
         if alone:
             held = tuple(replace(flight, waits=ALONE) for flight in held)
         self.parts = flying(parts, held, batch)
@@ -124,7 +128,21 @@ class Pipeliner:
             Stopped: it is slower than asked for, or too large.
             InfeasiblePlanError: a stage does not fit.
         """
-        return self.assembled(time, self._fitting())
+        plans = self._fitting()
+        if self.automatic:
+            self.order(plans)
+        return self.assembled(time, plans)
+
+    def order(self, plans: Sequence[Plan], quick: bool = False) -> None:
+        """Make the orders of an automatic schedule for plans of the stages.
+
+        Args:
+            plans: of all stages.
+            quick: of few orders; whether they fit is not known then, else they do if any was found.
+        """
+        turns, transfer_s = self.shape.microbatches, self._transfer_seconds(plans)
+        found = fastest_orders(plans, transfer_s, turns, self.limit, self.orders, quick)
+        self.orders = found or self.orders
 
     def assembled(self, time: Mapping[str, NodePlan], plans: Sequence[Plan]) -> Plan:
         """The plan of the step from those of its stages.
@@ -133,8 +151,7 @@ class Pipeliner:
             InfeasiblePlanError: the host does not hold what goes there.
         """
         shifted = [self.parts.named(s, plan) for s, plan in enumerate(plans)]
-        crossings, size = self.parts.crossings(), self.shape.size
-        transfer_s = transfer_seconds(crossings, shifted, self.cluster, size)
+        transfer_s = self._transfer_seconds(shifted)
         memory = rank_memory(self.orders, [p.predicted.held for p in plans])
         highest = max(memory, key=lambda kinds: sum(kinds.values()))
         clock = pipelined_time(shifted, self.orders, transfer_s, highest)
@@ -146,6 +163,9 @@ class Pipeliner:
                 found.predicted.host_activation_bytes, found.predicted.peak_memory_bytes,
             )  # fmt: skip
         return found
+
+    def _transfer_seconds(self, plans: Sequence[Plan]) -> list[float]:
+        return transfer_seconds(self.parts.crossings(), plans, self.cluster, self.shape.size)
 
     def solve_free(self, aims: Mapping[int, Aim], last: int | None = None) -> list[Plan]:
         """Plans of the stages, up to one of them, without a limit, for other aims than usual.
@@ -269,6 +289,8 @@ class Pipeliner:
 
     def _least_seconds(self, plans: Sequence[Plan]) -> float:
         """What the step takes at least, with these plans of its first stages."""
+        if self.automatic:
+            return self._longest_rank(plans)
         names, turn = self.planner.work.names, self.planner.turn(self.shape)
         starts = [names.index(cut) for cut in self.cuts]
         parts = [turn.of_turn(name) for name in ("forward", "backward", "inputs", "weights")]
@@ -282,6 +304,17 @@ class Pipeliner:
         )
         ends_s = simulate_pipeline(self.orders, seconds, begin_s=prepare).finish_s()
         return max(end + more for end, more in zip(ends_s, finish, strict=True))
+
+    def _longest_rank(self, plans: Sequence[Plan]) -> float:
+        """When the last rank is done at the soonest, in any order of its work."""
+        there_s = least_s = 0.0
+        for plan in plans:
+            seconds, phases = action_seconds(plan), plan.predicted.phases
+            turns_s = self.shape.microbatches * (seconds["F"] + seconds["B"])
+            begun_s = max(there_s, phases["prepare"])
+            least_s = max(least_s, begun_s + turns_s + phases["finish"])
+            there_s = begun_s + seconds["F"]
+        return least_s
 
     def _handed(self, below: int, kind: int, settled: Mapping[str, Layout]) -> dict[str, Layout]:
         """Layouts of what a stage of one kind exchanges with the next, by the names of the next.
@@ -362,6 +395,7 @@ class Pipeliner:
                 bubble=clock.bubble,
                 slots=clock.slots,
                 peaks=peaks,
+                orders=kinds_of(self.orders) if self.automatic else (),
             ),
         )
 

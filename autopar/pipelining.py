@@ -17,6 +17,7 @@ from autopar.core.collector import paused_collector
 from autopar.core.constraints import NO_PIPELINE, Constraints, PipelinePin, assign_mesh
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
+from autopar.core.schedule import AUTOMATIC
 from autopar.core.units import format_bytes, format_seconds
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError
@@ -222,11 +223,11 @@ class _Search:
     def _fitting(self, shape: PipelineShape, shapes: Shapes, below_s: float) -> Plan | None:
         """The plan of a shape without recomputation; None where it does not fit, or is slower.
 
-        Zero-bubble first: it waits least, and 1F1B holds less; then both with stages that are
-        planned for their own seconds, which may hold less, too.
+        Automatic orders first: they wait least, and 1F1B holds least; then both with stages that
+        are planned for their own seconds, which may hold less, too.
         """
         cut = self._cut(shape)
-        waits_least = [s for s in shapes.schedules(cut) if s.schedule == "zero-bubble"]
+        waits_least = [s for s in shapes.schedules(cut) if s.schedule == AUTOMATIC]
         alone = (False, True) if shape.size > 1 else (False,)
         for own, each in itertools.product(alone, (*waits_least, cut)):
             try:

@@ -28,7 +28,6 @@ from autopar.codegen.turns import TurnWriter
 from autopar.core.collector import paused_collector
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
-from autopar.core.schedule import actions
 from autopar.core.timeline import PlannedMove, PlannedOp, rounded
 from autopar.cost_model import Cluster
 from autopar.cost_model.simulator import Simulation, node_seconds, simulate
@@ -126,7 +125,7 @@ def _scheduled_stages(plan: Plan, traced: TracedModel) -> Plan:
     p = plan.pipeline
     assert p is not None
     parts = staged_as_planned(traced, p)
-    orders = actions(p.schedule, p.size, p.microbatches, p.chunks)
+    orders = p.actions()
     splits = any(action.kind == "I" for order in orders for action in order)
     # a rank that has other stages still to run reduces a stage's gradients when all are done
     ends = [order[-1] for order in orders]

@@ -23,12 +23,13 @@ from autopar.core.folding import every_instance
 from autopar.core.graph import TracedModel
 from autopar.core.placement import Layout
 from autopar.core.plan import NodePlan, Plan
-from autopar.core.schedule import Kind, actions
+from autopar.core.schedule import AUTOMATIC, Kind, Orders, actions
 from autopar.cost_model import Cluster
 from autopar.cost_model.pipeline import simulate_pipeline
 from autopar.cost_model.stages import action_seconds
 from autopar.critical_stages import Aim, CriticalStages
 from autopar.errors import ConstraintError, InfeasiblePlanError
+from autopar.own_orders import fastest_orders, least_held
 from autopar.pipeline_stages import Pipeliner
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.floor import Floors
@@ -39,7 +40,8 @@ from autopar.solver.offers import Offers
 from autopar.solver.pins import with_roles
 from autopar.solver.pipeline_shape import PipelineShape, balanced_cuts, stage_mesh
 from autopar.solver.solve import KnownVariants, Solved, fits, in_other_flights, solve_step
-from autopar.solver.turn import Turn, floored
+from autopar.solver.turn import Turn, floored, windowed
+from autopar.solver.windows import widened
 
 __all__ = ["StagePlanner", "on_the_clock", "port_names"]
 
@@ -112,7 +114,11 @@ class StagePlanner:
             InfeasiblePlanError: a stage does not fit.
         """
         cluster = self.rank_cluster(shape.size)
-        orders = actions(shape.schedule, shape.size, shape.microbatches, shape.chunks)
+        orders: Orders
+        if shape.schedule == AUTOMATIC:
+            orders = least_held(shape.size, shape.microbatches)
+        else:
+            orders = actions(shape.schedule, shape.size, shape.microbatches, shape.chunks)
         time, _ = self.micro(shape.microbatches)
         cuts = shape.cuts
         if cuts is None:
@@ -142,14 +148,16 @@ class StagePlanner:
             chunks=p.chunks,
             cuts=p.cuts,
         )
-        orders = actions(p.schedule, p.size, p.microbatches, p.chunks)
         cluster = self.rank_cluster(p.size)
-        pipeliner = Pipeliner(self, shape, p.cuts, cluster, orders, free=True, below_s=None)
+        pipeliner = Pipeliner(self, shape, p.cuts, cluster, p.actions(), free=True, below_s=None)
         aims = {n: Aim(stage.solver.waits) for n, stage in enumerate(p.stages)}
         critical, (time, _) = CriticalStages(pipeliner, aims), self.micro(p.microbatches)
         if not pipeliner.holds(critical.plans):
             return plan  # the limit has made its stages others than the fastest
-        found = pipeliner.assembled(time, critical.suited())
+        suited = critical.suited()
+        if pipeliner.automatic:
+            pipeliner.order(suited)
+        found = pipeliner.assembled(time, suited)
         faster = found.predicted.step_time_s < plan.predicted.step_time_s
         return found if faster and fits(found, cluster, self.limit) else plan
 
@@ -162,6 +170,12 @@ class StagePlanner:
         mesh = stage_mesh(self.whole.mesh_shape, size)
         return replace(self.whole, mesh_shape=mesh, axis_names=self.whole.axis_names[-len(mesh) :])
 
+    def ahead(self, size: int) -> int:
+        """Forwards that the first of some ranks may begin ahead of its first gradient."""
+        pin = self.constraints.pipeline
+        automatic = pin is None or pin.schedule in (None, AUTOMATIC)
+        return 2 * size - 1 if automatic else size
+
     def turn(self, shape: PipelineShape) -> Turn:
         """Lower bounds of all blocks on a rank of a pipeline, communication included.
 
@@ -173,6 +187,19 @@ class StagePlanner:
             body = self.micro(shape.microbatches)[1].body
             self._turns[key] = self._floored(body, shape, parts=True)
         return self._turns[key]
+
+    def wide_turn(self, shape: PipelineShape) -> Turn:
+        """The same, also of equal blocks that follow each other on a rank: higher, and slower.
+
+        Raises:
+            ConstraintError: the model cannot be split into such microbatches.
+        """
+        turn, body = self.turn(shape), self.micro(shape.microbatches)[1].body
+        if body.repeats and not turn.windows:
+            floors = self._floors(widened(body), shape, parts=True)
+            turn = windowed(turn, floors, body, self.work.names)
+            self._turns[shape.size, shape.microbatches] = turn
+        return turn
 
     def one_turn(self, shape: PipelineShape) -> Turn:
         """The same from the step in one turn, for any number of turns: soon found, and lower."""
@@ -189,15 +216,19 @@ class StagePlanner:
             if size == shape.size and turns and shape.microbatches % turns == 0
         ]
 
-    def _floored(self, body: TracedModel, shape: PipelineShape, parts: bool) -> Turn:
+    def _floors(self, body: TracedModel, shape: PipelineShape, parts: bool) -> Floors:
         cluster = self.rank_cluster(shape.size)
         inside = replace(self.constraints, pipeline=None, params={})
         meshed = with_roles(cluster, assign_mesh(inside, cluster.mesh_shape))
         offers = self.offers.over(meshed)
-        floors = Floors(body, inside, self.optimizer, offers, shape.size, parts)
+        return Floors(body, inside, self.optimizer, offers, self.ahead(shape.size), parts)
+
+    def _floored(self, body: TracedModel, shape: PipelineShape, parts: bool) -> Turn:
+        floors = self._floors(body, shape, parts)
+        cluster, ahead = self.rank_cluster(shape.size), self.ahead(shape.size)
         try:
             turns, devices = shape.microbatches, cluster.num_devices
-            return floored(self.work, floors, turns, shape.size, devices)
+            return floored(self.work, floors, turns, ahead, devices)
         except Infeasible as error:
             raise ConstraintError(
                 f"{floors.pins.describe()} cannot hold on the {cluster.num_devices} devices of "
@@ -325,5 +356,12 @@ def on_the_clock(shape: PipelineShape, plan: Plan) -> float:
     for _ in range(shape.chunks):
         for stage in plan.pipeline.stages:
             seconds.append({k: s / shape.chunks for k, s in action_seconds(stage).items()})
-    orders = actions(shape.schedule, shape.size, shape.microbatches, shape.chunks)
+    orders: Orders
+    if shape.schedule == plan.pipeline.schedule:
+        orders = plan.pipeline.actions()
+    elif shape.schedule == AUTOMATIC:
+        none = [0.0] * (shape.size - 1)
+        orders = fastest_orders(plan.pipeline.stages, none, shape.microbatches, None) or ()
+    else:
+        orders = actions(shape.schedule, shape.size, shape.microbatches, shape.chunks)
     return simulate_pipeline(orders, seconds).step_s

@@ -133,7 +133,7 @@ def test_stages_are_planned_for_their_own_seconds_where_others_do_not_fit(
 
     monkeypatch.setattr(StagePlanner, "plan", full)
     found = search._fitting(shape, shapes, math.inf)
-    assert tried == [("zero-bubble", False), ("1f1b", False), ("zero-bubble", True)]
+    assert tried == [("automatic", False), ("1f1b", False), ("automatic", True)]
     assert found is not None and found.pipeline is not None
     assert {stage.solver.waits for stage in found.pipeline.stages} == {ALONE}
     for stage in found.pipeline.stages:

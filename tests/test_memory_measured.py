@@ -114,6 +114,11 @@ PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
             "zero": 3,
         },
     ),
+    "automatic": (2, {"pipeline": {"size": 2, "microbatches": 4, "schedule": "automatic"}}),
+    "automatic-full": (
+        2,
+        {"pipeline": {"size": 2, "microbatches": 4, "schedule": "automatic"}, "checkpoint": "full"},
+    ),
     "interleaved": (2, {"pipeline": {**_CHUNKS, "microbatches": 4}}),
     "interleaved-full": (2, {"pipeline": {**_CHUNKS, "microbatches": 4}, "checkpoint": "full"}),
     "interleaved-zero1": (4, {"pipeline": {**_CHUNKS, "microbatches": 2}, "data": 2, "zero": 1}),
@@ -121,7 +126,7 @@ PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 # the last of two microbatches lets go of what was gathered for both
 _ABOVE = {"1f1b-zero1": 0.08}
-_QUICK = ("turns-zero0", "turns-zero3", "gpipe", "1f1b", "zero-bubble")
+_QUICK = ("turns-zero0", "turns-zero3", "gpipe", "1f1b", "zero-bubble", "automatic")
 _DEEP = ("1f1b-of-4", "zero-bubble-of-4")
 
 

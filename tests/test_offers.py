@@ -13,7 +13,7 @@ import pytest
 from autopar.codegen.microbatch import localise
 from autopar.codegen.stages import Staged, batch_bytes, cut_body, flying
 from autopar.core.constraints import Constraints
-from autopar.core.flights import flights
+from autopar.core.flights import Waits, flights
 from autopar.core.graph import TracedModel
 from autopar.core.placement import Layout, Partial, Placement, Replicate, Shard
 from autopar.core.plan import Plan
@@ -101,26 +101,29 @@ def test_a_stage_in_another_schedule_is_as_if_solved_anew() -> None:
 def test_a_stage_is_planned_for_what_other_ranks_wait_for(stage: int) -> None:
     """Of its plans for several schedules, none is better than its own in what that one counts."""
     cluster = replace(nodes_apart(), mesh_shape=(2,), axis_names=("a",))
-    plans: dict[tuple[float, ...], Plan] = {}
-    for schedule in ("1f1b", "zero-bubble"):
-        model = staged(schedule, stage)
+    plans: dict[Waits, Plan] = {}
+    models = [staged(schedule, stage) for schedule in ("1f1b", "zero-bubble")]
+    for waits in (Waits(prepare=4.0, finish=0.1), Waits(prepare=0.1, finish=4.0)):
+        models.append(replace(models[0], flight=replace(models[0].flight, waits=waits)))
+    for model in models:
         plan = solve_step(model, cluster, memory_limit=UNLIMITED).plan
         plans[model.flight.waits] = plan
         assert plan.solver.objective == pytest.approx(counted(plan, model.flight.waits))
-    assert len(plans) == 2
+        assert Plan.from_dict(plan.to_dict()).solver.waits == model.flight.waits
+    assert len(plans) == 4
     for waits, own in plans.items():
         for other in plans.values():
             assert counted(own, waits) <= counted(other, waits) * (1 + 1e-6)
-    (whole, split) = plans
-    assert whole[2] > 1 > split[2]
+    whole, split, *_ = plans
+    assert whole.weights > 1 > split.weights
 
 
-def counted(plan: Plan, waits: tuple[float, ...]) -> float:
+def counted(plan: Plan, waits: Waits) -> float:
     """Seconds of a stage in four microbatches, with what others wait for."""
     phases = plan.predicted.phases
     at_turns = (phases[part] for part in ("forward", "input", "weight"))
-    once = phases["prepare"] + phases["finish"]
-    return once + 4 * sum(w * s for w, s in zip(waits, at_turns, strict=True))
+    once = waits.prepare * phases["prepare"] + waits.finish * phases["finish"]
+    return once + 4 * sum(w * s for w, s in zip(waits[1:4], at_turns, strict=True))
 
 
 def test_a_shape_is_given_up_only_where_its_plan_is_of_no_use(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 
 from autopar.core.constraints import Constraints
 from autopar.core.graph import TracedModel
+from autopar.core.list_schedule import RankLoad, list_schedule, most_ahead
 from autopar.core.plan import Plan
-from autopar.core.schedule import actions
-from autopar.cost_model import Cluster
+from autopar.core.schedule import Orders, actions, orders_of
+from autopar.cost_model import Cluster, CollectiveKind
 from autopar.cost_model.pipeline import simulate_pipeline
-from autopar.cost_model.stages import action_seconds
+from autopar.cost_model.stages import action_seconds, transfer_seconds
 from autopar.errors import ConstraintError, InfeasiblePlanError
 from autopar.pipelining import plan_step
 from autopar.report.summary import render_summary
@@ -27,9 +29,11 @@ from autopar.solver.floor import functionals
 from autopar.solver.offers import Offers
 from autopar.solver.pipeline_shape import PipelineShape, least_seconds
 from autopar.solver.turn import Turn
+from autopar.solver.windows import Window, runs_with
 from autopar.stage_planning import StagePlanner
 from autopar.tracer.trace import trace
 from tests import zoo
+from tests.test_critical_stages import near_ranks
 from tests.test_pipeline_search import nodes_apart, stack
 
 ROUNDING = 1 + 1e-6  # the solver's own tolerance
@@ -77,7 +81,7 @@ def pinned(traced: TracedModel, blocks: list[str], turns: tuple[int, ...]) -> li
     """Pipelines of all sizes, schedules, some microbatches, and balanced and odd cuts."""
     found: list[dict[str, Any]] = [{"size": 1, "microbatches": m} for m in turns]
     for size, m in itertools.product((2, 4), turns):
-        for schedule in ("gpipe", "1f1b", "zero-bubble"):
+        for schedule in ("gpipe", "1f1b", "zero-bubble", "automatic"):
             if m < size:
                 continue
             found.append({"size": size, "microbatches": m, "schedule": schedule})
@@ -125,7 +129,7 @@ def test_no_plan_that_can_be_pinned_is_below_the_bound(
         seconds = plan.predicted.step_time_s
         assert plan.solver.bound <= seconds * ROUNDING, pin
         assert share_of_bound * min(report.bound, best.predicted.step_time_s) <= seconds * ROUNDING
-        if pin.get("schedule") in ("1f1b", "zero-bubble"):
+        if pin.get("schedule") in ("1f1b", "zero-bubble", "automatic"):
             free_pin = {k: pin[k] for k in ("size", "microbatches")}
             if str(free_pin) not in loose:
                 loose[str(free_pin)] = planned(traced, limit, pipeline=free_pin)
@@ -179,7 +183,7 @@ def test_no_stage_takes_less_than_its_blocks_and_what_is_around_them(
         inputs = took["I"] if number else took["B"]  # nobody waits for the first one's
         weights = took["B"] - took["I"] if number else 0.0
         parts = (phases["prepare"], m * took["F"], m * inputs, m * weights, phases["finish"])
-        for part, counts in functionals(m, shape.size).items():
+        for part, counts in functionals(m, 2 * shape.size - 1).items():
             seconds = sum(a * b for a, b in zip(counts, parts, strict=True))
             if part == "weights" and not number:
                 continue
@@ -189,6 +193,78 @@ def test_no_stage_takes_less_than_its_blocks_and_what_is_around_them(
     # the last block's seconds are those of the head, too
     inner, last = turn.step[-2:] if name in ("uneven", "folded") else (0.0, 1.0)
     assert last > inner
+
+
+@pytest.mark.parametrize("name", ["stack", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_no_stage_takes_less_than_its_blocks_in_a_row(name: str) -> None:
+    """What equal blocks hand on to each other is counted, beside what each does."""
+    model, inputs = zoo.gpt2(layers=12) if name == "gpt2" else stack(14)[:2]
+    traced, cluster = trace(model.train(), inputs, fold=True), near_ranks(2, 1e9)
+    planner = StagePlanner(traced, cluster, Constraints(), None, "adamw", Offers(cluster))
+    shape = PipelineShape(size=2, microbatches=4, schedule="automatic")
+    alone, wide = planner.turn(shape), planner.wide_turn(shape)
+    assert wide.windows and wide is planner.wide_turn(shape)
+    plan = planner.plan(shape, free=True)
+    assert plan.pipeline is not None
+    ends = [0, *(planner.work.names.index(c) for c in plan.pipeline.cuts), len(planner.work.names)]
+    higher = False
+    for number, stage in enumerate(plan.pipeline.stages):
+        run = ends[number], ends[number + 1]
+        took = action_seconds(stage)
+        phases, m = stage.predicted.phases, shape.microbatches
+        inputs = took["I"] if number else took["B"]
+        weights = took["B"] - took["I"] if number else 0.0
+        parts = (phases["prepare"], m * took["F"], m * inputs, m * weights, phases["finish"])
+        for part in wide.windows[0].found:
+            counts = functionals(m, shape.size * 2 - 1)[part]
+            seconds = sum(a * b for a, b in zip(counts, parts, strict=True))
+            assert wide.runs(part)[run] <= seconds * ROUNDING + 1e-12, (number, part)
+            assert wide.runs(part)[run] >= alone.runs(part)[run] * (1 - 1e-9)
+            higher |= bool(wide.runs(part)[run] > alone.runs(part)[run] * (1 + 1e-6))
+    assert higher
+    least_s = [least_seconds(shape, turn, 0.0, planner.work.joint) for turn in (alone, wide)]
+    assert least_s[0] <= least_s[1] <= plan.predicted.step_time_s * ROUNDING
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_runs_are_the_best_sums_of_blocks_and_windows(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    seconds = rng.uniform(0.5, 1.0, 8)
+    windows = [
+        Window(length, frozenset(rng.choice(9 - length, 3, replace=False).tolist()),
+               {"step": float(rng.uniform(0.8, 1.2)) * length})
+        for length in (2, 3)
+    ]  # fmt: skip
+    found = runs_with(seconds, "step", windows)
+    assert (runs_with(seconds, "end", windows) == runs_of(seconds)).all()
+
+    def best(i: int, j: int) -> float:
+        if i == j:
+            return 0.0
+        options = [best(i, j - 1) + seconds[j - 1]]
+        for w in windows:
+            if j - w.length >= i and j - w.length in w.starts:
+                options.append(best(i, j - w.length) + w.found["step"])
+        return max(options)
+
+    for i, j in itertools.combinations(range(9), 2):
+        assert found[i, j] == pytest.approx(best(i, j), rel=1e-12)
+    assert np.isinf(found[np.tril_indices(9)]).all()
+
+
+def test_what_crosses_takes_no_longer_than_its_transfer() -> None:
+    planner = StagePlanner(
+        small("folded"), nodes_apart(), Constraints(), None, "adamw", Offers(nodes_apart())
+    )
+    batch, width, itemsize = 64, 256, 8
+    assert planner.work.crossing_bytes == batch * width * itemsize
+    plan = planner.plan(PipelineShape(size=2, microbatches=4, schedule="1f1b"), free=True)
+    assert plan.pipeline is not None
+    parts, mesh = planner.parts(4, plan.pipeline.cuts), planner.rank_cluster(2)
+    (took_s,) = transfer_seconds(parts.crossings(), plan.pipeline.stages, mesh, 2)
+    line = replace(mesh, mesh_shape=(2, *mesh.mesh_shape), axis_names=("pipeline", "inner"))
+    least = planner.work.crossing_bytes // (4 * mesh.num_devices)
+    assert line.collective_seconds(CollectiveKind("send_recv"), least, 0) <= took_s
 
 
 @pytest.mark.parametrize("turns", [2, 8])
@@ -250,8 +326,33 @@ def test_interleaved_equal_blocks_take_what_the_bound_says(p: int) -> None:
     assert found == pytest.approx(took, rel=1e-12)
 
 
+def orders_for(
+    schedule: str,
+    seconds: Sequence[Mapping[Any, float]],
+    turns: int,
+    hop_s: float,
+    begin_s: Sequence[float],
+    rng: np.random.Generator,
+    chunks: int = 1,
+) -> Orders:
+    """Those of a schedule; of automatic ones any, with less to begin with than they may have."""
+    ranks = len(seconds) // chunks
+    if schedule != "automatic":
+        return actions(schedule, ranks, turns, chunks)
+    loads = [
+        RankLoad(forward_s=s["F"], input_s=s["I"], weight_s=s["W"], begin_s=b)
+        for s, b in zip(seconds, begin_s, strict=True)
+    ]
+    warmup = [int(rng.integers(1, most + 1)) for most in most_ahead(ranks, turns)]
+    if rng.random() < 0.5:
+        warmup = list(most_ahead(ranks, turns))
+    transfer_s, patience = [hop_s] * (ranks - 1), float(rng.choice([0.0, 0.5, 1.0]))
+    listed = list_schedule(loads, turns, transfer_s, warmup=warmup, patience=patience)
+    return orders_of(listed.kinds)
+
+
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble", "automatic"])
 def test_no_cut_is_faster_than_the_bound_of_unequal_blocks(seed: int, schedule: str) -> None:
     rng = np.random.default_rng(seed)
     p, blocks = int(rng.integers(2, 5)), 7
@@ -259,7 +360,8 @@ def test_no_cut_is_faster_than_the_bound_of_unequal_blocks(seed: int, schedule: 
     forward, inputs, weights = rng.uniform(0.2, 2.0, (3, blocks))
     prepare, finish = rng.uniform(0.0, 2.0, (2, blocks))
     shape = PipelineShape(size=p, microbatches=m, schedule=schedule)
-    turn = Turn.exact(m, p, (prepare, m * forward, m * inputs, m * weights, finish))
+    ahead = 2 * p - 1 if schedule == "automatic" else p
+    turn = Turn.exact(m, ahead, (prepare, m * forward, m * inputs, m * weights, finish))
     joint = [False, *(bool(x) for x in rng.random(blocks - 1) < 0.2)]
     took: dict[tuple[int, ...], float] = {}
     for starts in itertools.combinations([i for i in range(1, blocks) if not joint[i]], p - 1):
@@ -269,7 +371,7 @@ def test_no_cut_is_faster_than_the_bound_of_unequal_blocks(seed: int, schedule: 
             for f, i, w in zip(*parts, strict=True)
         ]
         begin_s = [x.sum() for x in np.split(prepare, starts)]
-        orders = actions(schedule, p, m)
+        orders = orders_for(schedule, seconds, m, 0.1, begin_s, rng)
         ends = simulate_pipeline(orders, seconds, 0.1, begin_s=begin_s).finish_s()
         after = np.split(finish, starts)
         took[starts] = max(e + x.sum() for e, x in zip(ends, after, strict=True))
@@ -281,7 +383,7 @@ def test_no_cut_is_faster_than_the_bound_of_unequal_blocks(seed: int, schedule: 
         assert found == pytest.approx(min(each), rel=1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble", "interleaved"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble", "automatic", "interleaved"])
 def test_no_schedule_of_unequal_stages_is_below_the_bound(schedule: str) -> None:
     """Also with fewer microbatches than ranks, several stages on a rank, and slow transfers."""
     rng = np.random.default_rng(0)
@@ -294,14 +396,15 @@ def test_no_schedule_of_unequal_stages_is_below_the_bound(schedule: str) -> None
         forward, inputs, weights = rng.uniform(0.0, 2.0, (3, stages))
         prepare, finish = rng.uniform(0.0, rng.choice([0.1, 10.0]), (2, stages))
         hop_s = float(rng.choice([0.0, 0.3]))
-        turn = Turn.exact(m, p, (prepare, m * forward, m * inputs, m * weights, finish))
+        ahead = 2 * p - 1 if schedule == "automatic" else p
+        turn = Turn.exact(m, ahead, (prepare, m * forward, m * inputs, m * weights, finish))
         shape = PipelineShape(size=p, microbatches=m, schedule=schedule, chunks=chunks)
         seconds = [
             {"F": f, "I": i, "W": w, "B": i + w}
             for f, i, w in zip(forward, inputs, weights, strict=True)
         ]
-        orders = actions(schedule, p, m, chunks)
         begin_s = prepare.reshape(chunks, p).sum(axis=0).tolist()
+        orders = orders_for(schedule, seconds, m, hop_s, begin_s, rng, chunks)
         ends = simulate_pipeline(orders, seconds, hop_s, begin_s=begin_s).finish_s()
         took = max(np.array(ends) + finish.reshape(chunks, p).sum(axis=0))
         found = least_seconds(shape, turn, hop_s, [False] * stages, list(range(1, stages)))

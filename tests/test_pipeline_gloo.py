@@ -87,9 +87,10 @@ def test_pipeline_with_data_parallel_and_tied_weight() -> None:
     assert not first.keys() & last.keys()
 
 
-def test_zero_bubble_with_tensor_parallel() -> None:
+@pytest.mark.parametrize("schedule", ["zero-bubble", "automatic"])
+def test_a_split_backward_with_tensor_parallel(schedule: str) -> None:
     constraints = {
-        "pipeline": {"size": 2, "microbatches": 4, "schedule": "zero-bubble"},
+        "pipeline": {"size": 2, "microbatches": 4, "schedule": schedule},
         "tensor": "1d",
     }
     results = run_ranks(_train, 4, constraints, timeout=300)

@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import Counter
 
 import pytest
 
-from autopar.core.flights import ALL, INPUT, NONE, arrived, flights, moments
+from autopar.core.flights import (
+    ALL,
+    ALONE,
+    INPUT,
+    NONE,
+    arrived,
+    flights,
+    in_any_order,
+    moments,
+)  # fmt: skip
 from autopar.core.held import Held
-from autopar.core.schedule import SCHEDULES, Action, actions, in_flight
+from autopar.core.list_schedule import RankLoad, list_schedule, most_ahead
+from autopar.core.schedule import (
+    AUTOMATIC,
+    SCHEDULES,
+    Action,
+    actions,
+    in_flight,
+    kinds_of,
+    orders_of,
+)  # fmt: skip
 from autopar.cost_model.pipeline import ScheduleError, simulate_pipeline
 from autopar.cost_model.rank_memory import rank_memory, rank_moments
 from autopar.errors import ConstraintError
 
+SPLIT = ("zero-bubble", AUTOMATIC)  # whose backward is in two parts
 EQUAL = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 GRID = [
@@ -30,7 +50,7 @@ GRID = [
 @pytest.mark.parametrize(("schedule", "p", "m", "v"), GRID)
 def test_every_schedule_runs_each_action_once_and_after_what_it_needs(schedule, p, m, v):
     orders = actions(schedule, p, m, v)
-    kinds = "FIW" if schedule == "zero-bubble" else "FB"
+    kinds = "FIW" if schedule in SPLIT else "FB"
     want = Counter(Action(k, s, i) for k in kinds for s in range(p * v) for i in range(m))
     assert Counter(a for order in orders for a in order) == want
     uneven = [{k: t * (1 + 0.3 * (s % 3)) for k, t in EQUAL.items()} for s in range(p * v)]
@@ -64,7 +84,7 @@ def _needs(action, num_stages, kinds):
 @pytest.mark.parametrize(("schedule", "p", "m", "v"), GRID)
 def test_idle_share_is_that_of_the_papers(schedule, p, m, v):
     result = simulate_pipeline(actions(schedule, p, m, v), [EQUAL] * (p * v))
-    if schedule != "zero-bubble":
+    if schedule not in SPLIT:
         assert result.bubble_fraction == pytest.approx((p - 1) / (v * m + p - 1))
         return
     plain = simulate_pipeline(actions("1f1b", p, m), [EQUAL] * p)
@@ -82,6 +102,9 @@ def test_activations_in_flight(schedule, p, m, v):
         assert held.ranks == (m,) * p
     elif schedule == "1f1b":
         assert held.ranks == tuple(min(m, p - s) for s in range(p))
+    elif schedule == "automatic":
+        assert max(held.ranks) <= min(m, 2 * p - 1)
+        assert held.ranks[0] == min(m, 2 * p - 1)
     elif schedule == "zero-bubble":
         assert held.ranks == (min(m, p),) * p
     else:
@@ -129,7 +152,7 @@ def test_lost_doubled_and_misplaced_actions_are_refused():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("1F1B", 2, 2), "use one of gpipe, 1f1b, interleaved, zero-bubble"),
+        (("1F1B", 2, 2), "use one of gpipe, 1f1b, interleaved, zero-bubble, automatic"),
         (("1f1b", 0, 2), "ranks is 0"),
         (("1f1b", 2, 0), "microbatches is 0"),
         (("1f1b", 2, 2, 2), "one stage a rank, not 2"),
@@ -165,7 +188,7 @@ def test_what_is_waited_for_has_arrived_however_ranks_are_delayed(schedule, p, m
         if positions[rank] == len(orders[rank]):
             continue
         action = orders[rank][positions[rank]]
-        kinds = "FIW" if schedule == "zero-bubble" else "FB"
+        kinds = "FIW" if schedule in SPLIT else "FB"
         if not set(_needs(action, p * v, kinds)) <= ended:
             continue
         for sent in known[rank][positions[rank]]:
@@ -188,7 +211,7 @@ def test_the_moments_of_a_rank_hold_what_is_in_flight(schedule, p, m, v):
         for s in range(rank, p * v, p):
             own = [f.held[s] for f in found if f.action.stage == s]
             assert 1 + max(o.waiting + o.delayed for o in own) == held.stages[s]
-            assert all(o.delayed == 0 for o in own) or schedule == "zero-bubble"
+            assert all(o.delayed == 0 for o in own) or schedule in SPLIT
         last = found[-1]
         assert all(o.waiting == o.delayed == 0 for o in last.held.values())
 
@@ -197,7 +220,7 @@ def test_the_moments_of_a_rank_hold_what_is_in_flight(schedule, p, m, v):
 def test_a_flight_holds_no_less_than_any_moment(schedule, p, m, v):
     orders = actions(schedule, p, m, v)
     found = flights(orders)
-    assert all(f.splits == (schedule == "zero-bubble") for f in found)
+    assert all(f.splits == (schedule in SPLIT) for f in found)
     for moment in (moment for rank in moments(orders) for moment in rank):
         stage = moment.action.stage
         now = moment.held[stage]
@@ -217,8 +240,8 @@ def test_a_flight_holds_no_less_than_any_moment(schedule, p, m, v):
 def test_a_rank_peaks_where_its_stages_do_so_together(schedule, p, m, v):
     """The memory of ranks against a replay of what each action allocates and frees."""
     orders, draw = actions(schedule, p, m, v), random.Random(7)
-    kinds = ("F", "I", "W") if schedule == "zero-bubble" else ("F", "B")
-    held = [_random_held(draw, schedule == "zero-bubble") for _ in range(p * v)]
+    kinds = ("F", "I", "W") if schedule in SPLIT else ("F", "B")
+    held = [_random_held(draw, schedule in SPLIT) for _ in range(p * v)]
     found = rank_memory(orders, held)
     for rank, there in enumerate(arrived(orders)):
         own = {s: held[s] for s in range(rank, p * v, p)}
@@ -285,7 +308,9 @@ def _sent_bytes(held, action, stages):
     return held.down if action.kind in "BI" and action.stage else 0
 
 
-@pytest.mark.parametrize(("schedule", "p", "m", "v"), [g for g in GRID if g[2] >= g[1]])
+@pytest.mark.parametrize(
+    ("schedule", "p", "m", "v"), [g for g in GRID if g[2] >= g[1] and g[0] != AUTOMATIC]
+)
 def test_what_ranks_wait_for_is_what_equal_stages_take(schedule, p, m, v):
     """Of a split backward, halfway to what a rank does itself."""
     seconds = {"F": 1.0, "I": 1.1, "W": 0.7, "B": 1.8}
@@ -293,7 +318,67 @@ def test_what_ranks_wait_for_is_what_equal_stages_take(schedule, p, m, v):
     took = simulate_pipeline(orders, [seconds] * (p * v)).step_s
     own = m * v * sum(seconds[k] for k in "FIW")
     for flight in flights(orders):
-        at_turns = zip(flight.waits, "FIW", strict=True)
+        assert flight.waits.prepare == flight.waits.finish == 1.0
+        at_turns = zip(flight.waits[1:4], "FIW", strict=True)
         counted = m * v * sum(waits * seconds[k] for waits, k in at_turns)
-        wanted = 0.5 * (took + own) if schedule == "zero-bubble" else took
+        wanted = 0.5 * (took + own) if schedule in SPLIT else took
         assert counted == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 2), (4, 4), (4, 6), (4, 7), (4, 16), (8, 8)])
+def test_flights_of_any_order_have_every_sum_and_wait_less_with_more_turns(p, m):
+    given = flights(actions("1f1b", p, m))
+    found = in_any_order(given, p, m)
+    for flight, plain in zip(found, given, strict=True):
+        assert flight.splits
+        rows = [(s, part) for s, row in enumerate(flight.rows) for part, o in enumerate(row) if o]
+        assert rows == [(s, part) for s in range(3) for part in range(3) if s or part < 2]
+        for row, before in zip(flight.rows, plain.rows, strict=True):
+            assert all(b is None or a == b for a, b in zip(row, before, strict=True))
+        assert (flight.waits == ALONE) == (m >= 2 * p - 1)
+        assert flight.waits.weights <= 1.0 <= flight.waits.forward == flight.waits.inputs
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_list_schedules_keep_to_their_warmup_and_memory(seed):
+    """With unequal stages, slow links and little memory they still run every action."""
+    rng = random.Random(seed)
+    p, m = rng.randint(1, 6), rng.randint(1, 12)
+    loads = [
+        RankLoad(
+            forward_s=rng.uniform(0.2, 2.0), input_s=rng.uniform(0.2, 2.0),
+            weight_s=rng.uniform(0.0, 2.0), begin_s=rng.uniform(0.0, 3.0),
+            waiting=rng.uniform(1.0, 2.0), delayed=rng.uniform(0.0, 1.0),
+            budget=rng.choice([0.5, 3.0, 8.0, math.inf]),
+        )
+        for _ in range(p)
+    ]  # fmt: skip
+    transfer_s = [rng.choice([0.0, 0.5, 3.0]) for _ in range(p - 1)]
+    warmup = [rng.randint(1, m) for _ in range(p)]
+    listed = list_schedule(loads, m, transfer_s, warmup=warmup, patience=rng.choice([0.0, 1.0]))
+    assert kinds_of(orders_of(listed.kinds)) == listed.kinds
+    seconds = [{"F": x.forward_s, "I": x.input_s, "W": x.weight_s} for x in loads]
+    begin_s = [x.begin_s for x in loads]
+    run = simulate_pipeline(orders_of(listed.kinds), seconds, transfer_s, begin_s=begin_s)
+    assert run.finish_s() == pytest.approx(list(listed.ends_s))  # the clock of both is one
+    for load, kinds, most in zip(loads, listed.kinds, warmup, strict=True):
+        counts = Counter()
+        for kind in kinds:
+            counts[kind] += 1
+            waiting, delayed = counts["F"] - counts["I"], counts["I"] - counts["W"]
+            assert 0 <= waiting <= most and delayed >= 0
+            if kind == "F" and waiting + delayed > 1:
+                assert waiting * load.waiting + delayed * load.delayed <= load.budget + 1e-9
+        assert counts == {"F": m, "I": m, "W": m}
+
+
+def test_an_automatic_schedule_fills_what_unequal_stages_leave():
+    """With more forwards ahead the rank with most to do never waits for gradients."""
+    p, m = 4, 8
+    seconds = [{"F": n * 1.0, "I": n * 1.2, "W": n * 0.8} for n in (5, 6, 5, 4)]
+    loads = [RankLoad(forward_s=s["F"], input_s=s["I"], weight_s=s["W"]) for s in seconds]
+    own = list_schedule(loads, m, [0.0] * 3, warmup=most_ahead(p, m), patience=0.0)
+    took = simulate_pipeline(orders_of(own.kinds), seconds).step_s
+    fixed = simulate_pipeline(actions("zero-bubble", p, m), seconds).step_s
+    assert took == pytest.approx(5.0 + m * 18.0)  # the second rank begins at 5 and never stops
+    assert fixed > 1.05 * took

@@ -37,6 +37,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "pp2-dp2-zero2": {"pipeline": {"size": 2, "microbatches": 2}, "data": 2, "zero": 2},
     "pp2-dp2-zero3": {"pipeline": {"size": 2, "microbatches": 2}, "data": 2, "zero": 3},
     "zero-bubble-tp2": {"pipeline": ZERO_BUBBLE, "tensor": "1d"},
+    "automatic-tp2": {"pipeline": {**TWO, "schedule": "automatic"}, "tensor": "1d"},
     "full-zero3": {"data": 4, "zero": 3, "checkpoint": "full"},
     "pp2-full": {"pipeline": TWO, "checkpoint": "full", "tensor": "1d"},
     "offload-zero3": {"data": 4, "zero": 3, **HOST},
@@ -47,6 +48,7 @@ _QUICK = (
     ("gpt2", "offload-dp2-tp2"),
     ("vit", "offload-zero3"),
     ("mixtral", "zero-bubble-tp2"),
+    ("gpt2", "automatic-tp2"),
 )
 
 

@@ -22,7 +22,7 @@ from autopar.core.extended_fold import extended, renumbered
 from autopar.core.flights import Flight, flights, most
 from autopar.core.graph import TracedModel
 from autopar.core.plan import NodePlan, PipelinePlan, Plan
-from autopar.core.schedule import actions
+from autopar.core.schedule import Orders
 from autopar.core.stage_folding import outline
 from autopar.core.stages import Stages, cut
 from autopar.core.transfers import Transfer
@@ -129,11 +129,9 @@ def staged(
     traced: TracedModel,
     time: Mapping[str, NodePlan],
     cuts: Sequence[str],
+    orders: Orders,
     *,
-    size: int,
     microbatches: int,
-    schedule: str,
-    chunks: int,
     turn: int = 0,
 ) -> Staged:
     """Cut a step on the whole batch.
@@ -142,13 +140,14 @@ def staged(
         traced: the step.
         time: placement of every op over the microbatches.
         cuts: FQN of the block that each stage but the first begins with.
-        size, microbatches, schedule, chunks: as in `PipelinePlan`.
+        orders: of each rank's work.
+        microbatches: of the step.
         turn: which microbatch.
 
     Raises:
-        ConstraintError: the cuts are no blocks, or the schedule does not take these numbers.
+        ConstraintError: the cuts are no blocks.
     """
-    held = flights(actions(schedule, size, microbatches, chunks))
+    held = flights(orders)
     micro = localise(traced, time, microbatches, turn)
     return flying(cut_body(micro, cuts), held, batch_bytes(traced, micro))
 
@@ -200,10 +199,8 @@ def staged_as_planned(traced: TracedModel, pipeline: PipelinePlan, turn: int = 0
         traced,
         pipeline.time,
         pipeline.cuts,
-        size=pipeline.size,
+        pipeline.actions(),
         microbatches=pipeline.microbatches,
-        schedule=pipeline.schedule,
-        chunks=pipeline.chunks,
         turn=turn,
     )
 

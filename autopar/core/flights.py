@@ -10,17 +10,42 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import NamedTuple
 
-from autopar.core.schedule import Action, Orders
+from autopar.core.schedule import Action, Orders, orders_of
 
-__all__ = ["ALL", "ALONE", "INPUT", "NONE", "Flight", "Moment", "Others", "arrived", "flights",
-           "moments", "most", "parts_of"]  # fmt: skip
+__all__ = ["ALL", "ALONE", "INPUT", "NONE", "Flight", "Moment", "Others", "Waits", "arrived",
+           "checked_orders", "flights", "in_any_order", "moments", "most", "parts_of"]  # fmt: skip
 
 NONE, INPUT, ALL = range(3)
 """Which sums of gradients a stage has: none, those that input gradients yield by the way, all."""
 
 
-ALONE = (1.0, 1.0, 1.0)
+class Waits(NamedTuple):
+    """What a second of each part of a stage's step adds to the step, by microbatch at turns.
+
+    With other ranks that wait for it, more than a second; while it would wait itself, less.
+
+    Attributes:
+        prepare: of what runs once, in front of the turns.
+        forward, inputs, weights: of the parts of a turn.
+        finish: of what runs once, behind the turns.
+    """
+
+    prepare: float = 1.0
+    forward: float = 1.0
+    inputs: float = 1.0
+    weights: float = 1.0
+    finish: float = 1.0
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Waits:
+        """From all of them, or from those of the parts of a turn."""
+        once = () if len(numbers) == len(cls._fields) else (1.0,)
+        return cls._make((*once, *numbers, *once))
+
+
+ALONE = Waits()
 """A second counts as one (`Flight.waits`)."""
 
 
@@ -61,8 +86,7 @@ class Flight:
         rows: by the sums that there are (`NONE`, `INPUT`, `ALL`), for the forward, the backward
             (its input gradients if it is split) and the weight gradients; None for a part that
             never runs with such sums.
-        waits: what a second of the forward, of the input gradients and of the weight gradients adds
-            to a step, by microbatch; with other ranks that wait for it, more or less than a second.
+        waits: what a second of each part counts.
     """
 
     splits: bool = False
@@ -71,7 +95,7 @@ class Flight:
         (None, None, None),
         (None, None, None),
     )
-    waits: tuple[float, float, float] = ALONE
+    waits: Waits = ALONE
 
     def part(self, part: int) -> Others:
         """The most while a part runs, whatever sums there are."""
@@ -93,9 +117,8 @@ def most(held: Iterable[Flight]) -> Flight:
     best: dict[tuple[int, int], Others] = {}
     for flight in found:
         _join(best, {(s, p): o for s, row in enumerate(flight.rows) for p, o in enumerate(row)})
-    waits = tuple(zip(*(f.waits for f in found), strict=True))
-    forward, inputs, weights = (max(row) for row in waits)
-    return Flight(any(f.splits for f in found), _rows(best), (forward, inputs, weights))
+    waits = Waits(*(max(row) for row in zip(*(f.waits for f in found), strict=True)))
+    return Flight(any(f.splits for f in found), _rows(best), waits)
 
 
 def _join(
@@ -172,6 +195,28 @@ def arrived(orders: Orders) -> tuple[tuple[tuple[Action, ...], ...], ...]:
                     waiting[rank].append(action)
                 moved = True
     return tuple(map(tuple, found))
+
+
+def checked_orders(kinds: Sequence[str], ranks: int, microbatches: int) -> tuple[str, ...]:
+    """Orders as text (`core.schedule.kinds_of`), if all ranks come to their end.
+
+    Raises:
+        ValueError: a rank lacks an action or repeats one, or waits for ever.
+    """
+    wanted = sorted("FIW" * microbatches)
+    for rank, text in enumerate(kinds):
+        if sorted(text) != wanted:
+            raise ValueError(f"the order of pipeline rank {rank} has not F, I, W once a microbatch")
+    orders = orders_of(kinds)
+    early = any(
+        text[:n].count("W") > text[:n].count("I") or text[:n].count("I") > text[:n].count("F")
+        for text in kinds
+        for n in range(len(text))
+    )
+    ran = [len(done) for done in arrived(orders)]
+    if len(kinds) != ranks or early or ran != [len(order) for order in orders]:
+        raise ValueError(f"the orders of {len(kinds)} pipeline ranks wait for each other for ever")
+    return tuple(kinds)
 
 
 def _is_there(
@@ -264,7 +309,7 @@ def flights(orders: Orders) -> tuple[Flight, ...]:
     return tuple(Flight(s in splits, _rows(best[s]), waits) for s in range(stages))
 
 
-def _waits(ranks: int, stages: int, microbatches: int, splits: bool) -> tuple[float, float, float]:
+def _waits(ranks: int, stages: int, microbatches: int, splits: bool) -> Waits:
     """About what a second of each part of equal stages adds to a step, by microbatch.
 
     With p ranks of v stages and m microbatches they take v m (F + B) + (p - 1) (F + B). Where the
@@ -276,8 +321,31 @@ def _waits(ranks: int, stages: int, microbatches: int, splits: bool) -> tuple[fl
         return ALONE
     around = (ranks - 1) * ranks / (stages * microbatches)
     if splits:
-        return 1.0 + around / 2, 1.0 + around / 2, max(1.0 - around / 2, 0.5)
-    return 1.0 + around, 1.0 + around, 1.0 + around
+        return Waits.of((1.0 + around / 2, 1.0 + around / 2, max(1.0 - around / 2, 0.5)))
+    return Waits.of((1.0 + around, 1.0 + around, 1.0 + around))
+
+
+def in_any_order(held: Iterable[Flight], ranks: int, microbatches: int) -> tuple[Flight, ...]:
+    """Flights of stages whose orders are not settled: with every sum that there may be.
+
+    Where there are microbatches enough to begin with, the rank with most to do never waits for
+    gradients, and all that it does counts alike.
+    """
+    short = max(0.0, (2 * ranks - 1 - microbatches) / ranks)
+    wait = short * (ranks - 1) / (2 * microbatches)
+    waits = Waits.of((1.0 + wait, 1.0 + wait, max(1.0 - wait, 0.5)))
+    none = Others()
+    return tuple(
+        Flight(
+            True,
+            tuple(
+                tuple(row[part] or (none if part < 2 or sums else None) for part in range(3))
+                for sums, row in enumerate(flight.rows)
+            ),
+            waits,
+        )
+        for flight in held
+    )
 
 
 def parts_of(action: Action, splits: bool) -> tuple[int, ...]:

@@ -15,11 +15,12 @@ from autopar.core.calls import BucketBytes, CommBytes, Pieces
 from autopar.core.considered import Considered
 from autopar.core.constraints import Constraints
 from autopar.core.excerpt import Excerpt, excerpts_from, excerpts_to
-from autopar.core.flights import ALONE
+from autopar.core.flights import ALONE, Waits, checked_orders
 from autopar.core.graph import Repeat
 from autopar.core.held import Held
 from autopar.core.placement import Layout, parse_placement
 from autopar.core.prediction import Prediction, SolverReport
+from autopar.core.schedule import Orders, actions, orders_of
 from autopar.core.timeline import PipelineSlot, Timeline
 from autopar.errors import PlanMismatchError
 
@@ -62,6 +63,7 @@ class PipelinePlan:
         bubble: share of the step in which ranks stand idle, as simulated.
         slots: what each rank does when, in order of start.
         peaks: predicted peak memory of each rank, all its stages together.
+        orders: for "automatic", kinds of action by rank (`core.schedule.kinds_of`).
     """
 
     size: int
@@ -74,6 +76,13 @@ class PipelinePlan:
     bubble: float = 0.0
     slots: tuple[PipelineSlot, ...] = ()
     peaks: tuple[int, ...] = ()
+    orders: tuple[str, ...] = ()
+
+    def actions(self) -> Orders:
+        """The order of each rank's work."""
+        if self.orders:
+            return orders_of(self.orders)
+        return actions(self.schedule, self.size, self.microbatches, self.chunks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,6 +343,9 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
         pipeline["time"] = _nodes(pipeline["time"])
         pipeline["slots"] = tuple(PipelineSlot(*row) for row in pipeline.get("slots", ()))
         pipeline["peaks"] = tuple(pipeline.get("peaks", ()))
+        kinds = pipeline.get("orders", ())
+        turns = (pipeline["size"], pipeline["microbatches"])
+        pipeline["orders"] = checked_orders(kinds, *turns) if kinds else ()
         pipeline["stages"] = tuple(Plan.from_dict(stage) for stage in pipeline["stages"])
         fields["pipeline"] = PipelinePlan(**pipeline)
     fields["inputs"] = {name: _parse(x) for name, x in data["inputs"].items()}
@@ -344,7 +356,7 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
     if predicted.get("held") is not None:
         predicted["held"] = Held.from_dict(predicted["held"])
     fields["predicted"] = Prediction(**predicted)
-    waits = tuple(data["solver"].get("waits", ALONE))
+    waits = Waits.of(data["solver"].get("waits", ALONE))
     fields["solver"] = SolverReport(**data["solver"] | {"waits": waits})
     fields["buckets"] = tuple(BucketBytes(**row) for row in data.get("buckets", ()))
     fields["pieces"] = tuple(Pieces(**row) for row in data.get("pieces", ()))

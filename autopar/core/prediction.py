@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.core.calls import CommBytes
-from autopar.core.flights import ALONE
+from autopar.core.flights import ALONE, Waits
 from autopar.core.held import Held
 from autopar.core.timeline import Timeline
 
@@ -90,4 +90,4 @@ class SolverReport:
     variables: int
     constraints: int
     exposed: float = 1.0
-    waits: tuple[float, float, float] = ALONE
+    waits: Waits = ALONE

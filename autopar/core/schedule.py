@@ -16,20 +16,24 @@ gpipe         (p-1) / (v m+p-1)       Huang et al. 2018, arXiv 1811.06965; with 
 1f1b          the same                Narayanan et al. 2020, arXiv 2006.09503
 interleaved   (p-1) / (v m+p-1)       Narayanan et al. 2021, arXiv 2104.04473
 zero-bubble   (p-1) / (3m+p-1)        ZB-H1 of Qi et al. 2023, arXiv 2401.10241; F = I = W, m >= p
+automatic     (p-1) / (3m+p-1)        the automatic schedule of the same; F = I = W, m >= p
 ============  ======================  ============================================================
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast, get_args
 
 from autopar.core import extensions
+from autopar.core.list_schedule import RankLoad, list_schedule, most_ahead
 from autopar.errors import ConstraintError
 
 __all__ = [
+    "AUTOMATIC",
     "SCHEDULES",
     "Action",
     "InFlight",
@@ -37,13 +41,18 @@ __all__ = [
     "Orders",
     "actions",
     "in_flight",
+    "kinds_of",
+    "orders_of",
     "pipeline_schedule",
     "schedules",
 ]
 
 Kind: TypeAlias = Literal["F", "B", "I", "W"]
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+AUTOMATIC = "automatic"
+"""The schedule whose orders are made for the seconds and the memory of a plan's stages."""
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", AUTOMATIC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +124,7 @@ def schedules() -> tuple[str, ...]:
 def actions(
     schedule: str, ranks: int, microbatches: int, chunks: int = 1
 ) -> tuple[tuple[Action, ...], ...]:
-    """The order of each rank's work.
+    """The order of each rank's work; for "automatic" that of equal stages with F = I = W.
 
     Args:
         schedule: one of `schedules()`.
@@ -139,6 +148,8 @@ def actions(
         return tuple(_zero_bubble(r, ranks, microbatches) for r in range(ranks))
     if schedule == "gpipe":
         return tuple(_breadth_first(r, ranks, microbatches, chunks) for r in range(ranks))
+    if schedule == AUTOMATIC:
+        return orders_of(_of_equal_stages(ranks, microbatches))
     return tuple(
         tuple(
             _one_forward_one_backward(
@@ -149,6 +160,30 @@ def actions(
         )
         for r in range(ranks)
     )
+
+
+def kinds_of(orders: Orders) -> tuple[str, ...]:
+    """Orders of ranks with one stage each as text: `"FFIFIWW"`, each kind in order of turns."""
+    return tuple("".join(action.kind for action in order) for order in orders)
+
+
+def orders_of(kinds: Sequence[str]) -> tuple[tuple[Action, ...], ...]:
+    """Inverse of `kinds_of`."""
+    found: list[tuple[Action, ...]] = []
+    for rank, text in enumerate(kinds):
+        turns: dict[Kind, Iterator[int]] = {kind: itertools.count() for kind in get_args(Kind)}
+        found.append(tuple(Action(k, rank, next(turns[k])) for k in cast(list[Kind], [*text])))
+    return tuple(found)
+
+
+def _of_equal_stages(ranks: int, microbatches: int) -> tuple[str, ...]:
+    """As many microbatches in flight as ZB-H2 has, 2 p - 1."""
+    unit = RankLoad(
+        forward_s=1.0, input_s=1.0, weight_s=1.0, waiting=1.0, delayed=1.0, budget=2.0 * ranks - 1
+    )
+    ahead, loads = most_ahead(ranks, microbatches), [unit] * ranks
+    none = [0.0] * (ranks - 1)
+    return list_schedule(loads, microbatches, none, warmup=ahead, patience=1.0).kinds
 
 
 def in_flight(orders: Orders) -> InFlight:

@@ -24,7 +24,7 @@ from autopar.codegen.turns import TurnProgram, emit_turns
 from autopar.core.flights import arrived
 from autopar.core.graph import TracedModel, output_paths, tensor_meta
 from autopar.core.plan import PipelinePlan, Plan
-from autopar.core.schedule import Action, actions
+from autopar.core.schedule import Action
 from autopar.runtime.inductor import compile_parts
 from autopar.runtime.pipeline_mesh import PipelineMesh, own_plan
 from autopar.runtime.pipeline_run import PARTS, PipelineResult, PipelineRun
@@ -73,8 +73,7 @@ class PipelinedStep:
         turns = stages_at_turns(traced, self.pipeline)
         self.micro = turns[0].microbatch
         self.transfers = turns[0].stages.transfers
-        p = self.pipeline
-        orders = actions(p.schedule, p.size, p.microbatches, p.chunks)
+        orders = self.pipeline.actions()
         if not traced.training:
             orders = tuple(tuple(a for a in order if a.kind == "F") for order in orders)
         self.orders = orders

@@ -15,7 +15,6 @@ from autopar.codegen.turns import TURN, TurnProgram, emit_turns
 from autopar.core.graph import TracedModel
 from autopar.core.placement import Layout
 from autopar.core.plan import PipelinePlan
-from autopar.core.schedule import actions
 from autopar.runtime.lockstep import mesh_coords, run_lockstep
 from autopar.runtime.shards import assemble, take_shard
 
@@ -205,9 +204,7 @@ class _AllStages:
         ]
         self.values = [StageValues(p[0], self._runner(p)) for p in self.programs]
         self.results: dict[tuple[str, str], Tensor] = {}
-        p = pipeline
-        orders = actions(p.schedule, p.size, p.microbatches, p.chunks)
-        self.splits = any(action.kind == "I" for order in orders for action in order)
+        self.splits = any(action.kind == "I" for order in pipeline.actions() for action in order)
 
     def _runner(self, programs: Sequence[TurnProgram]) -> Run:
         def run(part: str, operands: list[Any]) -> Sequence[Any]:

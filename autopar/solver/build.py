@@ -313,7 +313,8 @@ class _Builder:
                 num_bytes = self.step.specs[send.value].num_bytes
                 matrix = self.moves.matrix(produced, self.storages[send.port], num_bytes)
                 name = send.value[0]  # what is summed up over the turns is sent when they are over
-                waits = 1.0 if name in self.sums else self.waits.get(name, 1.0)
+                at_turn = self.waits.get(name, 1.0)
+                waits = self.step.waits.finish if name in self.sums else at_turn
                 self.terms.edge(self.classes[name], send.port, matrix, send.times * waits)
 
     def _edge(self, value: Value, op: Op, index: int) -> Array:
@@ -371,4 +372,5 @@ class _Builder:
                 known = np.array([[summed(p, s) for s in stored] for p in produced])
                 matrix = np.where(known, matrix, np.inf)
             matrix = self.gradient_sums.restrict(matrix, value, "", produced, stored)
-            self.terms.edge(key[0], key[2], matrix, count, may_hide=True)
+            counts = count * self.step.waits.finish
+            self.terms.edge(key[0], key[2], matrix, counts, may_hide=True)

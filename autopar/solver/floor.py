@@ -36,7 +36,7 @@ from autopar.solver.rules.own_order import note_orders
 from autopar.solver.shares import lowest_shares
 from autopar.solver.step import Bucket, Step, build_step
 
-__all__ = ["Floors", "Weights", "functionals"]
+__all__ = ["Floors", "Weights", "functionals", "left_out"]
 
 _MANY = 1 << 30  # gradients that a bucket may join
 _SUMMING = {*REARRANGING, NARROW, torch.ops.aten.alias.default, torch.ops.aten.add.Tensor}
@@ -60,14 +60,19 @@ class Weights(NamedTuple):
     finish: float
 
 
-def functionals(microbatches: int, ranks: int) -> dict[str, Weights]:
-    """What is bounded of each block, by name.
+def left_out(microbatches: int, ahead: int) -> int:
+    """Forwards that "after" and "first" leave out.
 
     Args:
         microbatches: of a step.
-        ranks: of the pipeline: "after" and "first" leave out as many forwards.
+        ahead: forwards that a rank may begin ahead of its first gradient; the first one counts.
     """
-    late, once = 1 - min(ranks, microbatches) / microbatches, 1 / microbatches
+    return max(1, min(ahead, microbatches) - 1)
+
+
+def functionals(microbatches: int, ahead: int) -> dict[str, Weights]:
+    """What is bounded of each block, by name; arguments as for `left_out`."""
+    late, once = 1 - left_out(microbatches, ahead) / microbatches, 1 / microbatches
     return {
         "step": Weights(1, 1, 1, 1, 1),
         "end": Weights(0, 1, 1, 1, 1),
@@ -111,7 +116,7 @@ class Floors:
         constraints: what is pinned inside stages.
         optimizer: whose update may cost seconds.
         offers: on the mesh of a pipeline rank.
-        ranks: of the pipeline.
+        ahead: as for `left_out`.
         parts: find more than "step" and "end".
     """
 
@@ -121,7 +126,7 @@ class Floors:
         constraints: Constraints,
         optimizer: object,
         offers: Offers,
-        ranks: int,
+        ahead: int,
         parts: bool = True,
     ) -> None:
         note_orders(body.graph)
@@ -131,7 +136,7 @@ class Floors:
         self.step = replace(step, shares=least)
         self.offers = offers
         self.optimizer = optimizer
-        wanted = functionals(body.microbatches, ranks)
+        wanted = functionals(body.microbatches, ahead)
         self.wanted = wanted if parts else {name: wanted[name] for name in ("step", "end")}
         roles = assign_mesh(constraints, offers.cluster.mesh_shape)
         self.pins = Pins(constraints, roles, body, self.step)
@@ -171,7 +176,26 @@ class Floors:
             for i, more in enumerate(beside)
         ]
 
-    def _found(self, part: Step, before: Collection[str]) -> dict[str, float]:
+    def of_run(self, blocks: Sequence[str], wanted: Collection[str]) -> dict[str, float]:
+        """Lower bounds of blocks that follow each other on one rank, without what is around them.
+
+        Args:
+            blocks: FQNs.
+            wanted: names of `functionals`.
+        """
+        every = list(self.cells.members)
+        inside = {block: {n.name for n in self.cells.members[block]} for block in every}
+        own = set().union(*(inside[block] for block in blocks))
+        place = owners_of(self.body, self.cells, every, self.step)
+        place |= {n: i for i, block in enumerate(every) for n in inside[block]}
+        place |= dict.fromkeys(own, -1)
+        for name in self._of_several(place):
+            place.pop(name, None)
+        return self._found(self._only(own), self._before_others(place), wanted)
+
+    def _found(
+        self, part: Step, before: Collection[str], wanted: Collection[str] | None = None
+    ) -> dict[str, float]:
         whole = build_problem(
             self.body, part, self.offers.cluster, self.pins, self.optimizer, None, self.offers
         ).problem
@@ -191,6 +215,7 @@ class Floors:
         return {
             name: _least(_weighed(whole, partial(counts, weights)))
             for name, weights in self.wanted.items()
+            if wanted is None or name in wanted
         }
 
     def _parts_of(self, part: Step, before: Collection[str], name: str) -> Sequence[str]:

@@ -65,6 +65,7 @@ class BlockWork:
         like: for each of the model, which of these it is like.
         parameter_bytes: of each block of the model; one that several use counts where it is first.
         saved_bytes: of values that its forward keeps for the backward.
+        crossing_bytes: of values that go from a block to the next one, between whichever least do.
     """
 
     def __init__(
@@ -88,6 +89,18 @@ class BlockWork:
         for name in step.parameters:
             found[1, owners.get(users.get(name, ""), 0)] += step.specs[name, 0].num_bytes
         self.saved_bytes, self.parameter_bytes = found[:, self.like]
+        self.crossing_bytes = self._crossing(step, owners)
+
+    def _crossing(self, step: Step, owners: Mapping[str, int]) -> int:
+        found = [0] * (self.count - 1)
+        seen: set[Value] = set()
+        for value, op, _ in step.consumers():
+            maker = owners.get(value[0])
+            if value in seen or op.backward or maker is None or maker + 1 != owners.get(op.name):
+                continue
+            seen.add(value)
+            found[maker] += step.specs[value].num_bytes
+        return min(found, default=0)
 
     def _groups(
         self, traced: TracedModel, held: list[str], step: Step

@@ -93,9 +93,8 @@ def parts_of_turns(step: Step) -> dict[str, str]:
 
 def waits_of_parts(step: Step) -> dict[str, float]:
     """What a second of each part of a step in microbatches counts in the search."""
-    forward, inputs, weights = step.waits
-    at_turns = {"forward": forward, "input": inputs, "weight": weights}
-    return {"prepare": 1.0, **at_turns, "finish": 1.0}
+    parts = ("prepare", "forward", "input", "weight", "finish")
+    return dict(zip(parts, step.waits, strict=True))
 
 
 def waits_of_ops(step: Step) -> dict[str, float]:

@@ -12,11 +12,12 @@ turns and behind them, and O_r all that it does in a step; and no more than one 
 
 as rank r waits for the first microbatch to come through the stages before it, as these have to work
 on the last one behind it, and as it waits for the first one to come back from those behind it, when
-it has run k_r = min(m, p - r) forwards. Where a backward is split, I_b stands for B_b in the third,
-the weight gradients are added that rank r has run by its last I, and the last one of the first
-rank. The third holds only for the schedules of `core/schedule.py`, the last two only for 1F1B and
-zero-bubble; with several stages on a rank there are the first three, of given cuts. A hop is the
-latency of a transfer.
+it has run k_r forwards: min(m, p - r), of automatic orders min(m, 2 (p - r) - 1) at most. Where a
+backward is split, I_b stands for B_b in the third, the weight gradients are added that rank r has
+run by its last I (of automatic orders none), and the last one of the first rank. The third holds
+only for the schedules of `core/schedule.py`, the last two only for 1F1B, zero-bubble and automatic
+orders; with several stages on a rank there are the first three, of given cuts. A hop is the latency
+of a transfer. What holds of automatic orders holds of 1F1B and zero-bubble.
 
 Where a sum has several parts of what a rank does, one plan has to serve for all of them: they are
 bounded together (`floor.functionals`).
@@ -36,13 +37,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.core.schedule import SCHEDULES, Kind, actions
+from autopar.core.list_schedule import RankLoad, list_schedule, most_ahead
+from autopar.core.schedule import AUTOMATIC, SCHEDULES, Kind, actions
 from autopar.cost_model.pipeline import simulate_pipeline
 from autopar.errors import ConstraintError
 from autopar.solver.cuts import least_cuts, least_done, runs_of
 from autopar.solver.ideal import BlockWork
 from autopar.solver.problem import Array
 from autopar.solver.turn import Turn
+from autopar.solver.windows import between
 
 __all__ = [
     "PipelineShape",
@@ -55,6 +58,7 @@ __all__ = [
 
 _WHOLE_BACKWARD = ("gpipe", "1f1b", "interleaved")
 _ONE_BY_ONE = ("1f1b", "zero-bubble")  # each rank begins with one forward less than the one before
+_CLOCKED = 0.5  # patience of automatic orders, where those of many cuts are compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,14 +147,15 @@ def _round_trips(shape: PipelineShape, turn: Turn, hop_s: float) -> tuple[list[A
     if shape.schedule not in SCHEDULES:
         return [nothing] * shape.size, np.zeros(total)
     whole = shape.schedule in _WHOLE_BACKWARD
-    turns, onward = turn.found["turns"], turn.found["onward"]
-    through = _before((turns if whole else onward) / m)
+    turns, onward = turn.runs("turns"), turn.runs("onward")
+    through = _before((turn.found["turns"] if whole else turn.found["onward"]) / m)
     found = [nothing]
     for r in range(1, shape.size):
         # weight gradients come as many turns late as there are ranks before (`core/schedule.py`)
-        late = 1.0 if whole else max(0, m - 1 - r) / m
-        own = onward + late * (turns - onward)  # no lower than the line between the two
-        found.append(runs_of(own) + through[:, None] + 2 * r * hop_s)
+        split = 0 if shape.schedule == AUTOMATIC else max(0, m - 1 - r)
+        late = 1.0 if whole else split / m
+        own = between(onward, turns, late)
+        found.append(own + through[:, None] + 2 * r * hop_s)
     return found, _before(turn.found["one turn"]) - through
 
 
@@ -161,21 +166,32 @@ def _ranks(shape: PipelineShape, turn: Turn, hop_s: float, own: bool = True) -> 
         shape, turn, hop_s: as for `least_seconds`.
         own: also with what each does in front of the turns, instead of waiting.
     """
-    size, ahead, end = shape.size, _before(turn.of_turn("forward")), runs_of(turn.found["end"])
-    found = [runs_of(turn.step)]
-    found += [np.maximum(found[0], end + ahead[:, None] + r * hop_s) for r in range(1, size)]
-    if shape.schedule in _ONE_BY_ONE:
+    size, ahead = shape.size, _before(turn.of_turn("forward"))
+    runs = {name: turn.runs(name) for name in ("step", "end", "first", "after")}
+    found = [runs["step"]]
+    found += [
+        np.maximum(found[0], runs["end"] + ahead[:, None] + r * hop_s) for r in range(1, size)
+    ]
+    if shape.schedule in (*_ONE_BY_ONE, AUTOMATIC):
         onward = _before(turn.found["onward"] / shape.microbatches)
-        around = ahead[None, :] + onward[-1] - onward[None, :]
-        for r in range(size):
-            early, hops = min(shape.microbatches, size - r), (2 * size - 2 - r) * hop_s
-            prepared = around + hops + runs_of(turn.without(early, prepared=True))
+        around = ahead[:, None] + onward[-1] - onward[None, :]
+        for r, early in enumerate(_early(shape)):
+            hops = (2 * size - 2 - r) * hop_s
+            # of its own first forward both are bounded together
+            prepared = around + hops + turn.without(runs, early - 1, prepared=True)
             found[r] = np.maximum(found[r], prepared)
             if own or not r:
                 begun = around - ahead[:, None] + hops - r * hop_s
-                left = begun + runs_of(turn.without(early, prepared=False))
+                left = begun + turn.without(runs, early - 1, prepared=False)
                 found[r] = np.maximum(found[r], left)
     return found
+
+
+def _early(shape: PipelineShape) -> Sequence[int]:
+    """Forwards that each rank begins with at most, ahead of its first gradient."""
+    if shape.schedule == AUTOMATIC:
+        return most_ahead(shape.size, shape.microbatches)
+    return [min(shape.microbatches, shape.size - r) for r in range(shape.size)]
 
 
 def _before(seconds: Array) -> Array:
@@ -273,7 +289,7 @@ def cuts_that_fit(
     """
     # one schedule may be exchanged for another: all have the same stages
     schedule = "zero-bubble" if shape.microbatches >= shape.size else "1f1b"
-    any_of = replace(shape, schedule=schedule)
+    any_of = replace(shape, schedule=AUTOMATIC if turn.ahead > shape.size else schedule)
     short, total = runs_of(turn.step), _before(turn.of_turn("forward"))
     forward = np.maximum(0.0, total[None, :] - total[:, None])
     more = [
@@ -313,6 +329,17 @@ def _on_the_clock(
         for forward, inputs, weights, _ in stages
     ]
     once = [max(0.0, s[3] - shape.microbatches * sum(s[:3])) / 2 for s in stages]
-    orders = actions(shape.schedule, shape.size, shape.microbatches)
-    ends = simulate_pipeline(orders, seconds, begin_s=once).finish_s()
+    ends: Sequence[float]
+    if shape.schedule == AUTOMATIC:
+        loads = [
+            RankLoad(forward_s=f, input_s=i, weight_s=w, begin_s=begin_s)
+            for (f, i, w, _), begin_s in zip(stages, once, strict=True)
+        ]
+        ahead, none = most_ahead(shape.size, shape.microbatches), [0.0] * (shape.size - 1)
+        ends = list_schedule(
+            loads, shape.microbatches, none, warmup=ahead, patience=_CLOCKED
+        ).ends_s
+    else:
+        orders = actions(shape.schedule, shape.size, shape.microbatches)
+        ends = simulate_pipeline(orders, seconds, begin_s=once).finish_s()
     return max(end + more for end, more in zip(ends, once, strict=True))

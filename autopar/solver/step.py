@@ -118,7 +118,7 @@ class Step:
         shares: of ops that will be in a fused kernel, what is left of their work.
         beside: of copies with host memory, seconds of compute that they hide behind.
         weights: what seconds of ops, and of collectives that may hide, count in the search.
-        waits: what those of a turn's forward, input and weight gradients do (`Flight.waits`).
+        waits: what those of each part do (`Flight.waits`).
     """
 
     ops: dict[str, Op]
@@ -140,7 +140,7 @@ class Step:
     shares: Mapping[str, Share] = field(default_factory=dict)
     beside: Mapping[str, float] = field(default_factory=dict)
     weights: Weights = ALL
-    waits: tuple[float, float, float] = flights.ALONE
+    waits: flights.Waits = flights.ALONE
     _buckets: dict[Block | None, Bucket] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

@@ -1,0 +1,168 @@
+"""Orders of a pipeline's work that are made for its own seconds and memory, by list scheduling.
+
+On the clock, each rank that is free takes what it can begin with: a forward, as long as it has not
+begun more of them than it may; else an input gradient; else a weight gradient, which fills the time
+until the next of the others arrives. Memory bounds how many microbatches are in flight: before a
+forward that would exceed it, weight gradients are made up for.
+
+This is the automatic schedule of Qi et al. 2023 (arXiv 2401.10241, section 3), with the choices of
+their heuristic as `warmup` and `patience`: with ``2 (p - r) - 1`` forwards ahead of the first
+gradient it is their ZB-H2 for equal stages.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+__all__ = ["Listed", "RankLoad", "list_schedule", "most_ahead"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLoad:
+    """What a rank with one stage does and holds.
+
+    Attributes:
+        forward_s, input_s, weight_s: seconds of one microbatch.
+        begin_s: when its first action may begin.
+        waiting: bytes of a microbatch between its forward and its input gradient.
+        delayed: of one between its input gradient and its weight gradient.
+        budget: for microbatches in flight; one is always let in.
+    """
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+    begin_s: float = 0.0
+    waiting: float = 0.0
+    delayed: float = 0.0
+    budget: float = math.inf
+
+
+def most_ahead(ranks: int, microbatches: int) -> tuple[int, ...]:
+    """Forwards that each rank may begin ahead of its first gradient, those of ZB-H2."""
+    return tuple(min(microbatches, 2 * (ranks - r) - 1) for r in range(ranks))
+
+
+def list_schedule(
+    loads: Sequence[RankLoad],
+    microbatches: int,
+    transfer_s: Sequence[float],
+    *,
+    warmup: Sequence[int],
+    patience: float,
+) -> Listed:
+    """The order of each rank's work; every kind takes the microbatches in turn.
+
+    Args:
+        loads: of each rank.
+        microbatches: of the step.
+        transfer_s: over the boundary behind each rank but the last.
+        warmup: forwards of each rank, at most, whose gradient has not run.
+        patience: a rank stands idle for what is known to come within this share of a weight
+            gradient, rather than begin one.
+    """
+    clock = _Clock(loads, microbatches, transfer_s, warmup, patience)
+    while clock.events:
+        clock.step()
+    ends_s = tuple(rank.free_s for rank in clock.ranks)
+    return Listed(tuple("".join(kinds) for kinds in clock.kinds), ends_s)
+
+
+class Listed(NamedTuple):
+    """Orders by kinds of action, such as `"FFIFIWW"`, and when each rank ends its last one."""
+
+    kinds: tuple[str, ...]
+    ends_s: tuple[float, ...]
+
+
+@dataclass(slots=True)
+class _Rank:
+    """How far a rank is, and what has been sent to it: arrivals, in order of microbatches."""
+
+    load: RankLoad
+    free_s: float
+    done: dict[str, int] = field(default_factory=lambda: {"F": 0, "I": 0, "W": 0})
+    inputs: list[float] = field(default_factory=list)
+    gradients: list[float] = field(default_factory=list)
+
+    @property
+    def held(self) -> float:
+        done = self.done
+        waiting, delayed = done["F"] - done["I"], done["I"] - done["W"]
+        return waiting * self.load.waiting + delayed * self.load.delayed
+
+
+class _Clock:
+    def __init__(
+        self,
+        loads: Sequence[RankLoad],
+        microbatches: int,
+        transfer_s: Sequence[float],
+        warmup: Sequence[int],
+        patience: float,
+    ) -> None:
+        self.microbatches = microbatches
+        self.transfer_s = transfer_s
+        self.warmup = warmup
+        self.patience = patience
+        self.ranks = [_Rank(load, load.begin_s) for load in loads]
+        self.ranks[0].inputs = [0.0] * microbatches
+        self.kinds: list[list[str]] = [[] for _ in loads]
+        self.events = [(rank.free_s, r) for r, rank in enumerate(self.ranks)]
+        heapq.heapify(self.events)
+
+    def step(self) -> None:
+        """Let the next rank that is free begin something, or wait for what is known to come."""
+        now_s, r = heapq.heappop(self.events)
+        rank = self.ranks[r]
+        if now_s < rank.free_s:
+            return  # it has begun something meanwhile
+        kind, coming_s = self._choice(r, now_s)
+        if kind is not None:
+            self._run(r, kind, now_s)
+        elif coming_s is not None:
+            heapq.heappush(self.events, (coming_s, r))
+
+    def _choice(self, r: int, now_s: float) -> tuple[str | None, float | None]:
+        """What to begin, or when something comes, as far as it is known."""
+        rank, done = self.ranks[r], self.ranks[r].done
+        coming: dict[str, float] = {}
+        fits = done["F"] == done["W"] or rank.held + rank.load.waiting <= rank.load.budget
+        ahead = done["F"] - done["I"] < self.warmup[r]
+        if ahead and fits and done["F"] < min(self.microbatches, len(rank.inputs)):
+            coming["F"] = rank.inputs[done["F"]]
+        if done["I"] < len(rank.gradients):
+            coming["I"] = rank.gradients[done["I"]]
+        for kind, there_s in coming.items():
+            if there_s <= now_s:
+                return kind, None
+        next_s = min(coming.values(), default=None)
+        if done["W"] < done["I"]:
+            wait_s = math.inf if next_s is None else next_s - now_s
+            if wait_s >= self.patience * rank.load.weight_s:
+                return "W", None
+        return None, next_s
+
+    def _run(self, r: int, kind: str, now_s: float) -> None:
+        rank, last = self.ranks[r], len(self.ranks) - 1
+        load = rank.load
+        seconds = {"F": load.forward_s, "I": load.input_s, "W": load.weight_s}[kind]
+        rank.free_s = end_s = now_s + seconds
+        rank.done[kind] += 1
+        self.kinds[r].append(kind)
+        heapq.heappush(self.events, (end_s, r))
+        if kind == "F" and r == last:
+            rank.gradients.append(end_s)
+        elif kind == "F":
+            self._send(self.ranks[r + 1].inputs, r + 1, end_s, self.transfer_s[r])
+        elif kind == "I" and r:
+            self._send(self.ranks[r - 1].gradients, r - 1, end_s, self.transfer_s[r - 1])
+
+    def _send(self, arrivals: list[float], there: int, end_s: float, transfer_s: float) -> None:
+        """A link carries one value at a time."""
+        arrivals.append(max(end_s, arrivals[-1] if arrivals else 0.0) + transfer_s)
+        heapq.heappush(self.events, (max(self.ranks[there].free_s, arrivals[-1]), there))

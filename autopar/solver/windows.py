@@ -1,0 +1,103 @@
+"""Lower bounds of runs of blocks that follow each other, and of the runs that these make up.
+
+What lies between two blocks is free in the bounds of each, so their sum leaves out what it costs to
+hand values on. Of several equal blocks in a row, a window, it is counted. With R(i, j) what blocks
+i to j take at least on one rank, b_k what block k does and w_k what the window does that begins
+with it and is L blocks long,
+
+    R(i, j) >= R(i, j - 1) + b_(j-1)        R(i, j) >= R(i, j - L) + w_(j-L)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.core.extended_fold import extended
+from autopar.core.graph import Repeat, TracedModel
+from autopar.solver.cuts import runs_of
+from autopar.solver.problem import Array
+
+__all__ = ["Window", "between", "runs_with", "widened", "windows_of"]
+
+_PERIODS = 4  # blocks of a window, if as many periods do not have more
+_INNER = 4  # periods that stand for others in the graph of a window
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Bounds of equal runs of blocks.
+
+    Attributes:
+        length: blocks of each.
+        starts: first block of each.
+        found: seconds of a step of each, by the names of `floor.functionals`.
+    """
+
+    length: int
+    starts: frozenset[int]
+    found: Mapping[str, float]
+
+
+def runs_with(seconds: Array, name: str, windows: Sequence[Window]) -> Array:
+    """Bounds of all runs, as `runs_of` lays them out.
+
+    Args:
+        seconds: of each block, (n,).
+        name: of what is bounded.
+        windows: of some runs.
+    """
+    found = runs_of(seconds)
+    known = [w for w in windows if name in w.found]
+    if not known:
+        return found
+    for end in range(1, len(found)):
+        before = found[: end - 1, end - 1] + seconds[end - 1]
+        found[: end - 1, end] = np.maximum(found[: end - 1, end], before)
+        for window in known:
+            start = end - window.length
+            if start in window.starts:
+                less = np.append(found[:start, start], 0.0)
+                value = less + window.found[name]
+                found[: start + 1, end] = np.maximum(found[: start + 1, end], value)
+    return found
+
+
+def between(first: Array, second: Array, share: float) -> Array:
+    """Bounds of runs on the line from some to others; what is infinite, of no blocks, stays so."""
+    ends = np.isfinite(first)
+    line = (1 - share) * np.where(ends, first, 0.0) + share * np.where(ends, second, 0.0)
+    return np.where(ends, line, np.inf)
+
+
+def windows_of(traced: TracedModel, names: Sequence[str]) -> list[tuple[Repeat, int, list[int]]]:
+    """The equal runs of a folded model: what repeats, blocks of each, and where they begin.
+
+    Args:
+        traced: folded, or without repeats.
+        names: FQN of every block of the model.
+    """
+    found: list[tuple[Repeat, int, list[int]]] = []
+    place = {name: i for i, name in enumerate(names)}
+    for repeat in traced.repeats:
+        periods = min(max(1, _PERIODS // repeat.period), repeat.times)
+        length = periods * repeat.period
+        firsts = range(repeat.first, repeat.first + repeat.times * repeat.period - length + 1)
+        starts = [
+            place[f"{repeat.container}.{number}"]
+            for number in firsts[:: repeat.period]
+            if f"{repeat.container}.{number}" in place
+        ]
+        if length > 1 and starts:
+            found.append((repeat, length, starts))
+    return found
+
+
+def widened(traced: TracedModel) -> TracedModel:
+    """A folded graph with as many equal periods as a window has."""
+    periods = {
+        r.container: sorted({-2, -1, *range(min(_INNER, r.times)), r.times}) for r in traced.repeats
+    }
+    return extended(traced, periods)
