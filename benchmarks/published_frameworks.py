@@ -82,6 +82,9 @@ _CORE_CALLS = 4 + 1 + 1
 # Megatron's mpu/cross_entropy.py: max, subtract, exp, sum and divide are kernels of their own over
 # float32 logits; the rest works on masks and indices of tokens.
 _LOSS = LossSteps(passes=8, kernels=5, token_ops=12, token_ops_backward=6)
+# torch's cross_entropy without a compiler: log_softmax writes what nll_loss reads a number a token
+# of, and backward a gradient of zeros is written and read beside what one kernel would move.
+_TORCH_LOSS = LossSteps(passes=2, passes_backward=2, kernels=2)
 _MEGATRON = Framework(
     fuse="pointwise",
     fused_norms=True,
@@ -121,8 +124,8 @@ FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     (r"nemo|megatron.?bridge", _NEMO),
     (r"megatron", _MEGATRON),
     # torchtitan's pipelining_utils.py and parallel_dims.py
-    (r"titan", Framework(pipeline_batch=True, shards_context=True)),
-    (r"", Framework()),
+    (r"titan", Framework(loss=_TORCH_LOSS, pipeline_batch=True, shards_context=True)),
+    (r"", Framework(loss=_TORCH_LOSS)),
 )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from autopar.cost_model import Cluster
 from autopar.cost_model.profile import Efficiency
-from autopar.cost_model.segments import Execution
+from autopar.cost_model.segments import ONE_KERNEL, Execution
 from autopar.cost_model.training import Recipe
 from benchmarks.published_frameworks import Framework, fits_kernel, framework_of
 from benchmarks.published_hardware import RowError, cluster_of
@@ -83,7 +83,7 @@ def job(row: Mapping[str, Any]) -> Job:
         raise RowError(f"a value cannot be read: {error}") from error
 
 
-def _job(row: Mapping[str, Any]) -> Job:
+def _job(row: dict[str, Any]) -> Job:
     _check_modelled(row)
     parallel = row["parallel"]
     tensor, pipeline, context = (count(parallel.get(k), k, 1) for k in ("tp", "pp", "cp"))
@@ -121,7 +121,7 @@ def _job(row: Mapping[str, Any]) -> Job:
     )
 
 
-def _check_modelled(row: Mapping[str, Any]) -> None:
+def _check_modelled(row: dict[str, Any]) -> None:
     """That nothing in a row is of a kind that has no model here."""
     if not row["parallel"]:
         raise RowError("no parallel sizes")
@@ -130,6 +130,12 @@ def _check_modelled(row: Mapping[str, Any]) -> None:
         raise RowError("a mixture of experts, which the predicted models are not")
     if count(row["parallel"].get("ep"), "ep", 1) > 1:
         raise RowError("expert parallelism, which the predicted models have no use for")
+    said = f"{name} {row.get('label') or ''} {row.get('activation_ckpt') or ''}".lower()
+    offloads = [k for part in (row, row["parallel"]) for k in part if "offload" in k.lower()]
+    if "offload" in said or any(flag((row | row["parallel"])[key]) for key in offloads):
+        raise RowError("states or activations in host memory")
+    if re.search(r"\blora\b|\bpeft\b", said):
+        raise RowError("adapters of a model whose weights stay")
     dim = count(shape.get("head_dim"), "head_dim")
     if dim and dim * count(shape["heads"], "heads") != count(shape["hidden"], "hidden"):
         raise RowError(f"heads of {dim} that do not make up the hidden size")
@@ -177,13 +183,13 @@ def _with_attention(cluster: Cluster, framework: Framework) -> Cluster:
 def _dtype(row: Mapping[str, Any], cluster: Cluster) -> str:
     """What is not computed in float8."""
     text, rates = str(row.get("precision") or "").lower(), cluster.device.peak_flops
-    if re.search(r"int8|int4|fp4|float4", text):
+    if re.search(r"int8|int4|fp4|float4|tf32", text):
         raise RowError(f"no model of precision {text!r}")
     if re.search(r"fp16|float16(?<!bfloat16)|half", text):
         return "float16"
     if re.search(r"bf16|bfloat16", text):
         return "bfloat16"
-    if re.search(r"fp32|float32|tf32", text) and "mixed" not in text:
+    if re.search(r"fp32|float32", text) and "mixed" not in text:
         return "float32"
     return "bfloat16" if "bfloat16" in rates else "float16"
 
@@ -205,7 +211,7 @@ def _execution(
         function_factor=framework.function_factor,
         forward_calls=core + forward,
         again_calls=core + backward,
-        loss=framework.loss,
+        loss=ONE_KERNEL if compiled else framework.loss,
         float8_linears=float8,
         delayed_scales=framework.delayed_scales,
         whole_again=policy == "full" and not framework.early_stop,

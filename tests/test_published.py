@@ -127,7 +127,7 @@ def test_precision_is_what_the_row_says_or_what_the_device_has():
     volta, hopper = {"gpu": "V100-32GB"}, {"gpu": "H100"}
     assert job(row(precision="bfloat16")).dtype == "bfloat16"
     assert job(row(precision="float16")).dtype == "float16"
-    assert job(row(precision="fp32")).dtype == "float32"
+    assert job(row(precision="fp32", cpu_offload=False)).dtype == "float32"
     assert job(row(precision="bf16 compute, fp32 reduce")).dtype == "bfloat16"
     assert job(row(precision=None)).dtype == "bfloat16"
     assert job(row(precision="mixed", hardware=volta)).dtype == "float16"
@@ -178,6 +178,10 @@ def _parallel(**sizes: Any) -> dict[str, Any]:
         ({"seq_len": 0}, "seq_len is no whole number"),
         ({"activation_ckpt": "the odd ones"}, "no model of recomputation 'the odd ones'"),
         ({"precision": "int8"}, "no model of precision 'int8'"),
+        ({"precision": "tf32"}, "no model of precision 'tf32'"),
+        ({"cpu_offload": True}, "in host memory"),
+        ({"activation_ckpt": "full, offloaded"}, "in host memory"),
+        ({"label": "LoRA, packed"}, "adapters"),
         ({"model": "mixtral-8x7b"}, "mixture of experts"),
         ({"hardware": "MI300X"}, "no profile for 'MI300X'"),
         ({"hardware": {"gpu": "RTX A1000"}}, "no profile for 'RTX A1000'"),

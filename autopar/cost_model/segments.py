@@ -41,11 +41,13 @@ class LossSteps:
 
     Attributes:
         passes: reads and writes of all logits in the forward.
+        passes_backward: of all logits in the backward, beside those of its one kernel.
         kernels: of the forward, over logits.
         token_ops, token_ops_backward: ops over one number of each token, beside those.
     """
 
     passes: int = 1
+    passes_backward: int = 0
     kernels: int = 1
     token_ops: int = 0
     token_ops_backward: int = 0
@@ -239,11 +241,12 @@ class _Pricer:
         small = steps.token_ops if forward else steps.token_ops_backward
         kernels = steps.kernels - 1 if forward else 0
         logits = max(size for _, size in op.reads)
-        moved = np.array([logits * (steps.passes - 1.0) * forward, 0.0])
+        passes = steps.passes - 1.0 if forward else float(steps.passes_backward)
+        moved = np.array([logits * passes, 0.0])
         large_s, token_s = compute_seconds_array(device, "memory", op.dtype, np.zeros(2), moved)
         overheads_s = device.kernel_overhead_s * (kernels - 1)
         return PassCost(
-            device_s=float(token_s * small + (large_s + overheads_s if kernels else 0.0)),
+            device_s=float(token_s * small + (large_s + max(0.0, overheads_s) if passes else 0.0)),
             host_s=small + kernels,
         )
 
