@@ -368,7 +368,9 @@ def measured_seconds(row: Mapping[str, Any]) -> float | None:
 
 
 def _number(value: Any) -> float | None:
+    """A finite number above 0, or None."""
     try:
-        return float(value)
+        number = float(value)
     except (TypeError, ValueError):
         return None
+    return number if math.isfinite(number) and number > 0 else None

@@ -7,6 +7,7 @@ missing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -81,19 +82,24 @@ def normal(row: Any) -> dict[str, Any]:
         key: tuple(n + size for n in (key, *others) for size in _SIZES if n + size != key)
         for key, others in _PARALLEL.items()
     }
-    made["parallel"] = _named(made.get("parallel"), sized)
+    parallel = made["parallel"] = _named(made.get("parallel"), sized)
+    if parallel.get("fsdp") is True:  # a way and not a number of ranks
+        parallel["fsdp"] = None
+        parallel.setdefault("zero", 3)
     return made
 
 
 def _named(given: Any, names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    """`given` with its own names in place of others; what is there under both stays."""
+    """`given` with its own names in place of others, in any case; the first that has a value."""
     if not isinstance(given, Mapping):
         return {}
     made = {str(key): value for key, value in given.items()}
     for key, others in names.items():
-        for other in others:
-            if made.get(key) is None and made.get(other) is not None:
-                made[key] = made.pop(other)
+        spelled = {name.lower(): name for name in made}
+        for other in (key, *others):
+            there = spelled.get(other)
+            if there is not None and made.get(key) is None and made[there] is not None:
+                made[key] = made.pop(there)
     return made
 
 
@@ -106,12 +112,12 @@ def count(value: Any, name: str, default: int = 0) -> int:
     if value is None or value == "" or value is False:
         return default
     try:
-        number = float(value)
+        number = math.nan if value is True else float(value)
     except (TypeError, ValueError):
         raise RowError(f"{name} is no number: {value!r}") from None
     if number == 0 and default:
         return default
-    if number <= 0 or number != int(number):
+    if not math.isfinite(number) or number <= 0 or number != int(number):
         raise RowError(f"{name} is no whole number above 0: {value!r}")
     return int(number)
 

@@ -170,6 +170,7 @@ def _parallel(**sizes: Any) -> dict[str, Any]:
         (_parallel(tp=1.5), "tp is no whole number above 0: 1.5"),
         (_parallel(tp=2, pp=2, dp=4), "leave 2 ranks for data"),
         (_parallel(tp=1, pp=1, fsdp=4, dp_replicate=2), "shards on fewer ranks"),
+        (_parallel(tp=1, pp=1, hsdp=True), "replicas is no whole number"),
         (_parallel(tp=2, pp=2, ep=2), "expert parallelism"),
         (_parallel(tp=2, pp=2, pp_schedule="DualPipeV"), "no model of pipeline schedule"),
         (_parallel(tp=1, pp=8, vpp=4), "24 layers on 8 x 4 stages"),
@@ -239,6 +240,10 @@ def test_other_spellings_of_a_row_are_the_same_row():
     assert measured_seconds(row(measured={"tokens_per_second": 512})) == 16 * 128 / 512
     accumulated = row(micro_batch=None, gradient_accumulation_steps=4)
     assert job(accumulated).micro_batch == 2
+    capitals = {"DP": 2, "TP": 2, "PP": 2, "PP_schedule": "1F1B"}
+    assert job(row(parallel=capitals)).cluster == job(row()).cluster
+    for nothing in (0, -1, "nan", float("inf"), "soon"):
+        assert measured_seconds(row(measured={"step_time_s": nothing})) is None
     # a name of this benchmark goes before another that says the same
     assert job(row(mbs=4)).micro_batch == 2
 
@@ -273,6 +278,7 @@ def test_zero_stages_are_those_that_a_row_or_its_framework_names():
     assert stage(zero_stage=1) == 1
     assert stage(use_distributed_optimizer=True) == 1
     assert stage("NeMo", zero=0) == 0
+    assert stage(fsdp=True) == 3
     shared = {"fsdp": 1, "cp": 8}
     assert job(row(**{**LLAMA, "parallel": shared})).recipe.zero == 3
 
