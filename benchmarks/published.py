@@ -27,8 +27,9 @@ from autopar.cost_model.training import step_cost
 from autopar.errors import AutoparError
 from benchmarks.published_predict import Predictor
 from benchmarks.published_rows import RowError, job, measured_seconds
+from benchmarks.published_schema import count, normal
 
-__all__ = ["Outcome", "outcomes", "scores"]
+__all__ = ["Outcome", "line", "outcomes", "scores"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Outcome:
     """A row with its prediction.
 
     Attributes:
-        row: as published.
+        row: as published, with the names of `published_schema`.
         predicted_s, measured_s: step times; None where there is none.
         predicted_bytes: peak of the fullest device.
         fits: the prediction is below the device's memory.
@@ -65,13 +66,15 @@ def outcomes(rows: Sequence[Mapping[str, Any]], jobs: int = 1) -> list[Outcome]:
         return [by_index[i] for i in range(len(rows))]
     predictor = Predictor()
     found = []
-    for row in rows:
+    for given in rows:
+        row = normal(given)
         try:
             wanted = job(row)
             layers = predictor.layers(wanted)
             cost = step_cost(layers, wanted.recipe, wanted.cluster)
-        except (RowError, AutoparError) as error:
-            found.append(Outcome(row, skipped=f"{type(error).__name__}: {error}"))
+        except (RowError, AutoparError, RuntimeError, ValueError, ArithmeticError) as error:
+            reason = str(error).partition("\n")[0]
+            found.append(Outcome(row, skipped=f"{type(error).__name__}: {reason}"))
             continue
         forward = layers.block[0].forward
         found.append(
@@ -90,7 +93,7 @@ def outcomes(rows: Sequence[Mapping[str, Any]], jobs: int = 1) -> list[Outcome]:
 def _parts(rows: Sequence[Mapping[str, Any]], jobs: int) -> list[list[int]]:
     """Indices of rows for each process: models in turn, the one with most rows first."""
     models: dict[str, list[int]] = defaultdict(list)
-    for i, row in enumerate(rows):
+    for i, row in enumerate(map(normal, rows)):
         sizes = (row.get("shape"), row.get("seq_len"), row.get("micro_batch"))
         models[json.dumps(sizes, sort_keys=True, default=str)].append(i)
     parts: list[list[int]] = [[] for _ in range(min(jobs, len(models)))]
@@ -158,9 +161,19 @@ def summary(found: Sequence[Outcome]) -> dict[str, Any]:
     sets: dict[str, list[Outcome]] = defaultdict(list)
     for o in found:
         sets[str(o.row.get("source", ""))].append(o)
-        per_node = int((o.row.get("hardware") or {}).get("gpus_per_node") or 8)
-        sets["multi-node" if o.row["gpus"] > per_node else "single-node"].append(o)
+        if (gpus := _gpus(o)) is not None:
+            sets["multi-node" if gpus[0] > gpus[1] else "single-node"].append(o)
     return {**scores(found), "sets": {name: scores(rows) for name, rows in sets.items()}}
+
+
+def _gpus(o: Outcome) -> tuple[int, int] | None:
+    """GPUs of a row and of its nodes; None where it does not say."""
+    try:
+        gpus = count(o.row.get("gpus"), "gpus")
+        per_node = count(o.row["hardware"].get("gpus_per_node"), "gpus_per_node", 8)
+    except RowError:
+        return None
+    return (gpus, per_node) if gpus else None
 
 
 def by_group(found: Sequence[Outcome]) -> dict[str, dict[str, tuple[int, float, float]]]:
@@ -170,7 +183,7 @@ def by_group(found: Sequence[Outcome]) -> dict[str, dict[str, tuple[int, float, 
         if o.predicted_s and o.measured_s:
             parallel = o.row["parallel"]
             keys = {
-                "hardware": o.row["hardware"]["gpu"],
+                "hardware": o.row["hardware"].get("gpu"),
                 "framework": o.row.get("framework"),
                 "tp": parallel.get("tp") or 1,
                 "pp": parallel.get("pp") or 1,
@@ -189,15 +202,18 @@ def by_group(found: Sequence[Outcome]) -> dict[str, dict[str, tuple[int, float, 
     }
 
 
-def _line(o: Outcome) -> str:
+def line(o: Outcome) -> str:
+    """What the command prints of a row."""
     row, parallel = o.row, o.row["parallel"]
     sizes = " ".join(
-        f"{k}{parallel[k]}" for k in ("fsdp", "dp", "tp", "pp", "cp") if (parallel.get(k) or 1) != 1
+        f"{k}{parallel[k]}"
+        for k in ("fsdp", "dp", "tp", "pp", "cp")
+        if str(parallel.get(k) or 1) != "1"
     )
-    text = f"{row['id']:26.26} {row['gpus']:>5} {sizes:20.20} "
+    text = f"{row.get('id')!s:26.26} {row.get('gpus')!s:>5} {sizes:20.20} "
     if o.skipped:
         return text + "skipped: " + o.skipped
-    measured = row.get("measured") or {}
+    measured = row["measured"]
     if measured.get("oom"):
         text += f"published: out of memory; predicted: {'fits' if o.fits else 'does not fit'}"
     elif o.measured_s:
@@ -207,6 +223,15 @@ def _line(o: Outcome) -> str:
     if gib:
         text += f" (published {gib}, {o.predicted_bytes / 2**30 / gib - 1:+.1%})"
     return text
+
+
+def _runs(read: Any) -> Sequence[Any]:
+    """The rows of a file: a list, or what a mapping has under "runs" or "rows"."""
+    if isinstance(read, Mapping):
+        read = read.get("runs", read.get("rows"))
+    if not isinstance(read, list):
+        raise SystemExit('the file holds no list of runs: {"runs": [...]}')
+    return read
 
 
 def _cores() -> int:
@@ -224,14 +249,14 @@ def main() -> None:
     arguments = parser.parse_args()
     gc.freeze()  # what is imported needs no look at each collection
     started = time.perf_counter()
-    found = outcomes(json.loads(arguments.runs.read_text())["runs"], arguments.jobs)
+    found = outcomes(_runs(json.loads(arguments.runs.read_text())), arguments.jobs)
     seconds = time.perf_counter() - started
     print(f"{'row':26} {'GPUs':>5} {'ranks':20} {'predicted':>10} {'published':>10} {'error':>8}")
     for o in found:
-        print(_line(o))
+        print(line(o))
     for kind, values in by_group(found).items():
-        for value, (count, mean, absolute) in values.items():
-            print(f"{kind:14} {value:52.52} {count:4} rows {mean:+8.1%} mean {absolute:8.1%} MAPE")
+        for value, (number, mean, absolute) in values.items():
+            print(f"{kind:14} {value:52.52} {number:4} rows {mean:+8.1%} mean {absolute:8.1%} MAPE")
     result = summary(found)
     for name, values in {"all": result, **result["sets"]}.items():
         shown = ", ".join(

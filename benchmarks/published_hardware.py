@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.cost_model import Cluster, load_profile
-from autopar.cost_model.profile import LinkProfile
+from autopar.cost_model.profile import DeviceProfile, LinkProfile
 
 __all__ = ["RowError", "cluster_of"]
 
@@ -19,14 +19,45 @@ class RowError(ValueError):
 
 
 PROFILES = (
-    (r"h200", "h200"),
-    (r"h[18]00.*hbm2e", "h100-hbm2e"),
-    (r"h[18]00", "h100-sxm"),
-    (r"a[18]00.*40\s*gb", "a100-40g"),
-    (r"a[18]00", "a100-80g"),
-    (r"v100", "v100"),
-    (r"p100", "p100"),
+    (r"gh200", "h100-sxm"),  # the same compute die
+    (r"h200(?!\d)", "h200"),
+    (r"h[18]00(?!\d).*hbm2e", "h100-hbm2e"),
+    (r"h[18]00(?!\d)", "h100-sxm"),
+    (r"a[18]00(?!\d).*40\s*gb", "a100-40g"),
+    (r"a[18]00(?!\d)", "a100-80g"),
+    (r"v100(?!\d)", "v100"),
+    (r"p100(?!\d)", "p100"),
     (r"4090", "rtx4090-pcie"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """Where a device differs from its profile, by NVIDIA's data sheets.
+
+    Attributes:
+        pattern: of its name.
+        rate: of the profile's in 16-bit and 8-bit products.
+        memory_bandwidth: bytes/s; 0 for the profile's.
+        link: of the profile's rate inside a node.
+        multiprocessors: 0 for the profile's.
+    """
+
+    pattern: str
+    rate: float = 1.0
+    memory_bandwidth: float = 0.0
+    link: float = 1.0
+    multiprocessors: int = 0
+
+
+_VARIANTS = (
+    _Variant(r"a800", link=400 / 600),  # GB/s of NVLink
+    _Variant(r"h800", link=400 / 900),
+    _Variant(r"gh200", memory_bandwidth=4.0e12),  # 96 GB of HBM3
+    _Variant(r"h[18]00.*pcie", rate=756 / 989.4, memory_bandwidth=2.0e12, multiprocessors=114),
+    _Variant(r"h100.*nvl(?!ink)", rate=835 / 989.4, memory_bandwidth=3.9e12),
+    _Variant(r"a[18]00.*pcie.*80|a[18]00.*80.*pcie", memory_bandwidth=1.935e12),
+    _Variant(r"v100.*pcie", rate=112 / 125),
 )
 # NCCL src/graph/topo.h, PCI_BW: 12 GB/s over third generation's 16 lanes; each doubles the rate
 _PCIE_BANDWIDTH, _PCIE_GENERATION = 12e9, 3
@@ -41,7 +72,7 @@ def cluster_of(hardware: Mapping[str, Any], mesh: tuple[int, int, int]) -> Clust
         hardware: of the row.
         mesh: pipeline, data, and ranks that share a stage's tensors.
     """
-    name = str(hardware["gpu"])
+    name = str(hardware.get("gpu") or "")
     found = next((profile for p, profile in PROFILES if re.search(p, name, re.I)), None)
     if found is None:
         raise RowError(f"no profile for {name!r}")
@@ -51,7 +82,7 @@ def cluster_of(hardware: Mapping[str, Any], mesh: tuple[int, int, int]) -> Clust
     cluster = Cluster.from_profile(
         found, nodes=math.ceil(devices / per_node), devices_per_node=per_node
     )
-    device, intra = profile.device, profile.intra
+    device, intra = _varied(name, profile.device, profile.intra)
     if (memory := re.search(r"(\d+)(?:/\d+)?\s*GB(?!/)", name)) is not None:
         # what a process can have of the gigabytes on the label
         device = replace(device, memory_bytes=int(float(memory[1]) * 0.99 * 2**30))
@@ -70,6 +101,27 @@ def cluster_of(hardware: Mapping[str, Any], mesh: tuple[int, int, int]) -> Clust
         mesh_shape=mesh,
         axis_names=("pipeline", "data", "inner"),
     )
+
+
+def _varied(
+    name: str, device: DeviceProfile, intra: LinkProfile
+) -> tuple[DeviceProfile, LinkProfile]:
+    """The device and its link as `_VARIANTS` has them for this name."""
+    for variant in _VARIANTS:
+        if re.search(variant.pattern, name, re.I) is None:
+            continue
+        rates = {
+            dtype: rate * (1.0 if dtype == "float64" else variant.rate)
+            for dtype, rate in device.peak_flops.items()
+        }
+        device = replace(
+            device,
+            peak_flops=rates,
+            memory_bandwidth=variant.memory_bandwidth or device.memory_bandwidth,
+            multiprocessors=variant.multiprocessors or device.multiprocessors,
+        )
+        intra = replace(intra, bandwidth=intra.bandwidth * variant.link)
+    return device, intra
 
 
 def _pcie(said: str, intra: LinkProfile) -> LinkProfile:

@@ -25,6 +25,8 @@ class Shape:
     Attributes:
         kind: "gpt" or "llama".
         fused_attention: one attention kernel, which keeps no S x S scores.
+        masked_softmax: without it, one kernel scales and masks and takes the softmax of scores;
+            False for a kernel for each, in float32.
         dropout: of scores and of each sublayer's output; 0 for none.
         joint_gate: Llama's gate and up projection are one product.
     """
@@ -37,6 +39,7 @@ class Shape:
     ffn: int
     vocab: int
     fused_attention: bool
+    masked_softmax: bool = True
     dropout: float = 0.0
     joint_gate: bool = False
 
@@ -56,8 +59,17 @@ class Core(nn.Module):
         if self.shape.fused_attention:
             grouped = self.shape.kv_heads != self.shape.heads
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        each = self.shape.heads // self.shape.kv_heads
+        if each > 1:
+            k, v = k.repeat_interleave(each, 1), v.repeat_interleave(each, 1)
         # the scale goes with the product, and the mask with the softmax: neither is a pass
-        scores = torch.softmax(q @ k.transpose(-1, -2), -1)
+        scores = q @ k.transpose(-1, -2)
+        if self.shape.masked_softmax:
+            scores = torch.softmax(scores, -1)
+        else:
+            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+            wide = (scores.float() * 2.0).masked_fill(hidden, -10000.0)
+            scores = torch.softmax(wide, -1).to(q.dtype)
         return F.dropout(scores, self.shape.dropout, self.training) @ v
 
 

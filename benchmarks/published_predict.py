@@ -30,18 +30,31 @@ _NO_LIMIT = 1 << 62
 _CORE = ".core"
 
 
-def constraints_of(tensor: int, context: int, sequence_parallel: bool) -> dict[str, Any]:
-    """A row's tensor and context parallelism as constraints."""
+def constraints_of(
+    tensor: int, context: int, sequence_parallel: bool, gpt: bool = False
+) -> dict[str, Any]:
+    """A row's tensor and context parallelism as constraints.
+
+    Ranks that share a sequence hold whole weights: what shards them shards them over these ranks
+    and data's together, and is priced with the step.
+    """
     wanted: dict[str, Any] = {"checkpoint": "none"}
     if tensor > 1:
         wanted["tensor"] = {"mode": "1d", "size": tensor}
-    if context > 1:
-        wanted["sequence"] = {"mode": "ring", "size": context}
-    elif tensor > 1:
         wanted["sequence"] = "megatron" if sequence_parallel else "none"
-    if tensor > 1 and context == 1:
         columns, rows = ("*.qkv.weight", "*.up.weight"), ("*.proj.weight", "*.down.weight")
         wanted["params"] = {**dict.fromkeys(columns, "S0"), **dict.fromkeys(rows, "S1")}
+    if context > 1:
+        wanted["sequence"] = {"mode": "ring", "size": context}
+        wanted["params"] = {"*": "R"}
+    if tensor > 1 and context > 1:
+        split = ("*.qkv.*", "*.up.*", "tokens.weight", *(() if gpt else ("head.weight",)))
+        whole = ("*norm*", *(("*.proj.bias", "*.down.bias", "positions.weight") if gpt else ()))
+        wanted["params"] = {
+            **dict.fromkeys(split, ("S0", "R")),
+            **dict.fromkeys(rows, ("S1", "R")),
+            **dict.fromkeys(whole, ("R", "R")),
+        }
     return wanted
 
 
@@ -91,10 +104,13 @@ class Predictor:
 
     def _plan(self, part: Slice) -> tuple[LocalProgram, Plan]:
         traced = self._traced(part.shape, part.length, part.micro_batch, part.dtype)
-        wanted = constraints_of(part.tensor, part.context, part.sequence_parallel)
+        gpt = part.shape.kind == "gpt"
+        wanted = constraints_of(part.tensor, part.context, part.sequence_parallel, gpt)
+        # as if all were on one node: the plan's mesh has tensor ranks far apart, which they are not
+        near = replace(part.cluster, devices_per_node=part.tensor * part.context)
         plan = solve(
             traced,
-            part.cluster,
+            near if part.context > 1 else part.cluster,
             constraints=Constraints.parse(wanted),
             memory_limit=_NO_LIMIT,
         )
@@ -102,13 +118,24 @@ class Predictor:
 
     def _price(self, part: Slice, policy: str, execution: Execution) -> Layers:
         program, plan = self._planned(part)
-        cluster = part.cluster.with_mesh_shape(plan.mesh_shape, plan.axis_names)
+        # tensor ranks are next to each other, where the plan has those that share a sequence
+        cluster = part.cluster.with_mesh_shape(plan.mesh_shape[::-1], plan.axis_names[::-1])
         block = program.block("layers", _BLOCKS // 2)
         front, back = program.around("layers")
 
         def cost(ops: tuple[LocalOp, ...], again: str) -> SegmentCost:
             names = _again(ops, again)
-            return segment_cost(program, ops, names, cluster, execution, float8=ops is block)
+            inside = ops is block
+            return segment_cost(
+                program,
+                ops,
+                names,
+                cluster,
+                execution,
+                float8=inside,
+                calls=inside,
+                axes=range(len(plan.mesh_shape))[::-1],
+            )
 
         kinds = ("full", "none") if policy == "layer" else (policy,)
         parameters = _parameters(plan)

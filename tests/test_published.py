@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.published import Outcome, outcomes, scores, summary
+from benchmarks.published import Outcome, by_group, line, outcomes, scores, summary
+from benchmarks.published_frameworks import fits_kernel
 from benchmarks.published_predict import Predictor, constraints_of
 from benchmarks.published_rows import RowError, job, measured_seconds
 
@@ -125,7 +127,7 @@ def test_precision_is_what_the_row_says_or_what_the_device_has():
     volta, hopper = {"gpu": "V100-32GB"}, {"gpu": "H100"}
     assert job(row(precision="bfloat16")).dtype == "bfloat16"
     assert job(row(precision="float16")).dtype == "float16"
-    assert job(row(precision="fp32")).dtype == "float32"
+    assert job(row(precision="fp32", cpu_offload=False)).dtype == "float32"
     assert job(row(precision="bf16 compute, fp32 reduce")).dtype == "bfloat16"
     assert job(row(precision=None)).dtype == "bfloat16"
     assert job(row(precision="mixed", hardware=volta)).dtype == "float16"
@@ -153,12 +155,44 @@ def test_who_adds_the_gradients_of_microbatches():
     assert job(row(**LLAMA, torch_compile=True)).recipe.added_s == 0 < old.added_s
 
 
+def _parallel(**sizes: Any) -> dict[str, Any]:
+    return {"parallel": sizes}
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"gpus": 9}, "no multiple of tp 2 x pp 2"),
+        ({"gpus": None}, "9 GPUs|0 GPUs"),
+        ({"parallel": None}, "no parallel sizes"),
+        ({"parallel": "tp2"}, "no parallel sizes"),
+        (_parallel(tp="two"), "tp is no number: 'two'"),
+        (_parallel(tp=1.5), "tp is no whole number above 0: 1.5"),
+        (_parallel(tp=2, pp=2, dp=4), "leave 2 ranks for data"),
+        (_parallel(tp=1, pp=1, fsdp=4, dp_replicate=2), "shards on fewer ranks"),
+        (_parallel(tp=1, pp=1, hsdp=True), "replicas is no whole number"),
+        (_parallel(tp=2, pp=2, ep=2), "expert parallelism"),
+        (_parallel(tp=2, pp=2, pp_schedule="DualPipeV"), "no model of pipeline schedule"),
+        (_parallel(tp=1, pp=8, vpp=4), "24 layers on 8 x 4 stages"),
+        (_parallel(tp=2, pp=2, zero=7), "ZeRO stage 7"),
+        ({"micro_batch": -1}, "micro_batch is no whole number above 0: -1"),
+        ({"seq_len": 0}, "seq_len is no whole number"),
+        ({"activation_ckpt": "the odd ones"}, "no model of recomputation 'the odd ones'"),
+        ({"precision": "int8"}, "no model of precision 'int8'"),
+        ({"precision": "tf32"}, "no model of precision 'tf32'"),
+        ({"cpu_offload": True}, "in host memory"),
+        ({"activation_ckpt": "full, offloaded"}, "in host memory"),
+        ({"label": "LoRA, packed"}, "adapters"),
+        ({"model": "mixtral-8x7b"}, "mixture of experts"),
+        ({"hardware": "MI300X"}, "no profile for 'MI300X'"),
+        ({"hardware": {"gpu": "RTX A1000"}}, "no profile for 'RTX A1000'"),
+        ({"hardware": None}, "no profile for ''"),
+        ({"shape": {"layers": 24, "hidden": 510, "heads": 8}}, "hidden size 510 in 8 heads"),
+        ({"shape": {"layers": 24, "hidden": 512, "heads": 8, "kv_heads": 3}}, "share 3"),
+        ({"shape": {"layers": 24, "hidden": 512, "heads": 8, "head_dim": 128}}, "heads of 128"),
         ({"global_batch": 15}, "global batch 15"),
         ({"micro_batch": None}, "neither micro_batch nor local_batch"),
+        ({"micro_batch": None, "local_batch": 8}, "neither micro_batch nor local_batch"),
         ({"precision": "fp8"}, "A100 SXM4 80GB has no float8"),
         ({"hardware": {"gpu": "B900"}}, "no profile for 'B900'"),
         ({"shape": {"layers": 2}}, "'hidden'"),
@@ -169,9 +203,191 @@ def test_rows_that_cannot_be_read_are_skipped_with_the_reason(changes, said):
     with pytest.raises(RowError, match=said):
         job(row(**changes))
     (found,) = outcomes([row(**changes)])
-    assert said in found.skipped
+    assert re.search(said, found.skipped)
+    assert "\n" not in found.skipped
     assert scores([found])["skipped"] == 1
-    assert scores([found])["mape"] is None
+    assert summary([found])["mape"] is None
+    assert by_group([found]) == {}
+    assert found.skipped in line(found)
+
+
+def test_rows_of_other_kinds_are_skipped_too():
+    for odd in (None, 3, [], {}):
+        (found,) = outcomes([odd])
+        assert found.skipped
+        assert summary([found])["skipped"] == 1
+        assert found.skipped in line(found)
+
+
+def test_other_spellings_of_a_row_are_the_same_row():
+    shape = {"num_layers": 24, "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 1024}
+    other = row(
+        shape={**shape, "intermediate_size": 2048},
+        parallel={
+            "data_parallel_size": "2",
+            "tensor_parallel": 2.0,
+            "pipeline_parallel_degree": 2,
+            "schedule": None,
+        },
+        hardware="A100-80GB",
+    )
+    for name, others in (("seq_len", "sequence_length"), ("micro_batch", "mbs"),
+                         ("global_batch", "global_batch_size"), ("gpus", "num_gpus"),
+                         ("activation_ckpt", "recompute")):  # fmt: skip
+        other[others] = other.pop(name)
+    assert job(other) == job(row())
+    assert measured_seconds({**other, "measured": {"iteration_time_ms": 100}}) == 0.1
+    assert measured_seconds(row(measured={"tokens_per_second": 512})) == 16 * 128 / 512
+    accumulated = row(micro_batch=None, gradient_accumulation_steps=4)
+    assert job(accumulated).micro_batch == 2
+    capitals = {"DP": 2, "TP": 2, "PP": 2, "PP_schedule": "1F1B"}
+    assert job(row(parallel=capitals)).cluster == job(row()).cluster
+    for nothing in (0, -1, "nan", float("inf"), "soon"):
+        assert measured_seconds(row(measured={"step_time_s": nothing})) is None
+    # a name of this benchmark goes before another that says the same
+    assert job(row(mbs=4)).micro_batch == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "policy"),
+    [
+        (None, "none"),
+        (False, "none"),
+        ("No recomputation", "none"),
+        ("off", "none"),
+        (True, "full"),
+        ("uniform", "full"),
+        ("full recompute, no SP", "full"),
+        ("selective", "core"),
+        ("core_attn", "core"),
+        ("selective, every layer", "layer"),
+        ("per-op SAC", "op"),
+    ],
+)
+def test_ways_to_say_what_is_computed_again(said, policy):
+    assert job(row(framework="NeMo 24.07", activation_ckpt=said)).policy == policy
+
+
+def test_zero_stages_are_those_that_a_row_or_its_framework_names():
+    def stage(framework="Megatron-LM", **parallel):
+        return job(row(framework=framework, parallel={"tp": 2, "pp": 2, **parallel})).recipe.zero
+
+    assert stage() == 0
+    assert stage("NeMo") == 1
+    assert stage(zero="ZeRO-2") == 2
+    assert stage(zero_stage=1) == 1
+    assert stage(use_distributed_optimizer=True) == 1
+    assert stage("NeMo", zero=0) == 0
+    assert stage(fsdp=True) == 3
+    shared = {"fsdp": 1, "cp": 8}
+    assert job(row(**{**LLAMA, "parallel": shared})).recipe.zero == 3
+
+
+def test_megatrons_of_before_and_after_flash_attention():
+    new, nemo = job(row(framework="Megatron-LM")), job(row(framework="NeMo 24.07"))
+    assert new.shape.fused_attention
+    assert new.recipe.added == 0
+    assert not new.execution.split_collectives
+    assert nemo.execution.split_collectives
+    for changes in (
+        {"framework": "Megatron-LM (2021)"},
+        {"framework": "Megatron-LM", "source": "arXiv 2104.04473 table 2"},
+        {"framework": "Megatron-LM", "hardware": {"gpu": "V100-32GB"}},
+    ):
+        old = job(row(**changes))
+        assert not old.shape.fused_attention
+        assert old.recipe.added == 1
+        assert old.recipe.blocking
+    assert job(row(framework="Megatron-LM 2024", source="arXiv 2104.04473")).shape.fused_attention
+
+
+def test_a_pipeline_of_torchtitan_splits_the_batch_of_a_rank():
+    piped = {**LLAMA, "parallel": {"fsdp": 2, "pp": 4}, "local_batch": 8, "global_batch": 16}
+    found = job(row(**piped))
+    assert (found.micro_batch, found.recipe.microbatches) == (2, 4)
+
+
+def test_variants_of_a_device():
+    def device(name):
+        return job(row(hardware={"gpu": name, "gpus_per_node": 8})).cluster
+
+    plain = device("H100")
+    assert device("H800").intra.bandwidth == pytest.approx(plain.intra.bandwidth * 4 / 9)
+    assert device("A800").intra.bandwidth == pytest.approx(device("A100").intra.bandwidth * 2 / 3)
+    card = device("NVIDIA H100 PCIe").device
+    assert card.peak("bfloat16") == pytest.approx(756e12)
+    assert (card.memory_bandwidth, card.multiprocessors) == (2e12, 114)
+    assert device("GH200 96GB").device.peak("bfloat16") == plain.device.peak("bfloat16")
+    assert device("GH200").profile == "h100-sxm"
+    assert device("A100-PCIE-80GB").device.memory_bandwidth == 1.935e12
+
+
+def test_scores_that_the_softmax_kernel_does_not_take():
+    """Megatron's kernel takes matrices in fours; two heads of one sequence are two."""
+    assert fits_kernel(1024, 4)
+    assert not fits_kernel(1024, 2)
+    assert not fits_kernel(8192, 4)
+    two = row(parallel={"dp": 1, "tp": 4, "pp": 2}, micro_batch=1)
+    assert not job(two).shape.masked_softmax
+    assert job(row(parallel={"dp": 1, "tp": 4, "pp": 2})).shape.masked_softmax
+    given = job(two)
+    fused = replace(given, shape=replace(given.shape, masked_softmax=True))
+    predictor = Predictor()
+    (apart,), (one,) = (predictor.layers(j).block for j in (given, fused))
+    assert apart.forward.host_s > one.forward.host_s
+    assert apart.backward.device_s > one.backward.device_s
+
+
+def test_float8_with_scales_from_before_casts_less():
+    hopper = {"hardware": {"gpu": "H100"}, "precision": "fp8", "activation_ckpt": "none"}
+    before = job(row(framework="NeMo", **hopper))
+    assert before.execution.delayed_scales
+    now = replace(before, execution=replace(before.execution, delayed_scales=False))
+    predictor = Predictor()
+    (less,), (more,) = (predictor.layers(j).block for j in (before, now))
+    assert less.forward.device_s < more.forward.device_s
+    assert less.backward.device_s < more.backward.device_s
+
+
+def test_ranks_that_share_a_sequence_hold_whole_weights():
+    """What shards them is priced with the step, over these ranks and data's."""
+    whole = {**LLAMA, "framework": "Megatron-LM", "micro_batch": 2, "global_batch": 16}
+    alone = job(row(**{**whole, "parallel": {"dp": 8}}))
+    shared = job(row(**{**whole, "parallel": {"dp": 4, "cp": 2}}))
+    predictor = Predictor()
+    one, two = predictor.layers(alone), predictor.layers(shared)
+    assert two.block_parameters == one.block_parameters
+    sent = shared.cluster.intra.latency_s + shared.cluster.intra.base_latency_s
+    moved = 2 * 128 // 2 * 2 * 64 * 2 * 2 / shared.cluster.intra.bandwidth  # keys and values
+    assert two.block[0].forward.comm_s == pytest.approx(2 * sent + moved, rel=0.2)
+    assert (shared.recipe.data, shared.cluster.mesh_shape) == (8, (1, 8, 1))
+    both = {"tp": 2, "cp": 2, "dp": 2}
+    tensor = {"tp": 2, "dp": 4}
+    mixed = predictor.layers(job(row(**{**whole, "parallel": both})))
+    split = predictor.layers(job(row(**{**whole, "parallel": tensor})))
+    assert mixed.block_parameters == pytest.approx(split.block_parameters, rel=0.01)
+
+
+def test_tensor_ranks_stay_on_a_node_beside_ranks_that_share_a_sequence():
+    shape = {**LLAMA["shape"], "kv_heads": 8}
+    sizes = {"gpus": 16, "parallel": {"tp": 8, "cp": 2}, "global_batch": 8, "micro_batch": 2}
+    given = job(row(**{**LLAMA, "framework": "Megatron-LM", "shape": shape, **sizes}))
+    slow = replace(given.cluster.inter, bandwidth=1e9)
+    beyond = replace(given, cluster=replace(given.cluster, inter=slow))
+    predictor = Predictor()
+    (fast,), (late,) = (predictor.layers(j).block for j in (given, beyond))
+    more_s = late.forward.comm_s - fast.forward.comm_s
+    # a block gathers and scatters the whole of its input among tensor ranks, twice each
+    tensor_s = 4 * 7 / 8 * 2 * 64 * 512 * 2 / slow.bandwidth
+    assert 0 < more_s < tensor_s / 6  # a quarter of it where they lie over two nodes
+
+
+def test_keys_and_values_of_groups_without_a_fused_kernel():
+    volta = row(**{**LLAMA, "framework": "Megatron-LM", "micro_batch": 1},
+                hardware={"gpu": "V100-32GB"})  # fmt: skip
+    (found,) = outcomes([{**volta, "precision": "fp16", "parallel": {"dp": 8}}])
+    assert not found.skipped
+    assert found.predicted_s
 
 
 def test_a_feed_forward_width_that_is_not_given():

@@ -139,9 +139,9 @@ def test_a_loss_in_steps_passes_over_the_logits_again(planned):
     program, _, cluster = planned
     _, back = program.around("layers")
     steps = LossSteps(passes=3, kernels=2, token_ops=4, token_ops_backward=5)
-    one, many = (
+    one, many, torch_own = (
         segment_cost(program, back, (), cluster, Execution(loss=loss))
-        for loss in (LossSteps(), steps)
+        for loss in (LossSteps(), steps, LossSteps(passes=3, passes_backward=2, kernels=2))
     )
     device = cluster.device
     memory = device.efficiency["memory"]
@@ -150,8 +150,34 @@ def test_a_loss_in_steps_passes_over_the_logits_again(planned):
     passes = (2 * logits / device.memory_bandwidth + memory.ramp_s) / memory.peak_fraction
     assert many.forward.device_s - one.forward.device_s == pytest.approx(5 * launched + passes)
     assert many.backward.device_s - one.backward.device_s == pytest.approx(5 * launched)
+    assert torch_own.backward.device_s - one.backward.device_s == pytest.approx(launched + passes)
     assert many.forward.host_s - one.forward.host_s == pytest.approx(5 * device.host_op_s)
     assert many.backward.host_s - one.backward.host_s == pytest.approx(5 * device.host_op_s)
+
+
+def test_host_calls_beside_the_ops_and_of_collectives(planned):
+    program, _, cluster = planned
+    block = program.block("layers", 1)
+
+    def cost(**changes):
+        return segment_cost(program, block, (), cluster, Execution(**changes)).forward
+
+    op_s = cluster.device.host_op_s
+    assert cost(forward_calls=4).host_s - cost().host_s == pytest.approx(4 * op_s)
+    sent = (cost(collective_calls=3).host_s - cost(collective_calls=2).host_s) / op_s
+    assert sent == pytest.approx(round(sent))
+    assert sent > 0
+    apart = segment_cost(program, block, (), cluster, Execution(forward_calls=4), calls=False)
+    assert apart.forward.host_s == cost().host_s
+
+
+def test_axes_of_a_program_are_where_the_cluster_has_them(planned):
+    program, _, cluster = planned
+    block = program.block("layers", 1)
+    inner = cluster.with_mesh_shape((1, *cluster.mesh_shape), ("outer", *cluster.axis_names))
+    moved = segment_cost(program, block, (), inner, Execution(), axes=(1,))
+    assert moved == segment_cost(program, block, (), cluster, Execution())
+    assert moved != segment_cost(program, block, (), inner, Execution())
 
 
 @pytest.mark.parametrize(

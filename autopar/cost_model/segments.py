@@ -41,11 +41,13 @@ class LossSteps:
 
     Attributes:
         passes: reads and writes of all logits in the forward.
+        passes_backward: of all logits in the backward, beside those of its one kernel.
         kernels: of the forward, over logits.
         token_ops, token_ops_backward: ops over one number of each token, beside those.
     """
 
     passes: int = 1
+    passes_backward: int = 0
     kernels: int = 1
     token_ops: int = 0
     token_ops_backward: int = 0
@@ -64,11 +66,16 @@ class Execution:
         host: the host walks through the program op by op; False for one captured before.
         function_factor: host seconds of a linear, norm, softmax or activation over those of torch's
             own; more than 1 where each is an autograd function written in Python.
-        again_calls: host calls beside the ops when a segment is computed again, such as those that
-            save and restore the states of random number generators.
+        forward_calls, again_calls: host calls beside the ops of a segment's forward, and when it is
+            computed again, such as those that save and restore the states of random number
+            generators; of segments that may be computed again.
+        collective_calls: host calls of a collective, issuing it and waiting for it.
         loss: how the loss of the logits is computed.
         dropout_mask: dropout keeps a mask of one byte an element.
         float8_linears: linears of blocks compute in float8; operands are scanned and cast first.
+        delayed_scales: the scales of float8 are known before: what makes an operand casts it too,
+            a weight's cast is kept, and the gradient of an output is cast once, in both layouts
+            (TransformerEngine's user guide: delayed scaling, FP8 weight caching).
         whole_again: what computes again runs to its end, not only as far as the backward needs; for
             segments that are computed again as a whole.
         split_collectives: a collective beside a linear is sent in as many parts as the axis has
@@ -79,10 +86,13 @@ class Execution:
     fused_norms: bool = True
     host: bool = True
     function_factor: float = 1.0
+    forward_calls: int = 0
     again_calls: int = 0
+    collective_calls: int = 2
     loss: LossSteps = ONE_KERNEL
     dropout_mask: bool = True
     float8_linears: bool = False
+    delayed_scales: bool = False
     whole_again: bool = False
     split_collectives: bool = False
 
@@ -143,6 +153,8 @@ def segment_cost(
     execution: Execution,
     *,
     float8: bool = False,
+    calls: bool = True,
+    axes: Sequence[int] = (),
 ) -> SegmentCost:
     """Price some ops of a program.
 
@@ -153,8 +165,10 @@ def segment_cost(
         cluster: of the mesh that the program's collectives are on.
         execution: how it is run.
         float8: the part has linears that may compute in float8.
+        calls: the part has the host calls beside its ops that `execution` names.
+        axes: the cluster's axis for each of the program's mesh; default: the same.
     """
-    pricer = _Pricer(program, cluster, execution, float8 and execution.float8_linears)
+    pricer = _Pricer(program, cluster, execution, float8 and execution.float8_linears, axes)
     inner = _inside_norms(program, ops) if execution.fused_norms else frozenset()
     _, repeated = program.saved(ops, again)
     kept, _ = program.saved(ops, inner.union(again))
@@ -168,7 +182,7 @@ def segment_cost(
     )
     working = max((sum(size for _, size in (*op.reads, *op.writes)) for op in backward), default=0)
     return SegmentCost(
-        forward=pricer.cost(forward),
+        forward=pricer.cost(forward, execution.forward_calls if calls else 0),
         recompute=pricer.cost(
             forward if again and execution.whole_again else repeated, execution.again_calls
         ),
@@ -182,8 +196,14 @@ def segment_cost(
 
 class _Pricer:
     def __init__(
-        self, program: LocalProgram, cluster: Cluster, execution: Execution, float8: bool
+        self,
+        program: LocalProgram,
+        cluster: Cluster,
+        execution: Execution,
+        float8: bool,
+        axes: Sequence[int],
     ) -> None:
+        self.axes = axes
         self.program = program
         self.cluster = cluster
         self.execution = execution
@@ -208,7 +228,8 @@ class _Pricer:
         if self.execution.split_collectives and comm_s:
             first = comm_s / max(self.cluster.mesh_shape)
             comm_s = first + max(0.0, comm_s - first - linear_s)
-        host_s = (host_ops + collectives) * self.cluster.device.host_op_s
+        host_ops += collectives * self.execution.collective_calls
+        host_s = host_ops * self.cluster.device.host_op_s
         return PassCost(
             device_s=device_s, comm_s=comm_s, host_s=host_s if self.execution.host else 0.0
         )
@@ -220,11 +241,12 @@ class _Pricer:
         small = steps.token_ops if forward else steps.token_ops_backward
         kernels = steps.kernels - 1 if forward else 0
         logits = max(size for _, size in op.reads)
-        moved = np.array([logits * (steps.passes - 1.0) * forward, 0.0])
+        passes = steps.passes - 1.0 if forward else float(steps.passes_backward)
+        moved = np.array([logits * passes, 0.0])
         large_s, token_s = compute_seconds_array(device, "memory", op.dtype, np.zeros(2), moved)
         overheads_s = device.kernel_overhead_s * (kernels - 1)
         return PassCost(
-            device_s=float(token_s * small + (large_s + overheads_s if kernels else 0.0)),
+            device_s=float(token_s * small + (large_s + max(0.0, overheads_s) if passes else 0.0)),
             host_s=small + kernels,
         )
 
@@ -246,7 +268,8 @@ class _Pricer:
                 if not move.of.startswith("gradient of ") and key not in sent:
                     sent.add(key)
                     kind = CollectiveKind(move.kind)
-                    total += self.cluster.collective_seconds(kind, move.num_bytes, move.axis)
+                    axis = self.axes[move.axis] if self.axes else move.axis
+                    total += self.cluster.collective_seconds(kind, move.num_bytes, axis)
         return total, len(sent)
 
     def _groups(self, ops: Sequence[LocalOp]) -> list[list[LocalOp]]:
@@ -272,6 +295,19 @@ class _Pricer:
             for value, _ in op.writes:
                 owner[value] = group
         return found
+
+    def _cast(self, op: LocalOp) -> float:
+        """Bytes moved to have a linear's operands in float8."""
+        if not self.execution.delayed_scales:
+            # each is scanned for its largest value, then read and written as float8
+            return 2.5 * sum(size for _, size in op.reads)
+        if op.phase == "forward":
+            return 0.0
+        by_name = self.program.by_name
+        made = [(by_name.get(self.program.base(value)[0]), size) for value, size in op.reads]
+        # a weight's gradient needs its input transposed, which is read and written in float8
+        phase, passes = ("forward", 1.0) if op.gradient else ("backward", 2.0)
+        return passes * sum(size for by, size in made if by is not None and by.phase == phase)
 
     def _joins(self, last: LocalOp, op: LocalOp) -> bool:
         if self.execution.fused_norms and _norm(op.module) and op.module == last.module:
@@ -303,9 +339,9 @@ class _Pricer:
         dtype, flops = main.dtype, sum(op.flops for op in group)
         seconds = 0.0
         if self.float8 and main.linear:
-            # each operand is scanned for its largest value, then read and written as float8
-            cast = np.array(2.5 * sum(size for _, size in main.reads))
-            seconds = float(compute_seconds_array(device, "memory", dtype, np.zeros(()), cast))
+            cast = np.array(self._cast(main))
+            if cast:
+                seconds = float(compute_seconds_array(device, "memory", dtype, np.zeros(()), cast))
             dtype, moved = "float8", moved - 0.5 * sum(size for _, size in main.reads)
         kind = main.op_class if len(group) == 1 else "memory"
         if kind == "view":
