@@ -74,6 +74,33 @@ def test_a_large_gradient_is_reduced_where_it_is() -> None:
         assert 0.99 * measured <= predicted <= 1.02 * measured
 
 
+class Told(nn.Module):
+    """A model that returns what its loss is made of beside it, as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Embedding(8, 128), nn.Linear(128, 128), nn.Linear(128, 2000))
+
+    def forward(self, input: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.model(input)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def told_peaks(rank: int, world: int, zero: int) -> tuple[int, int]:
+    """As `peaks`, of a model whose result beside the loss weighs more than its weights."""
+    mesh = init_device_mesh("cpu", (world,))
+    inputs = {"input": torch.arange(512) % 8, "labels": torch.arange(512)}
+    constraints = {"data": world, "zero": zero}
+    parallel = autopar.parallelize(Told(), mesh, inputs, constraints=constraints)
+    return predicted_of(parallel), measure(parallel, inputs)[1]
+
+
+@pytest.mark.parametrize(("world", "zero"), [(1, 0), (2, 3)])
+def test_results_beside_the_loss_are_let_go(world: int, zero: int) -> None:
+    for predicted, measured in run_ranks(told_peaks, world, world, zero):
+        assert 0.99 * measured <= predicted <= 1.02 * measured
+
+
 _CHUNKS = {"size": 2, "chunks": 2, "schedule": "interleaved"}
 PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
     "turns": (1, {"pipeline": {"size": 1, "microbatches": 4}}),

@@ -22,6 +22,7 @@ from autopar.codegen.passes import (
     run_passes,
 )
 from autopar.codegen.passes.lifetimes import Lifetimes, is_start, is_wait
+from autopar.codegen.passes.order import copied
 from autopar.codegen.passes.sites import find_sites, key_of
 from autopar.codegen.passes.symmetric import can_be_called
 from autopar.core.blocks import Block, Blocks
@@ -313,7 +314,9 @@ def test_the_loss_is_waited_for_behind_the_backward() -> None:
     _, _, traced = traced_model("gpt2")
     cluster = Cluster.from_profile("cpu-gloo", devices_per_node=2, mesh_shape=(2,))
     plan = solve(traced, cluster, constraints=Constraints.parse({"data": 2, "zero": 0}))
-    late, plain = (emit(traced, plan, [0], passes=names) for names in (None, ["bucket", "early"]))
+    # without `in_place`, whose lower peak makes other buckets
+    sets = (["bucket", "early", "late"], ["bucket", "early"])
+    late, plain = (emit(traced, plan, [0], passes=names) for names in sets)
     assert _told_waits(late)[-1] and not any(_told_waits(plain))
     seconds, waited = (simulate(p.joint.graph, cluster).exposed_s[0] for p in (late, plain))
     assert seconds < waited
@@ -400,11 +403,7 @@ class Runs:
         return [self.graph(program, names) for program in self.programs]
 
     def graph(self, program: Program, names: tuple[str, ...], spare: int = 1 << 16) -> fx.Graph:
-        copies: dict[fx.Node, fx.Node] = {}
-        copy = fx.Graph()
-        copy.output(copy.graph_copy(program.joint.graph, copies))
-        for old, new in copies.items():
-            new.meta = dict(old.meta)
+        copy = copied(program.joint.graph)
         found = run_passes(
             copy,
             names,
@@ -544,7 +543,7 @@ def test_plan_says_what_its_program_hides() -> None:
     cluster = Cluster.from_profile("cpu-gloo", devices_per_node=4)
     plan = autopar.plan(model, cluster, inputs, constraints={"data": 4, "zero": 0}, cache=False)
     p = plan.predicted
-    assert 0 < p.hidden_time_s <= p.compute_time_s
+    assert 0 < p.hidden_time_s <= p.compute_time_s + 1e-9  # moves are rounded
     assert p.step_time_s == pytest.approx(p.compute_time_s + p.exposed_time_s)
     found = autopar.simulate(plan, model, inputs, traced=traced)
     shares = found.hidden_shares()

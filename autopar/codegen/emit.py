@@ -214,7 +214,10 @@ class Emitter:
             if phase == "forward":
                 self._results()
         outputs = [*self.results, *self._gradients()]
-        self.graph.output(tuple(node for node, _, _ in outputs))
+        end = self.graph.output(tuple(node for node, _, _ in outputs))
+        if self.traced.training:
+            beside = (i for i, (_, spec, _) in enumerate(self.results) if self._is_beside(spec))
+            end.meta["let_go"] = frozenset(beside)
         return outputs
 
     def write(self) -> None:
@@ -360,13 +363,16 @@ class Emitter:
             value = self._output_value(spec)
             self.builder.times = 1
             self.builder.origin = "result"
-            beside = self.traced.loss_index is not None and spec.kind == "output"
-            keep = beside and spec.target != str(self.traced.loss_index)
-            target = self.layouts[value] if keep else self.whole
+            target = self.layouts[value] if self._is_beside(spec) else self.whole
             node = emit_redistribution(
                 self.builder, self.values[value], self.layouts[value], target
             )
             self.results.append((node, spec, target))
+
+    def _is_beside(self, spec: OutputSpec) -> bool:
+        """True for a user output that is returned beside a loss."""
+        loss = self.traced.loss_index
+        return loss is not None and spec.kind == "output" and spec.target != str(loss)
 
     def _output_value(self, spec: OutputSpec) -> tuple[str, int]:
         return resolve(self.nodes[str(spec.node)])

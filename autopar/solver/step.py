@@ -105,7 +105,7 @@ class Step:
         inputs: other placeholders, by name.
         gradients: value of each parameter's gradient, by placeholder name.
         required: values that must end up replicated (loss, outputs, updated buffers).
-        results: all values that the user gets, who may hold them to the end of the step.
+        results: what is held to the end of the step: not what `train_step` lets go of.
         saved: forward values that the backward uses, with their global bytes.
         prepared: parameter behind each op that only brings one into another shape or dtype.
         copies: parameter behind each alias that forward and backward read it by.
@@ -277,7 +277,10 @@ def _read_ops(traced: TracedModel) -> tuple[dict[str, Op], dict[Value, TensorSpe
 def _read_outputs(
     traced: TracedModel,
 ) -> tuple[dict[str, Value], tuple[Value, ...], tuple[Value, ...]]:
-    """Gradients by parameter, other results, and those of them that must be whole."""
+    """Gradients by parameter, other results that are held, and those that must be whole.
+
+    `train_step` returns the loss, and lets go of what is beside it with the last reader.
+    """
     nodes = traced.nodes()
     owner = {spec.target: spec.node for spec in traced.parameters()}
     gradients: dict[str, Value] = {}
@@ -290,8 +293,10 @@ def _read_outputs(
         if output.kind == "gradient":
             gradients[owner[output.target]] = value
             continue
-        results.append(value)
-        if output.kind == "buffer" or is_required(traced, output.target):
+        needed = output.kind == "buffer" or is_required(traced, output.target)
+        if needed or not traced.training:
+            results.append(value)
+        if needed:
             required.append(value)
     return gradients, tuple(results), tuple(required)
 

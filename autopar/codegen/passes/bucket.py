@@ -16,9 +16,10 @@ with its first.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from autopar.codegen.passes.lifetimes import Lifetimes, is_start, is_wait
 from autopar.codegen.passes.order import call_like, copied, is_packing, reorder, show_anew
 from autopar.codegen.passes.strides import is_contiguous
 
-__all__ = ["bucket", "is_gather_of_storage", "leaving"]
+__all__ = ["bucket", "fewest_buckets", "is_gather_of_storage", "leaving"]
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -149,34 +150,62 @@ def _reductions(
     """Runs of reductions that only the caller reads, in the order in which they are issued.
 
     Behind a reduction on one axis may stand one on another axis: members have equally many before.
-    What another pipeline stage waits for is left alone. A bucket is closed early where the joined
-    copy of it would not fit.
+    What another pipeline stage waits for is left alone.
     """
     lifetimes = live(graph)
     private = leaving(graph)
     depth: dict[fx.Node, int] = {}
-    open_: dict[Hashable, list[fx.Node]] = defaultdict(list)
-    closed: list[list[fx.Node]] = []
+    alike: dict[Hashable, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         depth[node] = max((depth[n] for n in node.all_input_nodes), default=0)
         if node not in private or not is_start(node):
             continue
         depth[node] += 1
-        limit = _limit(node, sizes)
-        if node.meta.get("phase") not in ("backward", "finish") or _size(node) >= limit:
+        if node.meta.get("phase") not in ("backward", "finish"):
             continue
-        if node.name in alone or "piece" in node.meta or not _leaves_contiguous(node):
+        if _size(node) >= _limit(node, sizes) or node.name in alone:
             continue
-        if node.target not in (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default):
+        if "piece" in node.meta or not _leaves_contiguous(node):
             continue
-        key = (_key(node), depth[node])
-        joined = sum(map(_size, open_[key])) + _size(node)
-        if lifetimes.live[lifetimes.position[node]] + joined > budget:
-            closed.append(open_.pop(key))
-        open_[key].append(node)
-        if joined >= limit:
-            closed.append(open_.pop(key))
-    return [members for members in (*closed, *open_.values()) if len(members) > 1]
+        if node.target in (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default):
+            alike[_key(node), depth[node]].append(node)
+    found: list[list[fx.Node]] = []
+    for members in alike.values():
+        room = [budget - int(lifetimes.live[lifetimes.position[m]]) for m in members]
+        ends = fewest_buckets([_size(m) for m in members], room, _limit(members[0], sizes))
+        found += [members[first:end] for first, end in itertools.pairwise([0, *ends])]
+    return [members for members in found if len(members) > 1]
+
+
+def fewest_buckets(sizes: Sequence[int], room: Sequence[int], limit: int) -> list[int]:
+    """Where buckets of consecutive members end, so that there are as few as may be.
+
+    A bucket goes out with its last member, where the joined copy must find room. It has less than
+    `limit` without that one. Where most is live, a few members wait for others rather than go out
+    as a bucket that is nearly all latency. Of equally few the last is smallest: it hides least.
+
+    Args:
+        sizes: bytes of each member, in order.
+        room: bytes that may be made where each is issued.
+        limit: bytes that close a bucket.
+    """
+    count, first_of = [0], [0]
+    for end in range(1, len(sizes) + 1):
+        best, joined = (count[end - 1] + 1, end - 1), sizes[end - 1]
+        for first in range(end - 2, -1, -1):
+            if joined - sizes[end - 1] + sizes[first] >= limit:
+                break
+            joined += sizes[first]
+            if joined > room[end - 1]:
+                break
+            if count[first] + 1 < best[0]:
+                best = (count[first] + 1, first)
+        count.append(best[0])
+        first_of.append(best[1])
+    ends = [len(sizes)] if sizes else []
+    while ends and first_of[ends[-1]]:
+        ends.append(first_of[ends[-1]])
+    return ends[::-1]
 
 
 def _leaves_contiguous(start: fx.Node) -> bool:

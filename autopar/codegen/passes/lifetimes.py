@@ -3,7 +3,8 @@
 A storage is live from the node that creates it to the last reader of any of its views. A collective
 holds what it sends until the wait for it, save an all-reduce, which works on a copy or in place.
 Placeholders are the caller's and count nothing, but for those that the caller lets go of (`dies` in
-their `meta`); and neither does what is in host memory.
+their `meta`); and neither does what is in host memory. Outputs live to the end, but for those that
+`train_step` does not return (their positions are `let_go` in the output's `meta`).
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Lifetimes:
                 yield storage, at, end
 
     def _see(self, index: int, node: fx.Node) -> None:
-        for source in node.all_input_nodes:
+        for source in _read(node):
             for storage in self._storages(source):
                 self._last[storage] = index
         if is_away(node.target):
@@ -159,6 +160,14 @@ class Lifetimes:
                 self.live[read + 1 : last] += self._bytes[storage]
                 self._last[storage] = last
         return last
+
+
+def _read(node: fx.Node) -> list[fx.Node]:
+    """What a node needs live: of the output, what is returned."""
+    if node.op != "output" or "let_go" not in node.meta:
+        return node.all_input_nodes
+    kept = (n for i, n in enumerate(node.args[0]) if i not in node.meta["let_go"])  # type: ignore[arg-type]
+    return [n for n in kept if isinstance(n, fx.Node)]
 
 
 def _tensors(node: fx.Node) -> list[Tensor]:

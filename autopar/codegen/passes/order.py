@@ -100,7 +100,8 @@ def copied(graph: fx.Graph) -> fx.Graph:
     """A graph with the same nodes and metadata."""
     found = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    found.output(found.graph_copy(graph, copies))
+    end = found.output(found.graph_copy(graph, copies))
+    end.meta = dict(graph.output_node().meta)
     for old, new in copies.items():
         new.meta = dict(old.meta)
     return found

@@ -132,14 +132,21 @@ def issue_early(graph: fx.Graph, budget: int, resident: Resident = None) -> None
     """Issue each collective right behind its operand, or behind the collective before it.
 
     Collectives keep their order: one that is needed later must not delay one that is needed now.
-    Gathers of parameters, whose operand is always there, are left to `prefetch`.
+    Gathers of parameters, whose operand is always there, are left to `prefetch`. What is made of
+    the step's inputs, such as the number of labels that count, is little: it is issued where its
+    phase begins, behind the gathers that this begins with. Where it is read, at the end of the
+    forward, ranks would stand still for it.
     """
     lifetimes = Lifetimes(graph, resident)
     begins = phase_starts(lifetimes.nodes)
     keys: dict[fx.Node, float] = {}
+    given = {node: c for node in lifetimes.nodes if (c := _made_of_inputs(lifetimes, node))}
+    for node, chain in given.items():
+        horizon = _behind_gathers(lifetimes, node, begins[node.meta["phase"]])
+        _move_chain(lifetimes, node, chain, horizon, budget, keys)
     behind = 0
     for index, node in enumerate(lifetimes.nodes):
-        if not is_start(node):
+        if not is_start(node) or node in given:
             continue
         placed = index
         if not is_gather_of_storage(node):
@@ -147,6 +154,38 @@ def issue_early(graph: fx.Graph, budget: int, resident: Resident = None) -> None
             placed = _move_up(lifetimes, node, first, budget, keys)
         behind = max(behind, placed)
     reorder(graph, keys)
+
+
+def _made_of_inputs(lifetimes: Lifetimes, start: fx.Node) -> list[fx.Node]:
+    """A collective and all ops that lead to it from placeholders; none if there is more to it.
+
+    A gather of storage is `prefetch`'s. Ops that make more than a little are where others wait for
+    what they make, or for the device.
+    """
+    if not is_start(start) or is_gather_of_storage(start):
+        return []
+    found = {start: None}
+    stack = [start]
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source.op == "placeholder" or source in found:
+                continue
+            if is_start(source) or is_wait(source) or source.target in (FROM_HOST, ARRIVED):
+                return []
+            found[source] = None
+            stack.append(source)
+    little = _LITTLE * lifetimes.peak_bytes
+    return list(found) if sum(map(lifetimes.created, found)) <= little else []
+
+
+def _behind_gathers(lifetimes: Lifetimes, start: fx.Node, begin: int) -> int:
+    """The first position in a phase behind the gathers of storage that it begins with."""
+    here = lifetimes.position[start]
+    for index in range(begin, here):
+        node = lifetimes.nodes[index]
+        if is_wait(node) and is_gather_of_storage(node.all_input_nodes[0]):
+            return index
+    return begin
 
 
 def follow_later(graph: fx.Graph, budget: int, resident: Resident = None) -> None:
