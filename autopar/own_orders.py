@@ -82,9 +82,14 @@ def _made(
     loads = [_load(plan, limit) for plan in plans]
     most = most_ahead(ranks, microbatches)
     least = [min(microbatches, ranks - r) for r in range(ranks)]
+    # later ranks have less to fill, and what they begin early delays the first gradients
+    falling = [
+        a + round((1 - r / ranks) * (b - a))
+        for r, (a, b) in enumerate(zip(least, most, strict=True))
+    ]
     between = [a + round(_SHARE * (b - a)) for a, b in zip(least, most, strict=True)]
-    tried = (most,) if quick else (most, between, least)
-    for warmup, patience in itertools.product(tried, _PATIENCE):
+    tried = (most, falling) if quick else (most, falling, between, least)
+    for warmup, patience in itertools.product(tried, _PATIENCE[quick:]):
         own = loads
         for _ in range(_TIGHTENED):
             kinds = list_schedule(
