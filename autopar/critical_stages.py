@@ -142,6 +142,8 @@ class CriticalStages:
 
     def _tried(self, aims: Aims) -> bool:
         """Plan the stages for other aims, and keep that if the step gets shorter."""
+        if aims == self.aims:
+            return False
         try:
             plans = self.pipeliner.solve_free(aims)
         except _REFUSED:
@@ -164,6 +166,8 @@ class CriticalStages:
             for a, b in zip(self.plans[stage].solver.waits, waits, strict=True)
         ]
         aim = Waits(*(2.0 ** (n - max(between)) for n in between))
+        if aim == self.plans[stage].solver.waits:
+            return dict(self.aims)
         return self.aims | {stage: Aim(aim, self._sent(stage))}
 
     def _sent(self, stage: int) -> dict[str, Layout]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from autopar.core.list_schedule import RankLoad, list_schedule, most_ahead
 from autopar.core.plan import Plan
@@ -21,8 +22,7 @@ from autopar.cost_model.stages import action_seconds, ranks_time
 __all__ = ["fastest_orders", "least_held"]
 
 _PATIENCE = (0.0, 0.5, 1.0)
-_TIGHTENED = 4  # times that budgets are cut by what their orders are over
-_SHARE = 0.5  # of the forwards between those that 1F1B and ZB-H2 begin with
+_TIGHTENED = 3  # times that budgets are cut by what their orders are over
 
 
 def least_held(ranks: int, microbatches: int) -> Orders:
@@ -52,59 +52,73 @@ def fastest_orders(
     Returns:
         None if none fits.
     """
-    candidates = [] if known is None else [kinds_of(known)]
-    candidates += _made(plans, transfer_s, microbatches, limit, quick)
-    if microbatches >= len(plans) and not quick:
-        candidates.append(kinds_of(actions("zero-bubble", len(plans), microbatches)))
-    if not quick:
-        candidates.append(kinds_of(least_held(len(plans), microbatches)))
-    timed = [(ranks_time(plans, orders_of(k), transfer_s).step_s, k) for k in _unlike(candidates)]
-    for _, kinds in sorted(timed, key=lambda found: found[0]):
-        orders = orders_of(kinds)
-        if limit is None or quick or not any(_excess(plans, orders, limit)):
+    fixed = [least_held(len(plans), microbatches)]
+    if microbatches >= len(plans):
+        fixed.append(actions("zero-bubble", len(plans), microbatches))
+    fixed = [*([] if known is None else [known]), *([] if quick else fixed)]
+    ways = [_Way(*way) for way in _ways(len(plans), microbatches, quick)]
+    loads = tuple(_load(plan, limit) for plan in plans)
+
+    def timed(orders: Orders) -> _Timed:
+        return _Timed(ranks_time(plans, orders, transfer_s).step_s, kinds_of(orders))
+
+    def listed(way: _Way, loads: Sequence[RankLoad]) -> _Timed:
+        found = list_schedule(
+            loads, microbatches, transfer_s, warmup=way.warmup, patience=way.patience
+        )
+        ends_s = (
+            e + p.predicted.phases["finish"] for e, p in zip(found.ends_s, plans, strict=True)
+        )
+        offload_s = max(p.predicted.offload_s for p in plans)
+        return _Timed(max(ends_s) + offload_s, found.kinds, way, loads)
+
+    open_ = [*map(timed, fixed), *(listed(way, loads) for way in ways)]
+    while open_:
+        best = min(open_, key=lambda found: found.step_s)
+        orders = orders_of(best.kinds)
+        over = [0] if limit is None or quick else _excess(plans, orders, limit)
+        if not any(over):
             return orders
+        open_.remove(best)
+        if best.way is not None and best.way.tightened < _TIGHTENED:
+            less = (
+                replace(load, budget=load.budget - more)
+                for load, more in zip(best.loads, over, strict=True)
+            )
+            way = best.way._replace(tightened=best.way.tightened + 1)
+            open_.append(listed(way, tuple(less)))
     return None
 
 
-def _unlike(candidates: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    return list(dict.fromkeys(candidates))
+class _Way(NamedTuple):
+    """How orders are made, and how often their budgets were cut by what they were over."""
+
+    warmup: tuple[int, ...]
+    patience: float
+    tightened: int = 0
 
 
-def _made(
-    plans: Sequence[Plan],
-    transfer_s: Sequence[float],
-    microbatches: int,
-    limit: int | None,
-    quick: bool,
-) -> Iterator[tuple[str, ...]]:
-    """By list scheduling, within budgets that are cut until the ranks fit."""
-    ranks = len(plans)
-    loads = [_load(plan, limit) for plan in plans]
+class _Timed(NamedTuple):
+    """Orders with the seconds of a step, and how they were made if by list scheduling."""
+
+    step_s: float
+    kinds: tuple[str, ...]
+    way: _Way | None = None
+    loads: Sequence[RankLoad] = ()
+
+
+def _ways(ranks: int, microbatches: int, quick: bool) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Forwards to begin with, and patience."""
     most = most_ahead(ranks, microbatches)
-    least = [min(microbatches, ranks - r) for r in range(ranks)]
     # later ranks have less to fill, and what they begin early delays the first gradients
-    falling = [
-        a + round((1 - r / ranks) * (b - a))
-        for r, (a, b) in enumerate(zip(least, most, strict=True))
-    ]
-    between = [a + round(_SHARE * (b - a)) for a, b in zip(least, most, strict=True)]
-    tried = (most, falling) if quick else (most, falling, between, least)
-    for warmup, patience in itertools.product(tried, _PATIENCE[quick:]):
-        own = loads
-        for _ in range(_TIGHTENED):
-            kinds = list_schedule(
-                own, microbatches, transfer_s, warmup=warmup, patience=patience
-            ).kinds
-            over = [0] * ranks
-            if limit is not None and not quick:
-                over = _excess(plans, orders_of(kinds), limit)
-            if not any(over):
-                yield kinds
-                break
-            own = [
-                replace(load, budget=load.budget - more)
-                for load, more in zip(own, over, strict=True)
-            ]
+    shares = (1.0, None) if quick else (1.0, None, 0.5, 0.0)
+    for share, patience in itertools.product(shares, _PATIENCE[quick:]):
+        found: list[int] = []
+        for r, high in enumerate(most):
+            low = min(microbatches, ranks - r)
+            part = 1 - r / ranks if share is None else share
+            found.append(low + round(part * (high - low)))
+        yield tuple(found), patience
 
 
 def _excess(plans: Sequence[Plan], orders: Orders, limit: int) -> list[int]:

@@ -116,7 +116,7 @@ class Turn:
         return between(runs[whole], runs[left], share)
 
 
-_WIDE = ("step", "end", "after", "first", "onward", "turns")  # what is looked at of whole runs
+_WIDE = ("step", "end", "after", "first")  # what is looked at of whole runs
 
 
 def windowed(turn: Turn, floors: Floors, traced: TracedModel, names: Sequence[str]) -> Turn:
