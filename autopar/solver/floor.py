@@ -117,7 +117,7 @@ class Floors:
         optimizer: whose update may cost seconds.
         offers: on the mesh of a pipeline rank.
         ahead: as for `left_out`.
-        parts: find more than "step" and "end".
+        parts: find more than "step".
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Floors:
         self.offers = offers
         self.optimizer = optimizer
         wanted = functionals(body.microbatches, ahead)
-        self.wanted = wanted if parts else {name: wanted[name] for name in ("step", "end")}
+        self.wanted = wanted if parts else {"step": wanted["step"]}
         roles = assign_mesh(constraints, offers.cluster.mesh_shape)
         self.pins = Pins(constraints, roles, body, self.step)
         self.blocks = _Alone(self.step.blocks)
