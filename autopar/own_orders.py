@@ -52,10 +52,11 @@ def fastest_orders(
     Returns:
         None if none fits.
     """
-    fixed = [least_held(len(plans), microbatches)]
-    if microbatches >= len(plans):
+    fixed = [] if known is None else [known]
+    if not quick:
+        fixed.append(least_held(len(plans), microbatches))
+    if not quick and microbatches >= len(plans):
         fixed.append(actions("zero-bubble", len(plans), microbatches))
-    fixed = [*([] if known is None else [known]), *([] if quick else fixed)]
     ways = [_Way(*way) for way in _ways(len(plans), microbatches, quick)]
     loads = tuple(_load(plan, limit) for plan in plans)
 

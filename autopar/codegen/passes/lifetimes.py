@@ -166,7 +166,9 @@ def _read(node: fx.Node) -> list[fx.Node]:
     """What a node needs live: of the output, what is returned."""
     if node.op != "output" or "let_go" not in node.meta:
         return node.all_input_nodes
-    kept = (n for i, n in enumerate(node.args[0]) if i not in node.meta["let_go"])  # type: ignore[arg-type]
+    (values,) = node.args
+    assert isinstance(values, tuple)
+    kept = (n for i, n in enumerate(values) if i not in node.meta["let_go"])
     return [n for n in kept if isinstance(n, fx.Node)]
 
 
