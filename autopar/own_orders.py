@@ -19,7 +19,7 @@ from autopar.core.schedule import Orders, actions, kinds_of, orders_of
 from autopar.cost_model.rank_memory import rank_memory
 from autopar.cost_model.stages import action_seconds, ranks_time
 
-__all__ = ["fastest_orders", "least_held"]
+__all__ = ["fastest_orders", "least_held", "least_seconds"]
 
 _PATIENCE = (0.0, 0.5, 1.0)
 _TIGHTENED = 3  # times that budgets are cut by what their orders are over
@@ -29,6 +29,18 @@ def least_held(ranks: int, microbatches: int) -> Orders:
     """1F1B with each weight gradient behind its input gradient: the least in flight."""
     whole = kinds_of(actions("1f1b", ranks, microbatches))
     return orders_of([kinds.replace("B", "IW") for kinds in whole])
+
+
+def least_seconds(plans: Sequence[Plan], microbatches: int) -> float:
+    """When the last of the first ranks is done at the soonest, in any order of its work."""
+    there_s = least_s = 0.0
+    for plan in plans:
+        seconds, phases = action_seconds(plan), plan.predicted.phases
+        begun_s = max(there_s, phases["prepare"])
+        turns_s = microbatches * (seconds["F"] + seconds["B"])
+        least_s = max(least_s, begun_s + turns_s + phases["finish"])
+        there_s = begun_s + seconds["F"]
+    return least_s
 
 
 def fastest_orders(

@@ -32,7 +32,7 @@ from autopar.cost_model.stages import (
 )
 from autopar.critical_stages import Aim
 from autopar.errors import ConstraintError, InfeasiblePlanError
-from autopar.own_orders import fastest_orders
+from autopar.own_orders import fastest_orders, least_seconds
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.pipeline_shape import PipelineShape
 from autopar.solver.solve import fits
@@ -290,7 +290,7 @@ class Pipeliner:
     def _least_seconds(self, plans: Sequence[Plan]) -> float:
         """What the step takes at least, with these plans of its first stages."""
         if self.automatic:
-            return self._longest_rank(plans)
+            return least_seconds(plans, self.shape.microbatches)
         names, turn = self.planner.work.names, self.planner.turn(self.shape)
         starts = [names.index(cut) for cut in self.cuts]
         parts = [turn.of_turn(name) for name in ("forward", "backward", "inputs", "weights")]
@@ -304,17 +304,6 @@ class Pipeliner:
         )
         ends_s = simulate_pipeline(self.orders, seconds, begin_s=prepare).finish_s()
         return max(end + more for end, more in zip(ends_s, finish, strict=True))
-
-    def _longest_rank(self, plans: Sequence[Plan]) -> float:
-        """When the last rank is done at the soonest, in any order of its work."""
-        there_s = least_s = 0.0
-        for plan in plans:
-            seconds, phases = action_seconds(plan), plan.predicted.phases
-            turns_s = self.shape.microbatches * (seconds["F"] + seconds["B"])
-            begun_s = max(there_s, phases["prepare"])
-            least_s = max(least_s, begun_s + turns_s + phases["finish"])
-            there_s = begun_s + seconds["F"]
-        return least_s
 
     def _handed(self, below: int, kind: int, settled: Mapping[str, Layout]) -> dict[str, Layout]:
         """Layouts of what a stage of one kind exchanges with the next, by the names of the next.
