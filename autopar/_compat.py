@@ -13,7 +13,7 @@ from torch._C._autograd import DeviceType
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch._functorch import predispatch
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.distributed import _symmetric_memory as symmetric
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import (
@@ -40,7 +40,9 @@ __all__ = [
     "default_store",
     "dtensor_like",
     "dtensor_placements",
+    "fake_empty",
     "fake_mode_of",
+    "fake_view",
     "fused_all_gather_matmul",
     "fused_matmul_reduce_scatter",
     "group_of",
@@ -112,6 +114,30 @@ def storage_users(tensor: Tensor) -> int:
     """How many tensors show the storage of one, itself included."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # of which `storage` is one
+
+
+def fake_empty(
+    mode: FakeTensorMode,
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> FakeTensor:
+    """A fake tensor with a storage of its own, without an op that makes it."""
+    with in_kernel_invocation_manager(mode):
+        inside = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+    return FakeTensor(mode, inside, device)
+
+
+def fake_view(
+    mode: FakeTensorMode, shown: FakeTensor, size: Sequence[int], stride: Sequence[int], offset: int
+) -> FakeTensor:
+    """A fake tensor that shows the storage of another one, without an op that makes it."""
+    storage = shown.untyped_storage()
+    with in_kernel_invocation_manager(mode):
+        inside = torch.empty(0, dtype=shown.dtype, device="meta")
+        inside.set_(storage, offset, size, stride)
+    return FakeTensor(mode, inside, shown.fake_device)
 
 
 def default_store() -> Store:

@@ -1,23 +1,52 @@
 """Fake values of calls, without what torch's dispatcher and autograd add for ops of our own.
 
 A plan is emitted many times while it is made, and most of the time of that goes into fake values.
+So what a call yields is kept by the metadata of its operands, and made again without running it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_aggregate
 
+from autopar import _compat
 from autopar.core.library import FAKES
 
 __all__ = ["fake_call"]
 
 aten = torch.ops.aten
+
+_MOST = 1 << 16  # calls that are kept
+_PLAIN = (str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
+
+
+class _Made(NamedTuple):
+    """A tensor that a call yields.
+
+    Attributes:
+        size, stride, dtype, device: of it.
+        operand: which of the call's tensors it is a view of; None: it has a storage of its own.
+        offset: elements between where the two begin.
+    """
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    operand: int | None = None
+    offset: int = 0
+
+
+_known: dict[object, _Made] = {}
+
+
+class _NotKept(Exception):
+    """What a call yields depends on more than metadata that can be compared."""
 
 
 def fake_call(
@@ -31,6 +60,30 @@ def fake_call(
     """
     given: Any = map_aggregate((tuple(args), dict(kwargs)), _value)
     operands, options = given
+    tensors: list[FakeTensor] = []
+    try:
+        key = (target, _key(operands, tensors), _key(options, tensors))
+    except _NotKept:
+        return _called(mode, target, operands, options)
+    made = _known.get(key)
+    if made is None:
+        result = _called(mode, target, operands, options)
+        made = _made(result, tensors)
+        if made is not None:
+            if len(_known) >= _MOST:
+                _known.clear()
+            _known[key] = made
+        return result
+    if made.operand is None:
+        return _compat.fake_empty(mode, made.size, made.stride, made.dtype, made.device)
+    shown = tensors[made.operand]
+    offset = int(shown.storage_offset()) + made.offset
+    return _compat.fake_view(mode, shown, made.size, made.stride, offset)
+
+
+def _called(
+    mode: FakeTensorMode, target: Callable[..., Any], operands: Sequence[Any], options: Any
+) -> Any:
     if target is aten.reshape.default and operands[0].is_contiguous():
         target = aten.view.default  # what it is then, without being taken apart for it
     with mode:
@@ -39,3 +92,58 @@ def fake_call(
 
 def _value(arg: Any) -> Any:
     return arg.meta["val"] if isinstance(arg, fx.Node) else arg
+
+
+def _key(value: Any, tensors: list[FakeTensor]) -> object:
+    """What can be compared of an argument; its tensors are added to `tensors`.
+
+    Raises:
+        _NotKept: that is not all of it.
+    """
+    if isinstance(value, FakeTensor):
+        tensors.append(value)
+        return _of_tensor(value)
+    if isinstance(value, list | tuple):
+        return type(value), *(_key(v, tensors) for v in value)
+    if isinstance(value, dict):
+        return tuple((name, _key(v, tensors)) for name, v in value.items())
+    if isinstance(value, bool | int | float):
+        return type(value), value  # 1, 1.0 and True are equal
+    if isinstance(value, _PLAIN):
+        return value
+    raise _NotKept
+
+
+def _of_tensor(value: FakeTensor) -> object:
+    if (
+        value.requires_grad
+        or value.constant is not None
+        or value.layout is not torch.strided
+        or value.is_conj()
+        or value.is_neg()
+    ):
+        raise _NotKept
+    size, stride = tuple(value.shape), value.stride()
+    if any(type(n) is not int for n in (*size, *stride)):
+        raise _NotKept  # symbolic
+    return size, stride, value.dtype, value.device
+
+
+def _made(result: Any, tensors: Sequence[FakeTensor]) -> _Made | None:
+    """How to make what a call has yielded again; None where that takes another call."""
+    if type(result) is not FakeTensor or any(result is tensor for tensor in tensors):
+        return None
+    try:
+        _of_tensor(result)
+    except _NotKept:
+        return None
+    found = _Made(tuple(result.shape), result.stride(), result.dtype, result.device)
+    storage, offset = result.untyped_storage(), int(result.storage_offset())
+    for number, tensor in enumerate(tensors):
+        if tensor.untyped_storage()._cdata == storage._cdata:
+            same = tensor.dtype == result.dtype and tensor.device == result.device
+            begins = offset - int(tensor.storage_offset())
+            return found._replace(operand=number, offset=begins) if same else None
+    extent = 1 + sum((n - 1) * step for n, step in zip(found.size, found.stride, strict=True))
+    whole = 0 if 0 in found.size else extent * result.element_size()
+    return found if offset == 0 and storage.nbytes() == whole else None

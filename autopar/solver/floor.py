@@ -31,12 +31,12 @@ from autopar.solver.ideal import owners_of
 from autopar.solver.ilp import solve_problem
 from autopar.solver.offers import Offers, likeness
 from autopar.solver.pins import Pins
-from autopar.solver.problem import ChoiceProblem
+from autopar.solver.problem import Assignment, ChoiceProblem, evaluate
 from autopar.solver.rules.own_order import note_orders
 from autopar.solver.shares import lowest_shares
 from autopar.solver.step import Bucket, Step, build_step
 
-__all__ = ["Floors", "Weights", "functionals", "left_out"]
+__all__ = ["SPLIT", "Floors", "Weights", "functionals", "left_out"]
 
 _MANY = 1 << 30  # gradients that a bucket may join
 _SUMMING = {*REARRANGING, NARROW, torch.ops.aten.alias.default, torch.ops.aten.add.Tensor}
@@ -87,6 +87,10 @@ def functionals(microbatches: int, ahead: int) -> dict[str, Weights]:
     }
 
 
+SPLIT = ("inputs", "weights")
+"""Functionals that only schedules need which are known before the seconds of their stages."""
+
+
 class _Alone(Blocks):
     """The blocks of a graph, each counted once and with choices of its own."""
 
@@ -117,7 +121,7 @@ class Floors:
         optimizer: whose update may cost seconds.
         offers: on the mesh of a pipeline rank.
         ahead: as for `left_out`.
-        parts: find more than "step".
+        wanted: names of `functionals`, "step" among them.
     """
 
     def __init__(
@@ -127,7 +131,7 @@ class Floors:
         optimizer: object,
         offers: Offers,
         ahead: int,
-        parts: bool = True,
+        wanted: Collection[str],
     ) -> None:
         note_orders(body.graph)
         self.body = body
@@ -136,8 +140,8 @@ class Floors:
         self.step = replace(step, shares=least)
         self.offers = offers
         self.optimizer = optimizer
-        wanted = functionals(body.microbatches, ahead)
-        self.wanted = wanted if parts else {"step": wanted["step"]}
+        known = functionals(body.microbatches, ahead)
+        self.wanted = {name: weights for name, weights in known.items() if name in wanted}
         roles = assign_mesh(constraints, offers.cluster.mesh_shape)
         self.pins = Pins(constraints, roles, body, self.step)
         self.blocks = _Alone(self.step.blocks)
@@ -147,8 +151,9 @@ class Floors:
     def of(self, blocks: Sequence[str]) -> list[dict[str, float]]:
         """Lower bounds of blocks (FQNs, `core/cells.py`), each with what is around it.
 
-        They are seconds of a step, all turns, by the names of `functionals`. A block that has
-        all the ops of another one, and more, takes no less: found once.
+        They are seconds of a step, all turns, by the names of `functionals`. A block that has all
+        the ops of another one, and more, takes no less: found once. Where a gradient's op runs,
+        before others or behind, makes no difference to some sums.
         """
         inside = [{n.name for n in self.cells.members[block]} for block in blocks]
         place = owners_of(self.body, self.cells, blocks, self.step)
@@ -158,23 +163,28 @@ class Floors:
         before = self._before_others(place)
         around = self._around(place, inside)
         parts = [self._only(names) for names in inside]
-        shares = self.step.shares
-        ops = [
-            Counter(
-                (likeness(o.call), o.backward, o.name in before, shares.get(o.name))
-                for o in p.ops.values()
-            )
-            for p in parts
-        ]
+        kinds = [(self._kinds(part, ()), self._kinds(part, before)) for part in parts]
         found: dict[int, dict[str, float]] = {}
         for i in sorted(range(len(blocks)), key=lambda i: len(parts[i].ops)):
-            like = next((floors for j, floors in found.items() if ops[j] <= ops[i]), None)
-            found[i] = like or self._found(parts[i], before)
-        beside = (self._found(self._only(names), before) for names in around)
+            known: dict[str, float] = {}
+            for name, weights in self.wanted.items():
+                split = weights.inputs != weights.weights
+                like = next((j for j in found if kinds[j][split] <= kinds[i][split]), None)
+                if like is not None:
+                    known[name] = found[like][name]
+            found[i] = known | self._found(parts[i], before, self.wanted.keys() - known.keys())
+        beside = (self._found(self._only(names), before, self.wanted) for names in around)
         return [
             {name: seconds + more[name] for name, seconds in found[i].items()}
             for i, more in enumerate(beside)
         ]
+
+    def _kinds(self, part: Step, before: Collection[str]) -> Counter[object]:
+        """The ops of a part, as far as they matter to what it takes."""
+        return Counter(
+            (likeness(op.call), op.backward, op.name in before, self.step.shares.get(op.name))
+            for op in part.ops.values()
+        )
 
     def of_run(self, blocks: Sequence[str], wanted: Collection[str]) -> dict[str, float]:
         """Lower bounds of blocks that follow each other on one rank, without what is around them.
@@ -194,8 +204,10 @@ class Floors:
         return self._found(self._only(own), self._before_others(place), wanted)
 
     def _found(
-        self, part: Step, before: Collection[str], wanted: Collection[str] | None = None
+        self, part: Step, before: Collection[str], wanted: Collection[str]
     ) -> dict[str, float]:
+        if not wanted or not (part.ops or part.parameters):
+            return dict.fromkeys(wanted, 0.0)
         whole = build_problem(
             self.body, part, self.offers.cluster, self.pins, self.optimizer, None, self.offers
         ).problem
@@ -212,10 +224,11 @@ class Floors:
                 return weights.finish  # reduced once
             return min(getattr(weights, part) for n in nodes for part in parts[n])
 
+        known: list[Assignment] = []
         return {
-            name: _least(_weighed(whole, partial(counts, weights)))
+            name: _least(_weighed(whole, partial(counts, weights)), known)
             for name, weights in self.wanted.items()
-            if wanted is None or name in wanted
+            if name in wanted
         }
 
     def _parts_of(self, part: Step, before: Collection[str], name: str) -> Sequence[str]:
@@ -324,8 +337,15 @@ class Floors:
         return found
 
 
-def _least(problem: ChoiceProblem) -> float:
-    return max(0.0, solve_problem(problem, exact=False).bound) if problem.costs else 0.0
+def _least(problem: ChoiceProblem, known: list[Assignment]) -> float:
+    """A lower bound of a problem; the assignment found is added to those known of others."""
+    if not problem.costs:
+        return 0.0
+    possible = [k for k in known if problem.costs.keys() <= k.keys()]
+    beat = min(possible, key=lambda k: evaluate(problem, k), default=None)
+    solution = solve_problem(problem, effort="rough", beat=beat)
+    known.append(solution.chosen)
+    return max(0.0, solution.bound)
 
 
 def _weighed(problem: ChoiceProblem, counts: Callable[..., float]) -> ChoiceProblem:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal, TypeAlias
 
 import numpy as np
 import pulp
@@ -23,7 +24,7 @@ from autopar.solver.problem import Assignment, ChoiceProblem, Indices, Row, eval
 from autopar.solver.program import SECONDS, Program
 from autopar.solver.reduce import Reduced, reduce_problem
 
-__all__ = ["Infeasible", "Prepared", "Solution", "solve_among", "solve_problem"]
+__all__ = ["Effort", "Infeasible", "Prepared", "Solution", "solve_among", "solve_problem"]
 
 _ILP_VARIABLES = 60_000
 _AMONG_GAP = 1e-3
@@ -31,8 +32,14 @@ _OPTIMAL = 1e-6
 _EFFORT = 40_000  # rows × nodes of the ILP
 _LEAST_NODES = 20
 # sweeps of message passing, and the gap at which they end
-_ROUGH = 40, 1e-3
 _CLOSE = 200, 1e-6
+_SWEEPS = (10, 20, 40)  # behind which what looks best is tried
+_LIKELY = 1200  # states of that
+_ROUGH = 1e-3  # gap at which it ends
+_NEAR = 1e-3
+
+
+Effort: TypeAlias = Literal["rough", "near", "exact"]
 
 
 class Infeasible(AutoparError):
@@ -85,27 +92,54 @@ class Prepared:
         """Bounds of what is too wide for that."""
         return MessagePassing(self.reduced.problem)
 
-    def bounds(self, exact: bool) -> Bounds:
-        """The optimum or bounds of it; the closest that can be had without the ILP if `exact`."""
+    def bounds(self, effort: Effort, beat: float = math.inf) -> Bounds:
+        """The optimum or bounds of it, the closest that can be had without the ILP if "exact".
+
+        Args:
+            effort: as for `solve_problem`.
+            beat: what some possible assignment costs; `chosen` is empty where none costs less.
+        """
         if self.least is not None:
             return self.least
-        found = self.passing.run(*_ROUGH)
-        if exact and not _closed(found.lower, found.upper):
+        self.passing.know(beat)
+        found = self._rough(_NEAR if effort == "near" else _ROUGH)
+        if effort == "exact" and not _closed(found.lower, found.upper):
             found = self._of_open(found) or self.passing.run(*_CLOSE)
             if not _closed(found.lower, found.upper):
                 found = self._of_open(found) or found
         return found
 
+    def _rough(self, gap: float) -> Bounds:
+        """Bounds by a few sweeps, with the optimum among the states that look best then."""
+        for sweeps in _SWEEPS:
+            found = self.passing.run(sweeps, _ROUGH)
+            if _gap(found) <= _ROUGH:
+                break
+            likely = self._among(self.passing.likeliest(_LIKELY))
+            if likely is not None and likely.upper < found.upper:
+                self.passing.know(likely.upper, likely.chosen)
+                found = replace(found, upper=likely.upper, chosen=likely.chosen)
+            if _gap(found) <= gap:
+                break
+        return found
+
     def _of_open(self, bounds: Bounds) -> Bounds | None:
         """The optimum among the states that the bounds leave open, if these are narrow enough."""
-        if not bounds.chosen:
+        return self._among(bounds.keep) if math.isfinite(bounds.upper) else None
+
+    def _among(self, keep: Mapping[Hashable, Indices]) -> Bounds | None:
+        """The optimum among some states, if they are narrow enough and go together."""
+        if not all(map(len, keep.values())):
             return None
-        reduced = reduce_problem(_among(self.reduced.problem, bounds.keep))
-        found = _minimum(reduced.problem)
+        reduced = reduce_problem(_among(self.reduced.problem, keep))
+        try:
+            found = _minimum(reduced.problem)
+        except Infeasible:
+            return None
         if found is None:
             return None
         states = reduced.expand(found.chosen)
-        chosen = {node: int(bounds.keep[node][state]) for node, state in states.items()}
+        chosen = {node: int(keep[node][state]) for node, state in states.items()}
         least = found.lower + reduced.offset
         return Bounds(least, least, chosen, {}, chosen)
 
@@ -160,22 +194,25 @@ def _run(program: Program, gap: float, below: float = math.inf) -> tuple[str, fl
 def solve_problem(
     problem: ChoiceProblem,
     *,
-    exact: bool = True,
+    effort: Effort = "exact",
     prepared: Prepared | None = None,
     known: Sequence[Assignment] = (),
+    beat: Assignment | None = None,
 ) -> Solution:
     """Minimise a problem: exact reductions, then bounds, then the ILP on what they leave open.
 
-    The ILP is not run where the bounds already meet, or where so many states are open that it
-    would not end in time, or not `exact`; the gap then says how far the assignment can be from
-    the optimum.
+    The ILP is not run where the bounds already meet, where so many states are open that it would
+    not end in time, or if less effort is asked for; the gap then says how far the assignment can be
+    from the optimum.
 
     Args:
         problem: to solve.
-        exact: run the ILP, and message passing to its end.
+        effort: "exact" runs message passing to its end, and the ILP; "near" ends where an
+            assignment is within a part in 200 of the bound; "rough" after a few sweeps.
         prepared: what is known of the problem, if it has been reduced or solved before.
         known: possible assignments; where message passing finds none, its labels are joined with
             theirs, which is a far smaller ILP than that of all states.
+        beat: a good assignment; it is the solution where none is found that costs less.
 
     Raises:
         Infeasible: no assignment is possible.
@@ -185,12 +222,13 @@ def solve_problem(
     reduced, left = prepared.reduced, prepared.reduced.problem
     if any(not np.isfinite(cost).any() for cost in left.costs.values()):
         raise Infeasible("some node has no possible state")
-    bounds = prepared.bounds(exact)
+    least_known = math.inf if beat is None else evaluate(problem, beat)
+    bounds = prepared.bounds(effort, least_known - reduced.offset)
     status, lower, local = "optimal", bounds.lower, bounds.chosen
     variables = constraints = 0
     if not _closed(bounds.lower, bounds.upper):
         model = None
-        if exact or not (bounds.chosen or known):
+        if effort == "exact" or not (bounds.chosen or known or math.isfinite(least_known)):
             model = _model_of_open(left, bounds)
         if model is None:
             status = "bounded"
@@ -200,14 +238,16 @@ def solve_problem(
             variables, constraints = model.prob.numVariables(), model.prob.numConstraints()
             local = {n: int(bounds.keep[n][state]) for n, state in model.states().items()}
     if local:
-        chosen = reduced.expand(local)
+        chosen: Assignment = reduced.expand(local)
+    elif beat is not None and math.isfinite(least_known):
+        chosen = beat
     else:
         chosen = _joined(problem, [*known, reduced.expand(bounds.latest)])
     objective = evaluate(problem, chosen)
     if not math.isfinite(objective):
         raise Infeasible("every assignment is impossible")
     return Solution(
-        chosen=chosen,
+        chosen=dict(chosen),
         objective=objective,
         bound=min(lower + reduced.offset, objective),
         status=status,
@@ -249,6 +289,13 @@ def solve_among(
     if evaluate(program.problem, states) >= below:
         return None
     return {n: int(keep[n][state]) for n, state in states.items()}
+
+
+def _gap(bounds: Bounds) -> float:
+    """Relative; infinite where no assignment is known."""
+    if math.isinf(bounds.upper):
+        return math.inf
+    return (bounds.upper - bounds.lower) / max(abs(bounds.upper), 1e-12)
 
 
 def _closed(lower: float, upper: float) -> bool:

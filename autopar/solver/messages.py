@@ -211,16 +211,27 @@ class _Messages:
                 break
         return self.base + evaluate(self.problem, chosen)
 
-    def open_states(self, lower: float, upper: float) -> dict[Hashable, Indices]:
-        """States whose least possible total does not exceed `upper`."""
-        keep: dict[Hashable, Indices] = {}
-        slack = 1e-9 * max(abs(upper), 1e-12)
+    def over(self) -> dict[Hashable, Array]:
+        """What each state's least possible total is at least above the bound."""
+        found: dict[Hashable, Array] = {}
         for node in self.nodes:
             least = self.theta[node] - self.theta[node].min()
             for _, edge in self.before[node]:
                 least += edge.min(axis=0)
-            keep[node] = np.flatnonzero(lower + least <= upper + slack)
-        return keep
+            found[node] = least
+        return found
+
+    def open_states(self, lower: float, upper: float) -> dict[Hashable, Indices]:
+        """States whose least possible total does not exceed `upper`."""
+        most = upper + 1e-9 * max(abs(upper), 1e-12) - lower
+        return {node: np.flatnonzero(over <= most) for node, over in self.over().items()}
+
+    def likeliest(self, count: int) -> dict[Hashable, Indices]:
+        """About so many states, of least possible totals, and one of each node at least."""
+        over = self.over()
+        every = np.concatenate([np.zeros(1), *over.values()])
+        most = np.partition(every, count)[count] if count < len(every) else np.inf
+        return {node: np.flatnonzero(o <= most) for node, o in over.items()}
 
 
 class _Descent:
@@ -305,6 +316,16 @@ class MessagePassing:
         self._latest: dict[Hashable, int] = {}
         self._sweeps = self._stalled = 0
 
+    def know(self, upper: float, chosen: Mapping[Hashable, int] | None = None) -> None:
+        """Note what a possible assignment costs; of those found, only a better one is chosen.
+
+        Args:
+            upper: what it costs.
+            chosen: the assignment, if it is of the states of this problem.
+        """
+        if upper < self.upper:
+            self.upper, self._chosen = upper, dict(chosen or {})
+
     def run(self, sweeps: int, tolerance: float) -> Bounds:
         """Go on until the bounds meet or stall.
 
@@ -315,24 +336,36 @@ class MessagePassing:
         while self._sweeps < sweeps and self._stalled < _STALLED and not self._met(tolerance):
             self._messages.sweep(forward=True)
             self._messages.sweep(forward=False)
-            index = self._sweeps
             self._sweeps += 1
-            if index % _CHECK_EVERY == 0 or index <= 2:
-                self._check(index)
-        messages = self._messages
-        final = messages.bound()
-        keep = dict(messages.kept)
-        for node, states in messages.open_states(final, self.upper).items():
-            keep[node] = keep[node][states]
-        lower = float(max(self.lower, min(final, self.upper)))
+            if self._sweeps == 1 or self._sweeps % _CHECK_EVERY == 0:
+                self._check()
+        lower = float(max(self.lower, min(self._messages.bound(), self.upper)))
+        keep = self.open_states(self.upper)
         return Bounds(lower, float(self.upper), self._chosen, keep, self._latest)
+
+    def open_states(self, upper: float) -> dict[Hashable, Indices]:
+        """Per node, the states that could be in an assignment that costs no more than `upper`.
+
+        That holds for any `upper` up to that of the best assignment known.
+        """
+        messages = self._messages
+        return self._original(messages.open_states(messages.bound(), upper))
+
+    def likeliest(self, count: int) -> dict[Hashable, Indices]:
+        """Per node, the states that look best: about so many of all, and one at least."""
+        return self._original(self._messages.likeliest(count))
+
+    def _original(self, states: Mapping[Hashable, Indices]) -> dict[Hashable, Indices]:
+        """The original numbers of some states of each node that is not settled, and of the rest."""
+        kept = self._messages.kept
+        return kept | {node: kept[node][numbers] for node, numbers in states.items()}
 
     def _met(self, tolerance: float) -> bool:
         # also where the first labels were impossible: later ones are, too
         gap = self.upper - self.lower
         return self._sweeps > 0 and bool(gap <= tolerance * abs(self.upper))
 
-    def _check(self, index: int) -> None:
+    def _check(self) -> None:
         """Measure the bound, and label the nodes anew."""
         messages = self._messages
         bound = messages.bound()
@@ -350,8 +383,8 @@ class MessagePassing:
             keep = messages.open_states(bound, self.upper)
             if sum(map(len, keep.values())) <= _FEWER * messages.num_states:
                 messages.restrict(keep)
-        slow = self.lower - previous <= 1e-5 * abs(self.lower)
-        self._stalled = self._stalled + 1 if slow and index > 5 else 0
+        slow = self._sweeps > 1 and self.lower - previous <= 1e-5 * abs(self.lower)
+        self._stalled = self._stalled + 1 if slow else 0
 
 
 def improve_bounds(problem: ChoiceProblem, *, sweeps: int = 200, tolerance: float = 1e-6) -> Bounds:

@@ -317,23 +317,24 @@ def _on_the_clock(
     shape: PipelineShape, turn: Turn, starts: Sequence[int], again: Sequence[float]
 ) -> float:
     """About what a schedule takes with some cuts and shares of forwards that are recomputed."""
-    parts = [*map(turn.of_turn, ("forward", "inputs", "backward")), turn.step]
-    forward, inputs, backward, step = (
-        np.array([x.sum() for x in np.split(part, starts)]) for part in parts
+    # what a longer part of a turn takes more, as one plan has to do well in all
+    names = ("forward", "onward", "turns", "step")
+    forward, onward, turns, step = (
+        np.array([x.sum() for x in np.split(turn.found[name], starts)]) for name in names
     )
-    weights, recomputed = backward - inputs, np.array(again) * forward
-    inputs, step = inputs + recomputed, step + recomputed * shape.microbatches
-    stages = np.stack([forward, inputs, weights, step]).T.tolist()
+    recomputed, m = np.array(again) * forward, shape.microbatches
+    parts = np.stack([forward, onward - forward + recomputed, turns - onward])
+    stages = (np.maximum(0.0, parts) / m).tolist()
     seconds: list[Mapping[Kind, float]] = [
         {"F": forward, "I": inputs, "W": weights, "B": inputs + weights}
-        for forward, inputs, weights, _ in stages
+        for forward, inputs, weights in zip(*stages, strict=True)
     ]
-    once = [max(0.0, s[3] - shape.microbatches * sum(s[:3])) / 2 for s in stages]
+    once = (np.maximum(0.0, step - turns) / 2).tolist()
     ends: Sequence[float]
     if shape.schedule == AUTOMATIC:
         loads = [
             RankLoad(forward_s=f, input_s=i, weight_s=w, begin_s=begin_s)
-            for (f, i, w, _), begin_s in zip(stages, once, strict=True)
+            for f, i, w, begin_s in zip(*stages, once, strict=True)
         ]
         ahead, none = most_ahead(shape.size, shape.microbatches), [0.0] * (shape.size - 1)
         ends = list_schedule(

@@ -26,6 +26,7 @@ from autopar.solver import rules as _rules  # noqa: F401  (registers the rules)
 from autopar.solver.breakdown import timeline
 from autopar.solver.exclude import Excluded, exclude
 from autopar.solver.fit import Fit
+from autopar.solver.ilp import Effort
 from autopar.solver.input_layouts import input_layouts
 from autopar.solver.known import KnownVariants, Variants, may_leave, variants_of
 from autopar.solver.mixture import Make, free_blocks, mixtures, uniform_checkpoints
@@ -146,6 +147,7 @@ def solve_step(
     below_s: float = math.inf,
     known: KnownVariants | None = None,
     doubts: Callable[[Plan], bool] | None = None,
+    effort: Effort = "exact",
 ) -> Solved:
     """Choose placements for every tensor of a traced step.
 
@@ -164,6 +166,7 @@ def solve_step(
         known: searches of this step under other limits, to go on with; those of this one are added.
         doubts: asked of the first plan of use where more sums would be searched under the limit
             (`overlap`); if it says True, they are not.
+        effort: spent where no limit binds the plan (`solve_problem`).
 
     Raises:
         ConstraintError: the constraints cannot hold, or nothing is left without `without`.
@@ -189,7 +192,7 @@ def solve_step(
     def search(weights: Weights, enough_s: float = 0.0) -> Found:
         make = partial(maker.make, weights)
         variants = variants_of(traced, planned, wanted, optimizer)
-        tried = _searched(variants, make, without, below_s, enough_s)
+        tried = _searched(variants, make, without, below_s, enough_s, effort)
         if without is None and len(tried) > 1 and _fastest(tried) > enough_s:
             away = may_leave(planned, wanted)
             kinds = uniform_checkpoints(traced, wanted.checkpoint, away)
@@ -224,6 +227,7 @@ def _searched(
     without: Excluded | None,
     below_s: float,
     enough_s: float,
+    effort: Effort,
 ) -> list[Variant]:
     """Searched variants of a step, not to the end where a plan is below `enough_s`.
 
@@ -244,7 +248,7 @@ def _searched(
         tried.append(found)
         price = max((f.search.memory.price for f in tried), default=0.0)
         beat_s = min(below_s, _fastest(tried))
-        fit = found.search.start(beat_s, price)
+        fit = found.search.start(beat_s, price, effort)
         # what saves memory costs time: an unlimited plan is the fastest of its kind and the later
         free_s = found.search.memory.approximate().bound
         if len(tried) == 1 and free_s >= below_s:

@@ -1,0 +1,91 @@
+"""Fake values that are made again without running the call are those that it yields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.codegen import fakes
+from autopar.codegen.fakes import fake_call
+
+aten = torch.ops.aten
+
+
+class Calls:
+    """Calls on placeholders with fake values."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode()
+        self.graph = fx.Graph()
+
+    def value(self, *size: int, **options: Any) -> fx.Node:
+        node = self.graph.placeholder(f"x{len(self.graph.nodes)}")
+        with self.mode:
+            node.meta["val"] = torch.empty(*size, **options)
+        return node
+
+    def shown(self, node: fx.Node, *args: int) -> fx.Node:
+        """A view of a node: a slice along the first axis."""
+        found = self.graph.call_function(aten.slice.Tensor, (node, 0, *args))
+        with self.mode:
+            found.meta["val"] = aten.slice.Tensor(node.meta["val"], 0, *args)
+        return found
+
+
+def described(result: Any, operands: list[Tensor]) -> object:
+    if not isinstance(result, Tensor):
+        return [described(r, operands) for r in result]
+    storage = result.untyped_storage()
+    shows = [n for n, x in enumerate(operands) if x.untyped_storage()._cdata == storage._cdata]
+    return (
+        tuple(result.shape), result.stride(), result.dtype, result.device,
+        int(result.storage_offset()), storage.nbytes(), shows,
+    )  # fmt: skip
+
+
+CALLS: dict[str, tuple[Any, Any]] = {
+    "product": (aten.mm.default, lambda c: (c.value(4, 6), c.value(6, 2))),
+    "view": (aten.view.default, lambda c: (c.value(4, 6), [2, 12])),
+    "reshape": (aten.reshape.default, lambda c: (c.value(4, 6), [24])),
+    "slice": (aten.slice.Tensor, lambda c: (c.value(8, 3), 0, 2, 5)),
+    "slice of a slice": (aten.slice.Tensor, lambda c: (c.shown(c.value(8, 3), 2, 8), 0, 1, 3)),
+    "transposed": (aten.permute.default, lambda c: (c.value(2, 3, 4), [2, 0, 1])),
+    "expanded": (aten.expand.default, lambda c: (c.value(1, 3), [5, 3])),
+    "nothing": (aten.mm.default, lambda c: (c.value(0, 6), c.value(6, 2))),
+    "integer added": (aten.add.Tensor, lambda c: (c.value(3, dtype=torch.int64), 1)),
+    "float added": (aten.add.Tensor, lambda c: (c.value(3, dtype=torch.int64), 1.0)),
+    "bool added": (aten.add.Tensor, lambda c: (c.value(3, dtype=torch.int64), True)),
+    "cast": (aten._to_copy.default, lambda c: (c.value(3, dtype=torch.int64),)),
+    "in place": (aten.add_.Tensor, lambda c: (c.value(3), 1)),
+    "several": (aten.split.Tensor, lambda c: (c.value(6, 2), 2)),
+    "complex": (aten.view_as_real.default, lambda c: (c.value(3, dtype=torch.complex64),)),
+    "conjugate": (aten._conj.default, lambda c: (c.value(3, dtype=torch.complex64),)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_made_again_is_what_the_call_yields(name: str) -> None:
+    fakes._known.clear()
+    for _ in range(3):  # the first one runs, others may not
+        calls = Calls()
+        target, make = CALLS[name]
+        args = make(calls)
+        options = {"dtype": torch.float16} if name == "cast" else {}
+        operands = [a.meta["val"] for a in args if isinstance(a, fx.Node)]
+        made = fake_call(calls.mode, target, args, options)
+        given = [a.meta["val"] if isinstance(a, fx.Node) else a for a in args]
+        with calls.mode:
+            ran = target(*given, **options)
+        assert described(made, operands) == described(ran, operands)
+        assert not isinstance(made, Tensor) or made.fake_mode is calls.mode  # type: ignore[attr-defined]
+
+
+def test_results_of_a_call_made_twice_are_apart() -> None:
+    calls = Calls()
+    args = (calls.value(4, 6), calls.value(6, 2))
+    one, other = (fake_call(calls.mode, aten.mm.default, args, {}) for _ in range(2))
+    assert one.untyped_storage()._cdata != other.untyped_storage()._cdata
