@@ -237,8 +237,8 @@ def inductor_compile(
 
 def dtensor_like(local: Tensor, other: DTensor) -> DTensor:
     """A DTensor of a share, placed and shaped as another is; its checks and autograd left out."""
-    found: DTensor = DTensor(local, other._spec, requires_grad=False)
-    return found
+    # as torch's own dispatch makes them: `__init__` does nothing, and takes longer than the rest
+    return DTensor.__new__(DTensor, local, other._spec, requires_grad=False)
 
 
 def dtensor_placements(layout: Layout) -> list[TorchPlacement]:

@@ -85,18 +85,20 @@ def flops(equation: str, a_shape: Sequence[int], b_shape: Sequence[int]) -> int:
 class _Steps(NamedTuple):
     """How a contraction of operands of known shapes runs as one `mm` or `bmm`.
 
-    Each operand is permuted, where that changes something, and its letters of each role are
-    flattened to one dim; `swap` computes the transpose of the result.
+    Each operand is permuted and its letters of each role are flattened to one dim, and so back for
+    the result; None where that changes nothing. `swap` computes the transpose of the result.
+    `one_call` is the name of torch's function that does all of it, where `a` is contiguous.
     """
 
     order_a: tuple[int, ...] | None
-    shape_a: tuple[int, ...]
+    shape_a: tuple[int, ...] | None
     order_b: tuple[int, ...] | None
-    shape_b: tuple[int, ...]
+    shape_b: tuple[int, ...] | None
     batched: bool
     swap: bool
-    shape_out: tuple[int, ...]
+    shape_out: tuple[int, ...] | None
     order_out: tuple[int, ...] | None
+    one_call: str
 
 
 @lru_cache(maxsize=4096)
@@ -107,9 +109,9 @@ def _steps(equation: str, a_shape: tuple[int, ...], b_shape: tuple[int, ...]) ->
 
     def arranged(
         letters: str, groups: tuple[str, ...]
-    ) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+    ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
         shape = tuple(math.prod(sizes[c] for c in group) for group in groups)
-        return _order(letters, "".join(groups)), shape
+        return _order(letters, "".join(groups)), None if _are_dims(groups) else shape
 
     lead = (batch,) if batch else ()
     made = _made(eq)
@@ -118,9 +120,23 @@ def _steps(equation: str, a_shape: tuple[int, ...], b_shape: tuple[int, ...]) ->
         *arranged(eq.b, (*lead, eq.contracted, free_b)),
         batched=bool(batch),
         swap=swap,
-        shape_out=tuple(sizes[c] for c in made),
+        shape_out=None if _are_dims((*lead, free_a, free_b)) else tuple(sizes[c] for c in made),
         order_out=_order(made, eq.out),
+        one_call=_one_call(eq),
     )
+
+
+def _are_dims(groups: Sequence[str]) -> bool:
+    """True if each group of letters is one dim already."""
+    return all(len(group) == 1 for group in groups)
+
+
+def _one_call(eq: Equation) -> str:
+    """`linear` for rows of `a` with a matrix (out, in), `matmul` with (in, out), else nothing."""
+    rows, last = eq.a[:-1], eq.contracted
+    if not rows or len(eq.free_b) != 1 or eq.a != rows + last or eq.out != rows + eq.free_b:
+        return ""
+    return {eq.free_b + last: "linear", last + eq.free_b: "matmul"}.get(eq.b, "")
 
 
 def _free(eq: Equation) -> tuple[str, str, str, bool]:
@@ -171,13 +187,19 @@ def contract(equation: str, a: Tensor, b: Tensor, bias: Tensor | None = None) ->
     """
     # the steps are kept by shapes: to find them takes longer than a small product
     steps = _steps(equation, a.shape, b.shape)
-    lhs = (a if steps.order_a is None else a.permute(steps.order_a)).reshape(steps.shape_a)
-    rhs = (b if steps.order_b is None else b.permute(steps.order_b)).reshape(steps.shape_b)
+    if steps.one_call == "linear" and a.is_contiguous():
+        return torch.nn.functional.linear(a, b, bias)
+    if steps.one_call == "matmul" and bias is None and a.is_contiguous():
+        return torch.matmul(a, b)
+    lhs = a if steps.order_a is None else a.permute(steps.order_a)
+    lhs = lhs if steps.shape_a is None else lhs.reshape(steps.shape_a)
+    rhs = b if steps.order_b is None else b.permute(steps.order_b)
+    rhs = rhs if steps.shape_b is None else rhs.reshape(steps.shape_b)
     if steps.batched:
         out = rhs.transpose(1, 2).bmm(lhs.transpose(1, 2)) if steps.swap else lhs.bmm(rhs)
     elif bias is not None:
         out = torch.addmm(bias, lhs, rhs)
     else:
         out = rhs.t().mm(lhs.t()) if steps.swap else lhs.mm(rhs)
-    out = out.reshape(steps.shape_out)
+    out = out if steps.shape_out is None else out.reshape(steps.shape_out)
     return out if steps.order_out is None else out.permute(steps.order_out)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.core.direct_calls import with_direct_calls
+
 __all__ = ["LateModule", "late_module"]
 
 
@@ -26,7 +28,9 @@ class LateModule(fx.GraphModule):
     def _write(self) -> None:
         if self._is_late:
             self._is_late = False
+            shown, self._graph = self._graph, with_direct_calls(self._graph)
             super().recompile()  # gives this module's own class its `forward`
+            self._graph = shown
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Write the code and run it; from then on it runs without this."""
