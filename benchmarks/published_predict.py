@@ -7,10 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-import torch
-
 from autopar.core.constraints import Constraints
-from autopar.core.graph import TracedModel
 from autopar.core.local import LocalOp, LocalProgram
 from autopar.core.placement import shard_factor
 from autopar.core.plan import Plan
@@ -19,9 +16,9 @@ from autopar.cost_model.segments import Execution, SegmentCost, segment_cost
 from autopar.cost_model.training import Layers
 from autopar.solver.local import local_program
 from autopar.solver.solve import solve
-from autopar.tracer.trace import trace
-from benchmarks.published_models import Shape, Transformer
+from benchmarks.published_models import Shape
 from benchmarks.published_rows import Job
+from benchmarks.published_trace import Traces
 
 __all__ = ["Predictor", "constraints_of"]
 
@@ -80,7 +77,7 @@ class Predictor:
     """Predicts jobs; what they have in common is traced, planned and priced once."""
 
     def __init__(self) -> None:
-        self._traced = lru_cache(maxsize=None)(_traced)
+        self._traced = lru_cache(maxsize=None)(Traces().of)
         self._planned = lru_cache(maxsize=None)(self._plan)
         self._priced = lru_cache(maxsize=None)(self._price)
 
@@ -186,13 +183,6 @@ def _inner(job: Job) -> Cluster:
         mesh_shape=(inner,),
         axis_names=("inner",),
     )
-
-
-def _traced(shape: Shape, length: int, micro: int, dtype: str) -> TracedModel:
-    with torch.device("meta"):
-        model = Transformer(shape, length).to(getattr(torch, dtype)).train()
-        ids = torch.zeros(micro, length, dtype=torch.long)
-    return trace(model, {"ids": ids, "labels": ids})
 
 
 def _parameters(plan: Plan) -> dict[str, tuple[int, int]]:
