@@ -109,10 +109,10 @@ def scores(found: Sequence[Outcome]) -> dict[str, Any]:
     not count. Kendall's tau is weighted by the size of the group, regret is the mean over groups.
     """
     timed = [o for o in found if o.predicted_s and o.measured_s]
-    groups: dict[tuple[Any, ...], list[Outcome]] = defaultdict(list)
+    groups: dict[tuple[str, ...], list[Outcome]] = defaultdict(list)
     for o in timed:
         key = ("model", "gpus", "global_batch", "seq_len")
-        groups[tuple(o.row.get(k) for k in key)].append(o)
+        groups[tuple(str(o.row.get(k)) for k in key)].append(o)
     large = [g for g in groups.values() if len(g) >= 4]
     weight = sum(len(g) for g in large)
     errors = [abs(_ratio(o) - 1) for o in timed]

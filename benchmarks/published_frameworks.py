@@ -21,6 +21,7 @@ class Framework:
             torchtitan's own (its pull requests 181 and 985).
         core_calls: host calls beside the ops of attention that is not one kernel, each forward.
         checkpoint_calls: host calls beside the ops of what is computed again, forward and backward.
+        compiled: the model runs as a compiler's kernels.
         masked_softmax: a softmax kernel scales and masks, for the sizes of `fits_kernel`.
         sequence_parallel: tensor ranks share the sequence between linears.
         overlap: data-parallel communication runs beside compute.
@@ -49,6 +50,7 @@ class Framework:
     function_factor: float = 1.0
     core_calls: int = 0
     checkpoint_calls: tuple[int, int] = (0, 0)
+    compiled: bool = False
     masked_softmax: bool = False
     loss: LossSteps = ONE_KERNEL
     sequence_parallel: bool = True
@@ -116,15 +118,20 @@ _OLD_MEGATRON = replace(
     blocking=True,
 )
 _DEEPSPEED = replace(_OLD_MEGATRON, gradient_bytes=2, state_bytes=16, added="autograd")
+# llm-foundry's modeling_mpt.py: flash-attn's cross entropy, one kernel each way, unless another is
+# asked for; its float8 is TransformerEngine's.
+_FOUNDRY = Framework(delayed_scales=True)
 # When a Megatron is of the years without FlashAttention: of its name, and of arXiv numbers.
 _OLD_YEAR = r"\b20(1\d|2[0-2])\b"
 _OLD_PAPER = r"arxiv[ :/.a-z]*(1\d|2[0-2])\d\d\.\d{4}"
 FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
-    (r"deepspeed", _DEEPSPEED),
+    (r"deepspeed|neox", _DEEPSPEED),
     (r"nemo|megatron.?bridge", _NEMO),
     (r"megatron", _MEGATRON),
     # torchtitan's pipelining_utils.py and parallel_dims.py
     (r"titan", Framework(loss=_TORCH_LOSS, pipeline_batch=True, shards_context=True)),
+    (r"foundry|mosaic|composer", _FOUNDRY),
+    (r"\bjax\b|maxtext|\bxla\b|\balpa\b|\bpax", Framework(compiled=True)),
     (r"", Framework(loss=_TORCH_LOSS)),
 )
 

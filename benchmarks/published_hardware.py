@@ -61,6 +61,7 @@ _VARIANTS = (
 )
 # NCCL src/graph/topo.h, PCI_BW: 12 GB/s over third generation's 16 lanes; each doubles the rate
 _PCIE_BANDWIDTH, _PCIE_GENERATION = 12e9, 3
+_PCIE_OF = ((r"[vp]100", 3), (r"a[18]00|4090", 4), (r"", 5))  # NVIDIA's data sheets
 _PCIE_LATENCY_S = 2.5e-6  # NCCL src/graph/tuning.cc, ring: hwLat LL128 PCI
 _OF_DATA_SHEET = 0.9  # of a network adapter: assumed, as in the profiles
 
@@ -125,9 +126,10 @@ def _varied(
 
 
 def _pcie(said: str, intra: LinkProfile) -> LinkProfile:
-    """PCIe in a node's link's place; of the fourth generation if the row does not say."""
-    stated = re.search(r"pcie\s*(?:gen\s*)?([345])", said, re.I)
-    doublings = int(stated[1] if stated else 4) - _PCIE_GENERATION
+    """PCIe in a node's link's place; of the device's generation if the row does not say."""
+    stated = re.search(r"pcie\s*(?:gen\s*)?([345])(?!\d)", said, re.I)
+    own = next(generation for p, generation in _PCIE_OF if re.search(p, said, re.I))
+    doublings = (int(stated[1]) if stated else own) - _PCIE_GENERATION
     return replace(
         intra,
         name="PCIe",

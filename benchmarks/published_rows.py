@@ -97,7 +97,12 @@ def _job(row: dict[str, Any]) -> Job:
     flash = "bfloat16" in cluster.device.peak_flops
     framework = framework_of(str(row.get("framework") or ""), str(row.get("source") or ""), flash)
     micro = _micro_batch(row, framework, data, pipeline)
-    sharing = parallel.get("sequence_parallel")
+    length = count(row["seq_len"], "seq_len")
+    if not length:
+        raise RowError("no seq_len")
+    shared = framework.sequence_parallel and length % inner == 0
+    if (said := parallel.get("sequence_parallel")) is not None:
+        shared = flag(said)
     dtype = _dtype(row, cluster)
     shape = _shape(row, framework, tensor, micro, dtype)
     policy = _policy(row.get("activation_ckpt"), framework)
@@ -107,12 +112,12 @@ def _job(row: dict[str, Any]) -> Job:
     host_op_s = cluster.device.host_op_s if execution.host else 0.0
     return Job(
         shape=shape,
-        length=count(row["seq_len"], "seq_len"),
+        length=length,
         micro_batch=micro,
         dtype=dtype,
         tensor=tensor,
         context=context,
-        sequence_parallel=framework.sequence_parallel if sharing is None else flag(sharing),
+        sequence_parallel=shared,
         policy=policy,
         execution=execution,
         recipe=_recipe(row, framework, data, micro, shape.layers, host_op_s),
@@ -123,7 +128,7 @@ def _job(row: dict[str, Any]) -> Job:
 
 def _check_modelled(row: dict[str, Any]) -> None:
     """That nothing in a row is of a kind that has no model here."""
-    if not row["parallel"]:
+    if not row["parallel"] and count(row.get("gpus"), "gpus") != 1:
         raise RowError("no parallel sizes")
     shape, name = row["shape"], str(row.get("model") or "")
     if count(shape.get("experts"), "experts") > 1 or re.search(_EXPERTS, name, re.I):
@@ -199,9 +204,9 @@ def _execution(
 ) -> Execution:
     text = f"{row.get('precision', '')} {row.get('label', '')}".lower()
     float8 = re.search(r"float8|fp8|e4m3|e5m2", text) is not None
-    compiled = flag(row.get("torch_compile")) or "compile" in text
-    if float8 and "titan" in str(row.get("framework", "")):
-        compiled = True  # its float8 is made for the compiler
+    compiled = framework.compiled or flag(row.get("torch_compile")) or "compile" in text
+    if float8 and not framework.delayed_scales:
+        compiled = True  # torchao's float8, which is made for the compiler
     core = 0 if shape.fused_attention else framework.core_calls
     forward, backward = framework.checkpoint_calls if policy != "none" else (0, 0)
     return Execution(
@@ -251,7 +256,8 @@ def _recipe(
         added=added,
         added_bytes=2 + 2 * (framework.gradient_bytes if into_buffer else 2),
         added_s=host_op_s,
-        overlap=framework.overlap,
+        # DeepSpeed's config.py: stage 3 alone sends beside compute unless asked for
+        overlap=framework.overlap or zero == 3,
         blocking=framework.blocking,
     )
 
@@ -321,6 +327,8 @@ def _shape(
     llama = bool(given.get("kv_heads")) or re.search(_LLAMA, name, re.I) is not None
     if heads % narrow:
         raise RowError(f"{heads} heads share {narrow} of keys and values")
+    if tensor % narrow == 0:
+        narrow = tensor  # ranks that share a head of keys and values hold a copy each
     vocab = count(given.get("vocab"), "vocab", 32000 if llama else 51200)
     usual = _llama_ffn(name, hidden, heads, narrow, layers, vocab) if llama else 4 * hidden
     length = count(row["seq_len"], "seq_len")

@@ -37,6 +37,8 @@ _PRIMES = {
     "vocab": 179,
 }
 
+_LARGEST = 2**63 - 1
+
 
 def traced(shape: Shape, length: int, micro: int, dtype: str) -> TracedModel:
     """The step of a model on meta.
@@ -110,6 +112,8 @@ def _resized(found: TracedModel, sizes: Mapping[int, int]) -> TracedModel:
         for prime, size in sizes.items():
             while prime > 1 and old and old % prime == 0:
                 old, new = old // prime, new * size
+        if old * new > _LARGEST:
+            raise OverflowError(f"a tensor of {old * new} elements")
         return old * new
 
     @cache
