@@ -33,6 +33,8 @@ class Framework:
             "product" the product that makes them.
         zero: stage of data ranks, unless the row names one or shards parameters.
         split_linears: collectives beside linears are sent in parts (see `Execution`).
+        async_linears: see `Execution`: "always", "shared" where tensor ranks share the sequence, or
+            "never".
         delayed_scales: see `Execution`.
         cudnn: attention is cuDNN's on Hopper.
         pipeline_batch: a pipeline splits the batch of a rank into as many microbatches as ranks.
@@ -66,6 +68,7 @@ class Framework:
     early_stop: bool = True
     zero: int = 0
     split_linears: bool = False
+    async_linears: str = "never"
     delayed_scales: bool = False
     cudnn: bool = False
     pipeline_batch: bool = False
@@ -103,17 +106,21 @@ _MEGATRON = Framework(
     joint_gate=True,
     selective="core",
     early_stop=False,
+    # the backward of LinearWithGradAccumulationAndAsyncCommunication in its layers.py, which came
+    # with sequence parallelism (Korthikanti et al. 2022, section 4.2.2)
+    async_linears="always",
     delayed_scales=True,
     cudnn=True,
 )
 # NeMo's "Communication Overlap" page: the distributed optimizer, with its communication beside
 # compute, and tensor parallelism's beside linears.
-_NEMO = replace(_MEGATRON, zero=1, split_linears=True)
+_NEMO = replace(_MEGATRON, zero=1, split_linears=True, async_linears="never")
 _OLD_MEGATRON = replace(
     _MEGATRON,
     fused_attention=False,
     added="buffer",
     sequence_parallel=False,
+    async_linears="shared",
     overlap=False,
     blocking=True,
 )

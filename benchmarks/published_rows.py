@@ -106,7 +106,7 @@ def _job(row: dict[str, Any]) -> Job:
     dtype = _dtype(row, cluster)
     shape = _shape(row, framework, tensor, micro, dtype)
     policy = _policy(row.get("activation_ckpt"), framework)
-    execution = _execution(row, framework, shape, policy)
+    execution = _execution(row, framework, shape, policy, shared)
     if execution.float8_linears and "float8" not in cluster.device.peak_flops:
         raise RowError(f"{cluster.device.name} has no float8")
     host_op_s = cluster.device.host_op_s if execution.host else 0.0
@@ -200,7 +200,7 @@ def _dtype(row: Mapping[str, Any], cluster: Cluster) -> str:
 
 
 def _execution(
-    row: Mapping[str, Any], framework: Framework, shape: Shape, policy: str
+    row: Mapping[str, Any], framework: Framework, shape: Shape, policy: str, shared: bool
 ) -> Execution:
     text = f"{row.get('precision', '')} {row.get('label', '')}".lower()
     float8 = re.search(r"float8|fp8|e4m3|e5m2", text) is not None
@@ -221,6 +221,8 @@ def _execution(
         delayed_scales=framework.delayed_scales,
         whole_again=policy == "full" and not framework.early_stop,
         split_collectives=framework.split_linears or flag(row.get("async_tp")) or "asynctp" in text,
+        async_linears=framework.async_linears == "always"
+        or (framework.async_linears == "shared" and shared),
     )
 
 

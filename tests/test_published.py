@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from autopar.cost_model.segments import SegmentCost
 from benchmarks.published import Outcome, outcomes, scores, summary
 from benchmarks.published_frameworks import fits_kernel
 from benchmarks.published_predict import Predictor, constraints_of
@@ -142,6 +143,46 @@ def test_kept_activations_are_those_of_korthikanti(policy, shared, bytes_of):
     unit = 2048 * 2 * 4096
     # statistics of norms are not in the table
     assert block.saved_bytes / unit == pytest.approx(bytes_of(32, 2048, 4096, 4), abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("policy", "shared", "forward_ms", "backward_ms"),
+    [
+        ("none", False, 7.7, 11.9),
+        ("none", True, 7.2, 11.8),
+        ("full", False, 7.7, 19.5),
+        ("selective", False, 7.7, 13.2),
+        ("selective", True, 7.2, 13.1),
+    ],
+)
+def test_a_layer_takes_about_what_korthikanti_measured(policy, shared, forward_ms, backward_ms):
+    """Table 4 of arXiv 2205.05198: a layer of 22B on eight A100s, recomputation in the backward."""
+    shape = {"layers": 48, "hidden": 6144, "heads": 64, "vocab": 51200}
+    parallel = {"dp": 1, "tp": 8, "pp": 1, "sequence_parallel": shared}
+    given = row(framework="Megatron-LM (2022)", shape=shape, parallel=parallel, seq_len=2048,
+                micro_batch=4, global_batch=4, activation_ckpt=policy)  # fmt: skip
+    (block,) = Predictor().layers(job(given)).block
+    assert block.forward.seconds * 1e3 == pytest.approx(forward_ms, rel=0.12)
+    assert (block.recompute + block.backward).seconds * 1e3 == pytest.approx(backward_ms, rel=0.12)
+
+
+def test_the_products_of_a_linear_run_beside_each_others_collectives():
+    shape = {"layers": 4, "hidden": 4096, "heads": 32, "vocab": 1024}
+
+    def block(framework: str, **more: Any) -> SegmentCost:
+        parallel = {"dp": 2, "tp": 4, "pp": 1, **more}
+        given = row(framework=framework, shape=shape, parallel=parallel, activation_ckpt="none")
+        (found,) = predictor.layers(job({**given, "seq_len": 1024})).block
+        return found
+
+    predictor = Predictor()
+    shared = block("Megatron-LM (2022)", sequence_parallel=True)
+    plain = block("Megatron-LM (2022)")
+    # three of four units of the backward's bytes have a product beside them; none of the forward's
+    assert 0.4 < shared.backward.comm_s / shared.forward.comm_s < 1.0
+    assert plain.backward.comm_s > 0.9 * plain.forward.comm_s
+    assert shared.forward.comm_s == pytest.approx(plain.forward.comm_s, rel=0.1)
+    assert shared.forward.device_s < plain.forward.device_s
 
 
 def test_a_fused_norm_keeps_its_input_alone():

@@ -22,6 +22,7 @@ from autopar.core.work import family
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import CollectiveKind
 from autopar.cost_model.compute import compute_seconds_array, wave_factor
+from autopar.cost_model.contention import beside_s
 
 __all__ = ["ONE_KERNEL", "Execution", "LossSteps", "PassCost", "SegmentCost", "segment_cost"]
 
@@ -80,6 +81,9 @@ class Execution:
             segments that are computed again as a whole.
         split_collectives: a collective beside a linear is sent in as many parts as the axis has
             ranks, all but the first beside the linear.
+        async_linears: of a linear's two products in the backward, each runs beside a collective of
+            the other: the input is gathered for the weight's gradient while the input's gradient is
+            computed, and that is summed over ranks while the weight's is.
     """
 
     fuse: str = "none"
@@ -95,6 +99,7 @@ class Execution:
     delayed_scales: bool = False
     whole_again: bool = False
     split_collectives: bool = False
+    async_linears: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,8 +274,21 @@ class _Pricer:
                     sent.add(key)
                     kind = CollectiveKind(move.kind)
                     axis = self.axes[move.axis] if self.axes else move.axis
-                    total += self.cluster.collective_seconds(kind, move.num_bytes, axis)
+                    seconds = self.cluster.collective_seconds(kind, move.num_bytes, axis)
+                    product_s = self._beside(op, move.of)
+                    total += beside_s(self.cluster.device, product_s, seconds) - product_s
         return total, len(sent)
+
+    def _beside(self, op: LocalOp, arrives: str) -> float:
+        """Seconds of the product that runs beside what arrives for an op, if there is one."""
+        source = op if op.gradient else self.program.by_name.get(arrives)
+        if not self.execution.async_linears or source is None:
+            return 0.0
+        if not source.linear or source.phase == "forward":
+            return 0.0
+        other = (source.module, not source.gradient)
+        products = (o for o in self.program.ops if o.linear and o.phase == "backward")
+        return sum(self._group([o]) for o in products if (o.module, o.gradient) == other)
 
     def _groups(self, ops: Sequence[LocalOp]) -> list[list[LocalOp]]:
         """Chains of ops that run as one kernel; every other op alone."""

@@ -26,12 +26,9 @@ from autopar.core.schedule import Action, Kind, actions
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import CollectiveKind
 from autopar.cost_model.compute import OpCost, compute_seconds
+from autopar.cost_model.contention import beside_s
 from autopar.cost_model.pipeline import PipelineSimulation, simulate_pipeline
 from autopar.cost_model.segments import PassCost, SegmentCost
-
-# multiprocessors that a collective of NCCL takes beside FSDP's compute: 24 in the trace of
-# https://forums.developer.nvidia.com/t/337991
-_SENDING = 24
 
 __all__ = ["Layers", "Recipe", "StepCost", "step_cost"]
 
@@ -229,7 +226,8 @@ class _Stages:
                     hidden += self._scatter(parameters)
                 first_s = first_s or hidden
                 each += self._copies(parameters, backward)
-                each = self._beside(each, hidden) if self.recipe.overlap else each + hidden
+                both_s = beside_s(self.cluster.device, each, hidden)
+                each = both_s if self.recipe.overlap else each + hidden
             total += each * part.times
         return total + (first_s if self.recipe.overlap else 0.0)
 
@@ -244,13 +242,6 @@ class _Stages:
     def _memory_s(self, num_bytes: float) -> float:
         cost = OpCost(op_class="memory", flops=0, bytes=round(num_bytes), dtype="float32")
         return compute_seconds(self.cluster, cost)
-
-    def _beside(self, compute_s: float, comm_s: float) -> float:
-        """Compute and communication at once: the latter takes multiprocessors from the former."""
-        all_of_them = self.cluster.device.multiprocessors
-        taken = min(0.5, _SENDING / all_of_them) if all_of_them else 0.0
-        # at the lower rate until the communication ends, at the full rate after it
-        return max(comm_s, compute_s + taken * min(comm_s, compute_s / (1 - taken)))
 
     def _scatter(self, parameters: float) -> float:
         return self._data(CollectiveKind.REDUCE_SCATTER, parameters * self.recipe.gradient_bytes)
