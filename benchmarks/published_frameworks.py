@@ -37,6 +37,7 @@ class Framework:
             "never".
         delayed_scales: see `Execution`.
         cudnn: attention is cuDNN's on Hopper.
+        attention_rate: of its attention kernel over FlashAttention-2's, which profiles have.
         pipeline_batch: a pipeline splits the batch of a rank into as many microbatches as ranks.
         shards_context: ranks that share a sequence shard parameters too.
         dropout: in GPT models.
@@ -71,6 +72,7 @@ class Framework:
     async_linears: str = "never"
     delayed_scales: bool = False
     cudnn: bool = False
+    attention_rate: float = 1.0
     pipeline_batch: bool = False
     shards_context: bool = False
 
@@ -126,8 +128,10 @@ _OLD_MEGATRON = replace(
 )
 _DEEPSPEED = replace(_OLD_MEGATRON, gradient_bytes=2, state_bytes=16, added="autograd")
 # llm-foundry's modeling_mpt.py: flash-attn's cross entropy, one kernel each way, unless another is
-# asked for; its float8 is TransformerEngine's.
-_FOUNDRY = Framework(delayed_scales=True)
+# asked for; its float8 is TransformerEngine's. Its mpt-7b.yaml: attention of the first
+# FlashAttention (`attn_impl: triton`), which the second is about twice as fast as (Dao 2023, arXiv
+# 2307.08691), and gradients reduced in 16 bits (`mixed_precision: PURE`).
+_FOUNDRY = Framework(delayed_scales=True, attention_rate=0.5, gradient_bytes=2)
 # When a Megatron is of the years without FlashAttention: of its name, and of arXiv numbers.
 _OLD_YEAR = r"\b20(1\d|2[0-2])\b"
 _OLD_PAPER = r"arxiv[ :/.a-z]*(1\d|2[0-2])\d\d\.\d{4}"

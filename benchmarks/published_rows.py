@@ -177,11 +177,12 @@ def _micro_batch(row: Mapping[str, Any], framework: Framework, data: int, pipeli
 def _with_attention(cluster: Cluster, framework: Framework) -> Cluster:
     """The cluster with the rate of attention that the framework's kernel has."""
     device = cluster.device
-    if not framework.cudnn or not framework.fused_attention or "float8" not in device.peak_flops:
-        return cluster
     plain = device.efficiency["attention"]
-    faster = Efficiency(peak_fraction=_CUDNN_ATTENTION, ramp_s=plain.ramp_s)
-    device = replace(device, efficiency={**device.efficiency, "attention": faster})
+    share = plain.peak_fraction * framework.attention_rate
+    if framework.cudnn and framework.fused_attention and "float8" in device.peak_flops:
+        share = _CUDNN_ATTENTION
+    own = Efficiency(peak_fraction=share, ramp_s=plain.ramp_s)
+    device = replace(device, efficiency={**device.efficiency, "attention": own})
     return replace(cluster, device=device)
 
 

@@ -46,6 +46,10 @@ def test_float8_with_scales_from_before_casts_less():
     (less,), (more,) = (predictor.layers(j).block for j in (before, now))
     assert less.forward.device_s < more.forward.device_s
     assert less.backward.device_s < more.backward.device_s
+    # what attention and activation made is cast by a kernel of its own; what norms made is not
+    free = replace(before, execution=replace(before.execution, float8_linears=False))
+    (wide,) = predictor.layers(free).block
+    assert less.forward.device_s > wide.forward.device_s  # small products gain nothing
 
 
 def test_ranks_that_share_a_sequence_hold_whole_weights():

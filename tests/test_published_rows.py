@@ -343,6 +343,17 @@ def test_frameworks_compute_the_loss_in_their_own_steps():
     assert (passes("torchtitan"), passes("llm-foundry (FSDP)")) == (2, 0)
 
 
+def test_attention_is_of_the_kernel_that_a_framework_has():
+    def share(framework: str, gpu: str) -> float:
+        cluster = job(row(framework=framework, hardware={"gpu": gpu})).cluster
+        return cluster.device.efficiency["attention"].peak_fraction
+
+    second = share("torchtitan", "A100")
+    assert share("Megatron-LM", "A100") == second
+    assert share("llm-foundry (FSDP)", "A100") == second / 2  # the first FlashAttention
+    assert share("Megatron-LM", "H100") == 0.5 > share("torchtitan", "H100")  # cuDNN's
+
+
 def test_deepspeed_sends_beside_compute_in_its_third_stage():
     def overlap(stage: int) -> bool:
         sizes = {"tp": 1, "pp": 1, "dp": 8, "zero": stage}

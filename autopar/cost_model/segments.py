@@ -74,9 +74,10 @@ class Execution:
         loss: how the loss of the logits is computed.
         dropout_mask: dropout keeps a mask of one byte an element.
         float8_linears: linears of blocks compute in float8; operands are scanned and cast first.
-        delayed_scales: the scales of float8 are known before: what makes an operand casts it too,
-            a weight's cast is kept, and the gradient of an output is cast once, in both layouts
-            (TransformerEngine's user guide: delayed scaling, FP8 weight caching).
+        delayed_scales: the scales of float8 are known before: a norm casts what a linear reads of
+            it, other operands are cast once, in both layouts, and a weight's cast is kept
+            (TransformerEngine's user guide: delayed scaling, FP8 weight caching; Megatron-Core's
+            gpt_layer_specs.py: norms alone are in one module with the linear behind them).
         whole_again: what computes again runs to its end, not only as far as the backward needs; for
             segments that are computed again as a whole.
         split_collectives: a collective beside a linear is sent in as many parts as the axis has
@@ -319,13 +320,14 @@ class _Pricer:
         if not self.execution.delayed_scales:
             # each is scanned for its largest value, then read and written as float8
             return 2.5 * sum(size for _, size in op.reads)
-        if op.phase == "forward":
-            return 0.0
         by_name = self.program.by_name
         made = [(by_name.get(self.program.base(value)[0]), size) for value, size in op.reads]
-        # a weight's gradient needs its input transposed, which is read and written in float8
-        phase, passes = ("forward", 1.0) if op.gradient else ("backward", 2.0)
-        return passes * sum(size for by, size in made if by is not None and by.phase == phase)
+        if op.gradient:  # its input was transposed with its cast, but for what a norm has cast
+            return 1.0 * sum(size for by, size in made if by is not None and _casts(by))
+        # read, and written in float8 in both layouts
+        return 2.0 * sum(
+            size for by, size in made if by is not None and by.phase == op.phase and not _casts(by)
+        )
 
     def _joins(self, last: LocalOp, op: LocalOp) -> bool:
         if self.execution.fused_norms and _norm(op.module) and op.module == last.module:
@@ -384,6 +386,11 @@ def _inside_norms(program: LocalProgram, ops: Sequence[LocalOp]) -> frozenset[st
             for reader in program.readers[value]
         )
     )
+
+
+def _casts(op: LocalOp) -> bool:
+    """The op's kernel writes its result in float8 where a linear reads it."""
+    return op.phase == "forward" and _norm(op.module)
 
 
 def _norm(module: str) -> bool:
