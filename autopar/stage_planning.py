@@ -10,7 +10,7 @@ solved once. The schedule then runs on the clock (`cost_model/pipeline.py`).
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ from autopar.errors import ConstraintError, InfeasiblePlanError
 from autopar.own_orders import fastest_orders, least_held
 from autopar.pipeline_stages import Pipeliner
 from autopar.solver.fit import UNLIMITED
-from autopar.solver.floor import SPLIT, Floors, functionals
+from autopar.solver.floor import Floors
 from autopar.solver.ideal import BlockWork
 from autopar.solver.ilp import Infeasible
 from autopar.solver.microbatch import split_in_time
@@ -172,13 +172,9 @@ class StagePlanner:
 
     def ahead(self, size: int) -> int:
         """Forwards that the first of some ranks may begin ahead of its first gradient."""
-        return 2 * size - 1 if self.automatic else size
-
-    @property
-    def automatic(self) -> bool:
-        """True if a pipeline's orders may be made for its stages."""
         pin = self.constraints.pipeline
-        return pin is None or pin.schedule in (None, AUTOMATIC)
+        automatic = pin is None or pin.schedule in (None, AUTOMATIC)
+        return 2 * size - 1 if automatic else size
 
     def turn(self, shape: PipelineShape) -> Turn:
         """Lower bounds of all blocks on a rank of a pipeline, communication included.
@@ -189,7 +185,7 @@ class StagePlanner:
         key = (shape.size, shape.microbatches)
         if key not in self._turns:
             body = self.micro(shape.microbatches)[1].body
-            self._turns[key] = self._floored(body, shape, self._functionals())
+            self._turns[key] = self._floored(body, shape, parts=True)
         return self._turns[key]
 
     def wide_turn(self, shape: PipelineShape) -> Turn:
@@ -200,7 +196,7 @@ class StagePlanner:
         """
         turn, body = self.turn(shape), self.micro(shape.microbatches)[1].body
         if body.repeats and not turn.windows:
-            floors = self._floors(widened(body), shape, self._functionals())
+            floors = self._floors(widened(body), shape, parts=True)
             turn = windowed(turn, floors, body, self.work.names)
             self._turns[shape.size, shape.microbatches] = turn
         return turn
@@ -209,7 +205,7 @@ class StagePlanner:
         """The same from the step in one turn, for any number of turns: soon found, and lower."""
         if (shape.size, 0) not in self._turns:
             whole = replace(shape, microbatches=1)
-            self._turns[shape.size, 0] = self._floored(self.traced, whole, ["step"])
+            self._turns[shape.size, 0] = self._floored(self.traced, whole, parts=False)
         return self._turns[shape.size, 0].in_turns(shape.microbatches)
 
     def coarser(self, shape: PipelineShape) -> list[Turn]:
@@ -220,19 +216,15 @@ class StagePlanner:
             if size == shape.size and turns and shape.microbatches % turns == 0
         ]
 
-    def _functionals(self) -> list[str]:
-        """What is bounded of blocks, by name: for automatic orders nothing more is of use."""
-        return [n for n in functionals(1, 1) if not self.automatic or n not in SPLIT]
-
-    def _floors(self, body: TracedModel, shape: PipelineShape, wanted: Sequence[str]) -> Floors:
+    def _floors(self, body: TracedModel, shape: PipelineShape, parts: bool) -> Floors:
         cluster = self.rank_cluster(shape.size)
         inside = replace(self.constraints, pipeline=None, params={})
         meshed = with_roles(cluster, assign_mesh(inside, cluster.mesh_shape))
         offers = self.offers.over(meshed)
-        return Floors(body, inside, self.optimizer, offers, self.ahead(shape.size), wanted)
+        return Floors(body, inside, self.optimizer, offers, self.ahead(shape.size), parts)
 
-    def _floored(self, body: TracedModel, shape: PipelineShape, wanted: Sequence[str]) -> Turn:
-        floors = self._floors(body, shape, wanted)
+    def _floored(self, body: TracedModel, shape: PipelineShape, parts: bool) -> Turn:
+        floors = self._floors(body, shape, parts)
         cluster, ahead = self.rank_cluster(shape.size), self.ahead(shape.size)
         try:
             turns, devices = shape.microbatches, cluster.num_devices

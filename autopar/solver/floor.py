@@ -36,7 +36,7 @@ from autopar.solver.rules.own_order import note_orders
 from autopar.solver.shares import lowest_shares
 from autopar.solver.step import Bucket, Step, build_step
 
-__all__ = ["SPLIT", "Floors", "Weights", "functionals", "left_out"]
+__all__ = ["Floors", "Weights", "functionals", "left_out"]
 
 _MANY = 1 << 30  # gradients that a bucket may join
 _SUMMING = {*REARRANGING, NARROW, torch.ops.aten.alias.default, torch.ops.aten.add.Tensor}
@@ -87,10 +87,6 @@ def functionals(microbatches: int, ahead: int) -> dict[str, Weights]:
     }
 
 
-SPLIT = ("inputs", "weights")
-"""Functionals that only schedules need which are known before the seconds of their stages."""
-
-
 class _Alone(Blocks):
     """The blocks of a graph, each counted once and with choices of its own."""
 
@@ -121,7 +117,7 @@ class Floors:
         optimizer: whose update may cost seconds.
         offers: on the mesh of a pipeline rank.
         ahead: as for `left_out`.
-        wanted: names of `functionals`, "step" among them.
+        parts: find more than "step".
     """
 
     def __init__(
@@ -131,7 +127,7 @@ class Floors:
         optimizer: object,
         offers: Offers,
         ahead: int,
-        wanted: Collection[str],
+        parts: bool = True,
     ) -> None:
         note_orders(body.graph)
         self.body = body
@@ -140,8 +136,8 @@ class Floors:
         self.step = replace(step, shares=least)
         self.offers = offers
         self.optimizer = optimizer
-        known = functionals(body.microbatches, ahead)
-        self.wanted = {name: weights for name, weights in known.items() if name in wanted}
+        wanted = functionals(body.microbatches, ahead)
+        self.wanted = wanted if parts else {"step": wanted["step"]}
         roles = assign_mesh(constraints, offers.cluster.mesh_shape)
         self.pins = Pins(constraints, roles, body, self.step)
         self.blocks = _Alone(self.step.blocks)

@@ -58,6 +58,7 @@ __all__ = [
 
 _WHOLE_BACKWARD = ("gpipe", "1f1b", "interleaved")
 _ONE_BY_ONE = ("1f1b", "zero-bubble")  # each rank begins with one forward less than the one before
+_EXCHANGES = 48  # cuts that are tried
 _CLOCKED = 0.5  # patience of automatic orders, where those of many cuts are compared
 
 
@@ -231,7 +232,34 @@ def balanced_cuts(work: BlockWork, shape: PipelineShape, turn: Turn | None) -> t
     """
     if shape.num_stages == 1:
         return ()
-    return tuple(work.names[i] for i in _balanced(work, shape, turn)[1])
+    seconds, starts = _balanced(work, shape, turn)
+    if turn is not None and shape.chunks == 1:
+        starts = _exchanged(work, shape, turn, seconds, starts)
+    return tuple(work.names[i] for i in starts)
+
+
+def _exchanged(
+    work: BlockWork, shape: PipelineShape, turn: Turn, seconds: float, starts: Sequence[int]
+) -> list[int]:
+    """Cuts where unequal runs beside each other change places while the clock says less.
+
+    Bounds of ranks tell little of which one of many is best to have a block more.
+    """
+    any_of, nothing = _any_schedule(shape, turn), [0.0] * shape.size
+    lengths = np.diff([0, *starts, len(turn.step)]).tolist()
+    tried, before = {tuple(lengths)}, math.inf
+    while seconds < before and len(tried) < _EXCHANGES:
+        before = seconds
+        for r in range(shape.size - 1):
+            other = [*lengths[:r], lengths[r + 1], lengths[r], *lengths[r + 2 :]]
+            ends = np.cumsum(other)[:-1].tolist()
+            if tuple(other) in tried or any(work.joint[i] for i in ends):
+                continue
+            tried.add(tuple(other))
+            takes = _on_the_clock(any_of, turn, ends, nothing)
+            if takes < seconds:
+                seconds, lengths = takes, other
+    return np.cumsum(lengths)[:-1].tolist()
 
 
 def expected_seconds(work: BlockWork, shape: PipelineShape, turn: Turn) -> float:
@@ -287,9 +315,7 @@ def cuts_that_fit(
     Returns:
         None where no cuts suit all ranks.
     """
-    # one schedule may be exchanged for another: all have the same stages
-    schedule = "zero-bubble" if shape.microbatches >= shape.size else "1f1b"
-    any_of = replace(shape, schedule=AUTOMATIC if turn.ahead > shape.size else schedule)
+    any_of = _any_schedule(shape, turn)
     short, total = runs_of(turn.step), _before(turn.of_turn("forward"))
     forward = np.maximum(0.0, total[None, :] - total[:, None])
     more = [
@@ -313,28 +339,33 @@ def cuts_that_fit(
     return min(found, default=None)
 
 
+def _any_schedule(shape: PipelineShape, turn: Turn) -> PipelineShape:
+    """The shape with the schedule that waits least, for which it may be exchanged: same stages."""
+    schedule = "zero-bubble" if shape.microbatches >= shape.size else "1f1b"
+    return replace(shape, schedule=AUTOMATIC if turn.ahead > shape.size else schedule)
+
+
 def _on_the_clock(
     shape: PipelineShape, turn: Turn, starts: Sequence[int], again: Sequence[float]
 ) -> float:
     """About what a schedule takes with some cuts and shares of forwards that are recomputed."""
-    # what a longer part of a turn takes more, as one plan has to do well in all
-    names = ("forward", "onward", "turns", "step")
-    forward, onward, turns, step = (
-        np.array([x.sum() for x in np.split(turn.found[name], starts)]) for name in names
+    parts = [*map(turn.of_turn, ("forward", "inputs", "backward")), turn.step]
+    forward, inputs, backward, step = (
+        np.array([x.sum() for x in np.split(part, starts)]) for part in parts
     )
-    recomputed, m = np.array(again) * forward, shape.microbatches
-    parts = np.stack([forward, onward - forward + recomputed, turns - onward])
-    stages = (np.maximum(0.0, parts) / m).tolist()
+    weights, recomputed = backward - inputs, np.array(again) * forward
+    inputs, step = inputs + recomputed, step + recomputed * shape.microbatches
+    stages = np.stack([forward, inputs, weights, step]).T.tolist()
     seconds: list[Mapping[Kind, float]] = [
         {"F": forward, "I": inputs, "W": weights, "B": inputs + weights}
-        for forward, inputs, weights in zip(*stages, strict=True)
+        for forward, inputs, weights, _ in stages
     ]
-    once = (np.maximum(0.0, step - turns) / 2).tolist()
+    once = [max(0.0, s[3] - shape.microbatches * sum(s[:3])) / 2 for s in stages]
     ends: Sequence[float]
     if shape.schedule == AUTOMATIC:
         loads = [
             RankLoad(forward_s=f, input_s=i, weight_s=w, begin_s=begin_s)
-            for f, i, w, begin_s in zip(*stages, once, strict=True)
+            for (f, i, w, _), begin_s in zip(stages, once, strict=True)
         ]
         ahead, none = most_ahead(shape.size, shape.microbatches), [0.0] * (shape.size - 1)
         ends = list_schedule(

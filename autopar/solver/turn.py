@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.core.graph import TracedModel
-from autopar.solver.floor import SPLIT, Floors, functionals, left_out
+from autopar.solver.floor import Floors, functionals, left_out
 from autopar.solver.ideal import BlockWork
 from autopar.solver.problem import Array
 from autopar.solver.windows import Window, between, runs_with, windows_of
@@ -141,7 +141,7 @@ def floored(work: BlockWork, floors: Floors, microbatches: int, ahead: int, devi
     if not work.names:
         return ideal
     rows = floors.of(work.held)
-    found = {name: np.array([row[name] for row in rows])[work.like] for name in floors.wanted}
-    if found.keys() >= set(SPLIT):
+    found = {name: np.array([row[name] for row in rows])[work.like] for name in rows[0]}
+    if "inputs" in found:
         found["backward"] = found["inputs"] + found["weights"]
     return replace(ideal, found={**ideal.found, **found}).above(ideal)
