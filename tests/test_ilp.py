@@ -117,8 +117,8 @@ def test_what_bounds_leave_open_is_eliminated(problem: ChoiceProblem) -> None:
         Reduced(problem, kept={n: np.arange(len(c)) for n, c in problem.costs.items()})
     )
     prepared.least = None  # as if it were too wide
-    for effort in ("rough", "near", "exact"):  # each goes on from the one before
-        solution = solve_problem(problem, effort=effort, prepared=prepared)
+    for exact in (False, True):  # the second goes on from the first
+        solution = solve_problem(problem, exact=exact, prepared=prepared)
         assert solution.bound <= best + 1e-9 <= solution.objective + 2e-9
     assert solution.objective == pytest.approx(best)
 

@@ -83,7 +83,7 @@ def test_rows_are_never_below_the_priced_peak(name: str, mesh: tuple[int, ...], 
             for node, cost in built.problem.costs.items()
         }
         noisy = type(built.problem)(costs, built.problem.edges)
-        chosen = solve_problem(noisy, effort="rough").chosen
+        chosen = solve_problem(noisy, exact=False).chosen
         decision = Decision(
             {n: built.candidates[built.classes[n]][chosen[built.classes[n]]] for n in step.ops},
             {

@@ -24,7 +24,7 @@ from functools import cached_property
 
 from autopar.solver.branch import Part, Split, branch, split_states
 from autopar.solver.found import Fit, Met
-from autopar.solver.ilp import Effort, Infeasible, Prepared, Solution, solve_problem
+from autopar.solver.ilp import Infeasible, Prepared, Solution, solve_problem
 from autopar.solver.liveness import Liveness
 from autopar.solver.multipliers import Proposal, best_prices, heaviest_weights
 from autopar.solver.problem import Assignment, ChoiceProblem, evaluate
@@ -137,25 +137,17 @@ class MemorySearch:
     def _prepared(self) -> Prepared:
         return Prepared(reduce_problem(self.problem))
 
-    def fastest(self, effort: Effort = "exact") -> Fit:
+    def fastest(self, exact: bool = True) -> Fit:
         """The plan without any limit."""
         if self.free is None:
-            if effort == "exact":
-                solution = solve_problem(self.problem, prepared=self._prepared)
-            else:
-                solution = self.approximate(effort)
-            self.free = self._keep(solution)
+            proved = solve_problem(self.problem, prepared=self._prepared) if exact else None
+            self.free = self._keep(proved or self.approximate())
         return self.free
 
-    def approximate(self, effort: Effort = "rough") -> Solution:
-        """An assignment without any limit, near the fastest, with a looser bound.
-
-        Args:
-            effort: that is spent on the plan in the end; no more than "rough" is here.
-        """
+    def approximate(self) -> Solution:
+        """An assignment without any limit, near the fastest, with a looser bound."""
         if self._solution is None:
-            less: Effort = "near" if effort == "near" else "rough"
-            self._solution = solve_problem(self.problem, effort=less, prepared=self._prepared)
+            self._solution = solve_problem(self.problem, exact=False, prepared=self._prepared)
             self.bound = self._solution.bound
         return self._solution
 
@@ -259,22 +251,22 @@ class MemorySearch:
         return self.bound >= min(self.target, _ABSURD * self.approximate().objective)
 
     # --- under the limit -----------------------------------------------------------------------
-    def start(self, beat: float, price: float = 0.0, effort: Effort = "exact") -> Fit | None:
+    def start(self, beat: float, price: float = 0.0, exact: bool = True) -> Fit | None:
         """A fast plan within the limit that costs less than `beat` seconds; None if none is found.
 
         Args:
             beat: seconds of the best plan of another problem.
             price: seconds per byte that gave a good bound there.
-            effort: spent on a plan that no limit binds (`solve_problem`).
+            exact: prove a plan that no limit binds (`solve_problem`).
         """
         self.beat = beat
-        self.approximate(effort)
+        self.approximate()
         if self.bound >= beat * (1 - _CLOSE):
             self.rest()
             return None
         free = None if self.limit >= UNLIMITED else self.rough()
-        if free is None or (free.peak <= self.limit and self.fastest(effort).peak <= self.limit):
-            self.best = self.fastest(effort)
+        if free is None or (free.peak <= self.limit and self.fastest(exact).peak <= self.limit):
+            self.best = self.fastest(exact)
             self.bound = max(self.bound, self.best.solution.bound)
             return self.best
         self._seed_known()

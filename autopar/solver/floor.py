@@ -339,7 +339,7 @@ def _least(problem: ChoiceProblem, known: list[Assignment]) -> float:
         return 0.0
     possible = [k for k in known if problem.costs.keys() <= k.keys()]
     beat = min(possible, key=lambda k: evaluate(problem, k), default=None)
-    solution = solve_problem(problem, effort="rough", beat=beat)
+    solution = solve_problem(problem, exact=False, beat=beat)
     known.append(solution.chosen)
     return max(0.0, solution.bound)
 

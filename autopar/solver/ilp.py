@@ -11,7 +11,6 @@ import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, TypeAlias
 
 import numpy as np
 import pulp
@@ -24,7 +23,7 @@ from autopar.solver.problem import Assignment, ChoiceProblem, Indices, Row, eval
 from autopar.solver.program import SECONDS, Program
 from autopar.solver.reduce import Reduced, reduce_problem
 
-__all__ = ["Effort", "Infeasible", "Prepared", "Solution", "solve_among", "solve_problem"]
+__all__ = ["Infeasible", "Prepared", "Solution", "solve_among", "solve_problem"]
 
 _ILP_VARIABLES = 60_000
 _AMONG_GAP = 1e-3
@@ -36,10 +35,6 @@ _CLOSE = 200, 1e-6
 _SWEEPS = (10, 20, 40)  # behind which what looks best is tried
 _LIKELY = 1200  # states of that
 _ROUGH = 1e-3  # gap at which it ends
-_NEAR = 1e-3
-
-
-Effort: TypeAlias = Literal["rough", "near", "exact"]
 
 
 class Infeasible(AutoparError):
@@ -92,24 +87,24 @@ class Prepared:
         """Bounds of what is too wide for that."""
         return MessagePassing(self.reduced.problem)
 
-    def bounds(self, effort: Effort, beat: float = math.inf) -> Bounds:
-        """The optimum or bounds of it, the closest that can be had without the ILP if "exact".
+    def bounds(self, exact: bool, beat: float = math.inf) -> Bounds:
+        """The optimum or bounds of it.
 
         Args:
-            effort: as for `solve_problem`.
+            exact: the closest that can be had without the ILP.
             beat: what some possible assignment costs; `chosen` is empty where none costs less.
         """
         if self.least is not None:
             return self.least
         self.passing.know(beat)
-        found = self._rough(_NEAR if effort == "near" else _ROUGH)
-        if effort == "exact" and not _closed(found.lower, found.upper):
+        found = self._rough()
+        if exact and not _closed(found.lower, found.upper):
             found = self._of_open(found) or self.passing.run(*_CLOSE)
             if not _closed(found.lower, found.upper):
                 found = self._of_open(found) or found
         return found
 
-    def _rough(self, gap: float) -> Bounds:
+    def _rough(self) -> Bounds:
         """Bounds by a few sweeps, with the optimum among the states that look best then."""
         for sweeps in _SWEEPS:
             found = self.passing.run(sweeps, _ROUGH)
@@ -119,7 +114,7 @@ class Prepared:
             if likely is not None and likely.upper < found.upper:
                 self.passing.know(likely.upper, likely.chosen)
                 found = replace(found, upper=likely.upper, chosen=likely.chosen)
-            if _gap(found) <= gap:
+            if _gap(found) <= _ROUGH:
                 break
         return found
 
@@ -194,7 +189,7 @@ def _run(program: Program, gap: float, below: float = math.inf) -> tuple[str, fl
 def solve_problem(
     problem: ChoiceProblem,
     *,
-    effort: Effort = "exact",
+    exact: bool = True,
     prepared: Prepared | None = None,
     known: Sequence[Assignment] = (),
     beat: Assignment | None = None,
@@ -202,13 +197,13 @@ def solve_problem(
     """Minimise a problem: exact reductions, then bounds, then the ILP on what they leave open.
 
     The ILP is not run where the bounds already meet, where so many states are open that it would
-    not end in time, or if less effort is asked for; the gap then says how far the assignment can be
-    from the optimum.
+    not end in time, or not `exact`; the gap then says how far the assignment can be from the
+    optimum.
 
     Args:
         problem: to solve.
-        effort: "exact" runs message passing to its end, and the ILP; "near" ends where an
-            assignment is within a part in 200 of the bound; "rough" after a few sweeps.
+        exact: run the ILP, and message passing to its end; else a few sweeps, with what looks best
+            between them solved exactly: mostly within a part in a thousand.
         prepared: what is known of the problem, if it has been reduced or solved before.
         known: possible assignments; where message passing finds none, its labels are joined with
             theirs, which is a far smaller ILP than that of all states.
@@ -223,12 +218,12 @@ def solve_problem(
     if any(not np.isfinite(cost).any() for cost in left.costs.values()):
         raise Infeasible("some node has no possible state")
     least_known = math.inf if beat is None else evaluate(problem, beat)
-    bounds = prepared.bounds(effort, least_known - reduced.offset)
+    bounds = prepared.bounds(exact, least_known - reduced.offset)
     status, lower, local = "optimal", bounds.lower, bounds.chosen
     variables = constraints = 0
     if not _closed(bounds.lower, bounds.upper):
         model = None
-        if effort == "exact" or not (bounds.chosen or known or math.isfinite(least_known)):
+        if exact or not (bounds.chosen or known or math.isfinite(least_known)):
             model = _model_of_open(left, bounds)
         if model is None:
             status = "bounded"

@@ -340,16 +340,8 @@ class MessagePassing:
             if self._sweeps == 1 or self._sweeps % _CHECK_EVERY == 0:
                 self._check()
         lower = float(max(self.lower, min(self._messages.bound(), self.upper)))
-        keep = self.open_states(self.upper)
+        keep = self._original(self._messages.open_states(self._messages.bound(), self.upper))
         return Bounds(lower, float(self.upper), self._chosen, keep, self._latest)
-
-    def open_states(self, upper: float) -> dict[Hashable, Indices]:
-        """Per node, the states that could be in an assignment that costs no more than `upper`.
-
-        That holds for any `upper` up to that of the best assignment known.
-        """
-        messages = self._messages
-        return self._original(messages.open_states(messages.bound(), upper))
 
     def likeliest(self, count: int) -> dict[Hashable, Indices]:
         """Per node, the states that look best: about so many of all, and one at least."""

@@ -77,7 +77,7 @@ class _Splitter:
                 problem.add_node(owner, cost + self._held(op, self.states[owner]))
         try:
             self._edges(problem)
-            chosen = solve_problem(problem, effort="rough").chosen
+            chosen = solve_problem(problem, exact=False).chosen
         except Infeasible as error:
             raise self._refusal() from error
         return {

@@ -170,7 +170,7 @@ class Relaxation:
             problem.costs[node] = np.where(kept, problem.costs[node], np.inf)
         reduced = reduce_problem(problem, changed=core.touched)
         known = self._nearest(prices, scale, allowed or {})
-        found = solve_problem(problem, effort="rough", prepared=Prepared(reduced), known=known)
+        found = solve_problem(problem, exact=False, prepared=Prepared(reduced), known=known)
         column = self.column(core.reduced.expand(found.chosen))
         always = sum(price * core.rows[position].constant for position, price in prices.items())
         value = found.bound + scale * core.reduced.offset + always

@@ -18,7 +18,7 @@ from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError
 from autopar.solver.beside import run_beside
 from autopar.solver.build import StepProblem, build_problem
 from autopar.solver.fit import UNLIMITED, Fit, MemorySearch
-from autopar.solver.ilp import Effort, Infeasible, Solution
+from autopar.solver.ilp import Infeasible, Solution
 from autopar.solver.liveness import HOST_ROW, Liveness
 from autopar.solver.offers import Offers
 from autopar.solver.overlap import ALL, Weights
@@ -135,16 +135,16 @@ class Search:
         given = (self.step, self.offers, self.built, self.optimizer)
         return partial(_fitted, *given, host_scale=scale)
 
-    def start(self, beat: float, price: float, effort: Effort = "exact") -> Fit | None:
+    def start(self, beat: float, price: float, exact: bool = True) -> Fit | None:
         """A fast plan found within the limit, if it beats some seconds."""
         try:
-            self.memory.approximate(effort)
+            self.memory.approximate()
         except Infeasible as error:
             raise ConstraintError(
                 f"{self.pins.describe()} cannot hold for the model as a whole: no combination of "
                 "placements connects its ops"
             ) from error
-        return self.memory.start(beat, price, effort)
+        return self.memory.start(beat, price, exact)
 
     def does_not_fit(self) -> InfeasiblePlanError:
         """The error, with the least memory that some plan was found to need."""
