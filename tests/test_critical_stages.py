@@ -104,8 +104,8 @@ def test_a_rank_begins_when_it_has_prepared() -> None:
         (stack, 2, 1e8, 4, "zero-bubble", 0.98),
         (stack, 4, 1e8, 8, "zero-bubble", 0.99),
         (stack, 2, 1e8, 4, "1f1b", 1.0),
-        (t5, 2, 1e9, 2, "zero-bubble", 0.96),
-        (t5, 2, 1e9, 2, "1f1b", 0.95),
+        pytest.param(t5, 2, 1e9, 2, "zero-bubble", 0.96, marks=pytest.mark.slow),
+        pytest.param(t5, 2, 1e9, 2, "1f1b", 0.95, marks=pytest.mark.slow),
         (tied, 2, 1e9, 2, "zero-bubble", 0.95),
         (tied, 2, 1e9, 2, "1f1b", 0.9),  # a stage before sends what the last one wants
     ],
@@ -147,7 +147,10 @@ def test_what_does_not_fit_is_not_taken() -> None:
     assert within.predicted.step_time_s > faster.predicted.step_time_s
 
 
-@pytest.mark.parametrize("share", [0.98, 0.85, 0.7])
+@pytest.mark.parametrize(
+    "share",
+    [0.85, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.98, 0.7))],
+)
 def test_stages_that_a_limit_binds_stay_as_they_are(share: float) -> None:
     model, inputs = t5()
     traced, cluster = trace(model, inputs, fold=True), near_ranks(2, 1e9)

@@ -1,7 +1,8 @@
 """Solves the problem: exact reductions, elimination or bounds, then the integer program.
 
 Bounds rule out states, and what they leave open may be narrow enough to eliminate where the whole
-problem was not. The program (`program`) is built in PuLP and solved by HiGHS.
+problem was not; so are the states that look best, among which the optimum nearly always is. The
+program (`program`) is built in PuLP and solved by HiGHS.
 """
 
 from __future__ import annotations
