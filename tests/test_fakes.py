@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from autopar.codegen import fakes
 from autopar.codegen.fakes import fake_call
@@ -54,6 +55,7 @@ CALLS: dict[str, tuple[Any, Any]] = {
     "slice": (aten.slice.Tensor, lambda c: (c.value(8, 3), 0, 2, 5)),
     "slice of a slice": (aten.slice.Tensor, lambda c: (c.shown(c.value(8, 3), 2, 8), 0, 1, 3)),
     "transposed": (aten.permute.default, lambda c: (c.value(2, 3, 4), [2, 0, 1])),
+    "strided": (aten.as_strided.default, lambda c: (c.value(8, 3), [2, 3], [6, 1], 6)),
     "expanded": (aten.expand.default, lambda c: (c.value(1, 3), [5, 3])),
     "nothing": (aten.mm.default, lambda c: (c.value(0, 6), c.value(6, 2))),
     "integer added": (aten.add.Tensor, lambda c: (c.value(3, dtype=torch.int64), 1)),
@@ -81,7 +83,41 @@ def test_made_again_is_what_the_call_yields(name: str) -> None:
         with calls.mode:
             ran = target(*given, **options)
         assert described(made, operands) == described(ran, operands)
-        assert not isinstance(made, Tensor) or made.fake_mode is calls.mode  # type: ignore[attr-defined]
+        assert all(made.fake_mode is calls.mode for made in pytree.tree_leaves(made))
+
+
+def test_a_place_in_a_storage_is_no_place_in_a_view_of_it() -> None:
+    calls = Calls()
+    whole = calls.value(8, 3)
+    for view in (whole, calls.shown(whole, 2, 8)):
+        size = list(view.meta["val"].shape)
+        for _ in range(2):
+            made = fake_call(calls.mode, aten.as_strided.default, (view, size, [3, 1], 0), {})
+            assert made.storage_offset() == 0
+            assert made.untyped_storage()._cdata == view.meta["val"].untyped_storage()._cdata
+
+
+def test_results_follow_the_default_dtype() -> None:
+    calls = Calls()
+    args = (calls.value(3, dtype=torch.int64), 2)
+    assert fake_call(calls.mode, aten.div.Tensor, args, {}).dtype == torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert fake_call(calls.mode, aten.div.Tensor, args, {}).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_views_of_one_of_several_that_share_a_storage() -> None:
+    """The same metadata, in one storage and in two."""
+    fakes._known.clear()
+    calls = Calls()
+    base = calls.value(8, 3)
+    one, twin, other = base, calls.shown(base, 0, 8), calls.value(8, 3)
+    for second in (twin, other):
+        made = fake_call(calls.mode, aten.expand_as.default, (second, one), {})
+        storage = second.meta["val"].untyped_storage()
+        assert made.untyped_storage()._cdata == storage._cdata
 
 
 def test_results_of_a_call_made_twice_are_apart() -> None:

@@ -31,7 +31,7 @@ class _Made(NamedTuple):
     Attributes:
         size, stride, dtype, device: of it.
         operand: which of the call's tensors it is a view of; None: it has a storage of its own.
-        offset: elements between where the two begin.
+        offset: elements from the start of the storage.
     """
 
     size: tuple[int, ...]
@@ -62,9 +62,10 @@ def fake_call(
     operands, options = given
     tensors: list[FakeTensor] = []
     try:
-        key = (target, _key(operands, tensors), _key(options, tensors))
+        asked = _key(operands, tensors), _key(options, tensors)
     except _NotKept:
         return _called(mode, target, operands, options)
+    key = (target, torch.get_default_dtype(), *asked)
     made = _known.get(key)
     if made is None:
         result = _called(mode, target, operands, options)
@@ -76,9 +77,7 @@ def fake_call(
         return result
     if made.operand is None:
         return _compat.fake_empty(mode, made.size, made.stride, made.dtype, made.device)
-    shown = tensors[made.operand]
-    offset = int(shown.storage_offset()) + made.offset
-    return _compat.fake_view(mode, shown, made.size, made.stride, offset)
+    return _compat.fake_view(mode, tensors[made.operand], made.size, made.stride, made.offset)
 
 
 def _called(
@@ -123,10 +122,11 @@ def _of_tensor(value: FakeTensor) -> object:
         or value.is_neg()
     ):
         raise _NotKept
-    size, stride = tuple(value.shape), value.stride()
-    if any(type(n) is not int for n in (*size, *stride)):
+    # where it begins, as `as_strided` counts from the start of the storage
+    size, stride, offset = tuple(value.shape), value.stride(), value.storage_offset()
+    if any(type(n) is not int for n in (*size, *stride, offset)):
         raise _NotKept  # symbolic
-    return size, stride, value.dtype, value.device
+    return size, stride, offset, value.dtype, value.device
 
 
 def _made(result: Any, tensors: Sequence[FakeTensor]) -> _Made | None:
@@ -139,11 +139,13 @@ def _made(result: Any, tensors: Sequence[FakeTensor]) -> _Made | None:
         return None
     found = _Made(tuple(result.shape), result.stride(), result.dtype, result.device)
     storage, offset = result.untyped_storage(), int(result.storage_offset())
-    for number, tensor in enumerate(tensors):
-        if tensor.untyped_storage()._cdata == storage._cdata:
-            same = tensor.dtype == result.dtype and tensor.device == result.device
-            begins = offset - int(tensor.storage_offset())
-            return found._replace(operand=number, offset=begins) if same else None
+    shown = [n for n, x in enumerate(tensors) if x.untyped_storage()._cdata == storage._cdata]
+    if shown:
+        source = tensors[shown[0]]
+        same = source.dtype == result.dtype and source.device == result.device
+        # of operands that share a storage it is not known which one it is a view of
+        sure = same and len(shown) == 1
+        return found._replace(operand=shown[0], offset=offset) if sure else None
     extent = 1 + sum((n - 1) * step for n, step in zip(found.size, found.stride, strict=True))
     whole = 0 if 0 in found.size else extent * result.element_size()
     return found if offset == 0 and storage.nbytes() == whole else None

@@ -322,12 +322,11 @@ class _Pricer:
             return 2.5 * sum(size for _, size in op.reads)
         by_name = self.program.by_name
         made = [(by_name.get(self.program.base(value)[0]), size) for value, size in op.reads]
+        known = [(by, size) for by, size in made if by is not None]
         if op.gradient:  # its input was transposed with its cast, but for what a norm has cast
-            return 1.0 * sum(size for by, size in made if by is not None and _casts(by))
+            return float(sum(size for by, size in known if _casts(by)))
         # read, and written in float8 in both layouts
-        return 2.0 * sum(
-            size for by, size in made if by is not None and by.phase == op.phase and not _casts(by)
-        )
+        return 2.0 * sum(size for by, size in known if by.phase == op.phase and not _casts(by))
 
     def _joins(self, last: LocalOp, op: LocalOp) -> bool:
         if self.execution.fused_norms and _norm(op.module) and op.module == last.module:

@@ -140,8 +140,10 @@ class MemorySearch:
     def fastest(self, exact: bool = True) -> Fit:
         """The plan without any limit."""
         if self.free is None:
-            proved = solve_problem(self.problem, prepared=self._prepared) if exact else None
-            self.free = self._keep(proved or self.approximate())
+            found = self.approximate()
+            if exact:
+                found = solve_problem(self.problem, prepared=self._prepared)
+            self.free = self._keep(found)
         return self.free
 
     def approximate(self) -> Solution:

@@ -31,7 +31,7 @@ from autopar.solver.ideal import owners_of
 from autopar.solver.ilp import solve_problem
 from autopar.solver.offers import Offers, likeness
 from autopar.solver.pins import Pins
-from autopar.solver.problem import Assignment, ChoiceProblem, evaluate
+from autopar.solver.problem import ChoiceProblem
 from autopar.solver.rules.own_order import note_orders
 from autopar.solver.shares import lowest_shares
 from autopar.solver.step import Bucket, Step, build_step
@@ -220,9 +220,8 @@ class Floors:
                 return weights.finish  # reduced once
             return min(getattr(weights, part) for n in nodes for part in parts[n])
 
-        known: list[Assignment] = []
         return {
-            name: _least(_weighed(whole, partial(counts, weights)), known)
+            name: _least(_weighed(whole, partial(counts, weights)))
             for name, weights in self.wanted.items()
             if name in wanted
         }
@@ -333,15 +332,8 @@ class Floors:
         return found
 
 
-def _least(problem: ChoiceProblem, known: list[Assignment]) -> float:
-    """A lower bound of a problem; the assignment found is added to those known of others."""
-    if not problem.costs:
-        return 0.0
-    possible = [k for k in known if problem.costs.keys() <= k.keys()]
-    beat = min(possible, key=lambda k: evaluate(problem, k), default=None)
-    solution = solve_problem(problem, exact=False, beat=beat)
-    known.append(solution.chosen)
-    return max(0.0, solution.bound)
+def _least(problem: ChoiceProblem) -> float:
+    return max(0.0, solve_problem(problem, exact=False).bound) if problem.costs else 0.0
 
 
 def _weighed(problem: ChoiceProblem, counts: Callable[..., float]) -> ChoiceProblem:

@@ -88,20 +88,14 @@ class Prepared:
         """Bounds of what is too wide for that."""
         return MessagePassing(self.reduced.problem)
 
-    def bounds(self, exact: bool, beat: float = math.inf) -> Bounds:
-        """The optimum or bounds of it.
-
-        Args:
-            exact: the closest that can be had without the ILP.
-            beat: what some possible assignment costs; `chosen` is empty where none costs less.
-        """
+    def bounds(self, exact: bool) -> Bounds:
+        """The optimum or bounds of it; the closest that can be had without the ILP if `exact`."""
         if self.least is not None:
             return self.least
-        self.passing.know(beat)
         found = self._rough()
-        if exact and not _closed(found.lower, found.upper):
+        if exact and not _closed(found):
             found = self._of_open(found) or self.passing.run(*_CLOSE)
-            if not _closed(found.lower, found.upper):
+            if not _closed(found):
                 found = self._of_open(found) or found
         return found
 
@@ -109,13 +103,12 @@ class Prepared:
         """Bounds by a few sweeps, with the optimum among the states that look best then."""
         for sweeps in _SWEEPS:
             found = self.passing.run(sweeps, _ROUGH)
-            if _gap(found) <= _ROUGH:
-                break
-            likely = self._among(self.passing.likeliest(_LIKELY))
-            if likely is not None and likely.upper < found.upper:
-                self.passing.know(likely.upper, likely.chosen)
-                found = replace(found, upper=likely.upper, chosen=likely.chosen)
-            if _gap(found) <= _ROUGH:
+            if found.gap > _ROUGH:
+                likely = self._among(self.passing.likeliest(_LIKELY))
+                if likely is not None and likely.upper < found.upper:
+                    self.passing.know(likely.upper, likely.chosen)
+                    found = replace(found, upper=likely.upper, chosen=likely.chosen)
+            if found.gap <= _ROUGH:
                 break
         return found
 
@@ -193,7 +186,6 @@ def solve_problem(
     exact: bool = True,
     prepared: Prepared | None = None,
     known: Sequence[Assignment] = (),
-    beat: Assignment | None = None,
 ) -> Solution:
     """Minimise a problem: exact reductions, then bounds, then the ILP on what they leave open.
 
@@ -208,7 +200,6 @@ def solve_problem(
         prepared: what is known of the problem, if it has been reduced or solved before.
         known: possible assignments; where message passing finds none, its labels are joined with
             theirs, which is a far smaller ILP than that of all states.
-        beat: a good assignment; it is the solution where none is found that costs less.
 
     Raises:
         Infeasible: no assignment is possible.
@@ -218,13 +209,12 @@ def solve_problem(
     reduced, left = prepared.reduced, prepared.reduced.problem
     if any(not np.isfinite(cost).any() for cost in left.costs.values()):
         raise Infeasible("some node has no possible state")
-    least_known = math.inf if beat is None else evaluate(problem, beat)
-    bounds = prepared.bounds(exact, least_known - reduced.offset)
+    bounds = prepared.bounds(exact)
     status, lower, local = "optimal", bounds.lower, bounds.chosen
     variables = constraints = 0
-    if not _closed(bounds.lower, bounds.upper):
+    if not _closed(bounds):
         model = None
-        if exact or not (bounds.chosen or known or math.isfinite(least_known)):
+        if exact or not (bounds.chosen or known):
             model = _model_of_open(left, bounds)
         if model is None:
             status = "bounded"
@@ -234,16 +224,14 @@ def solve_problem(
             variables, constraints = model.prob.numVariables(), model.prob.numConstraints()
             local = {n: int(bounds.keep[n][state]) for n, state in model.states().items()}
     if local:
-        chosen: Assignment = reduced.expand(local)
-    elif beat is not None and math.isfinite(least_known):
-        chosen = beat
+        chosen = reduced.expand(local)
     else:
         chosen = _joined(problem, [*known, reduced.expand(bounds.latest)])
     objective = evaluate(problem, chosen)
     if not math.isfinite(objective):
         raise Infeasible("every assignment is impossible")
     return Solution(
-        chosen=dict(chosen),
+        chosen=chosen,
         objective=objective,
         bound=min(lower + reduced.offset, objective),
         status=status,
@@ -287,15 +275,8 @@ def solve_among(
     return {n: int(keep[n][state]) for n, state in states.items()}
 
 
-def _gap(bounds: Bounds) -> float:
-    """Relative; infinite where no assignment is known."""
-    if math.isinf(bounds.upper):
-        return math.inf
-    return (bounds.upper - bounds.lower) / max(abs(bounds.upper), 1e-12)
-
-
-def _closed(lower: float, upper: float) -> bool:
-    return math.isfinite(upper) and upper - lower <= 1e-6 * max(abs(upper), 1e-9)
+def _closed(bounds: Bounds) -> bool:
+    return bounds.gap <= _OPTIMAL
 
 
 def _size(bounds: Bounds) -> float:

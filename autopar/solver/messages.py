@@ -45,6 +45,13 @@ class Bounds:
     keep: dict[Hashable, Indices]
     latest: dict[Hashable, int] = field(default_factory=dict)
 
+    @property
+    def gap(self) -> float:
+        """(upper - lower) / upper; infinite where no assignment is known."""
+        if np.isinf(self.upper):
+            return np.inf
+        return (self.upper - self.lower) / max(abs(self.upper), 1e-9)
+
 
 _Edge = tuple[Hashable, Array]
 _Visit = tuple[Array, Array, list[Array], list[Array], float]
@@ -316,15 +323,9 @@ class MessagePassing:
         self._latest: dict[Hashable, int] = {}
         self._sweeps = self._stalled = 0
 
-    def know(self, upper: float, chosen: Mapping[Hashable, int] | None = None) -> None:
-        """Note what a possible assignment costs; of those found, only a better one is chosen.
-
-        Args:
-            upper: what it costs.
-            chosen: the assignment, if it is of the states of this problem.
-        """
-        if upper < self.upper:
-            self.upper, self._chosen = upper, dict(chosen or {})
+    def know(self, upper: float, chosen: dict[Hashable, int]) -> None:
+        """Note an assignment that costs less than those found."""
+        self.upper, self._chosen = upper, chosen
 
     def run(self, sweeps: int, tolerance: float) -> Bounds:
         """Go on until the bounds meet or stall.
@@ -339,8 +340,9 @@ class MessagePassing:
             self._sweeps += 1
             if self._sweeps == 1 or self._sweeps % _CHECK_EVERY == 0:
                 self._check()
-        lower = float(max(self.lower, min(self._messages.bound(), self.upper)))
-        keep = self._original(self._messages.open_states(self._messages.bound(), self.upper))
+        final = self._messages.bound()
+        lower = float(max(self.lower, min(final, self.upper)))
+        keep = self._original(self._messages.open_states(final, self.upper))
         return Bounds(lower, float(self.upper), self._chosen, keep, self._latest)
 
     def likeliest(self, count: int) -> dict[Hashable, Indices]:

@@ -248,13 +248,15 @@ def _exchanged(
     any_of, nothing = _any_schedule(shape, turn), [0.0] * shape.size
     lengths = np.diff([0, *starts, len(turn.step)]).tolist()
     tried, before = {tuple(lengths)}, math.inf
-    while seconds < before and len(tried) < _EXCHANGES:
+    while seconds < before:
         before = seconds
         for r in range(shape.size - 1):
             other = [*lengths[:r], lengths[r + 1], lengths[r], *lengths[r + 2 :]]
             ends = np.cumsum(other)[:-1].tolist()
             if tuple(other) in tried or any(work.joint[i] for i in ends):
                 continue
+            if len(tried) == _EXCHANGES:
+                break
             tried.add(tuple(other))
             takes = _on_the_clock(any_of, turn, ends, nothing)
             if takes < seconds:
