@@ -11,7 +11,8 @@ at a turn sets the pace of all. So, as long as the step gets shorter,
    planned for what the way counts: so many forwards, input and weight gradients, and what runs once
    in front of all or behind all. A way that is made shorter leaves others, so a stage goes half of
    the way from the weights that it was planned for, and if that helps, all of it; else a quarter,
-   or all where a turn may take less;
+   or all where a turn may take less. One with which the step would hardly be shorter even if it
+   took no more than the bounds of its blocks stays as it is;
 3. a stage keeps the layouts of what it exchanges with others. Where those that it receives cost
    much, it chooses them, and the stages before are planned to send them.
 
@@ -23,7 +24,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from autopar.core.flights import Waits
@@ -93,7 +94,7 @@ class CriticalStages:
     def _critical(self) -> list[tuple[int, Waits, bool]]:
         """Stages to plan anew, what the longest way counts, and whether it is longest in them.
 
-        That is what a second of their parts counts beside one of what runs once.
+        That is how often their parts are on it, beside once in each turn or step.
         """
         size, turns = self.pipeliner.shape.size, self.pipeliner.shape.microbatches
         last = max(range(size), key=self.time.ends_s.__getitem__)
@@ -107,30 +108,60 @@ class CriticalStages:
         for stage in dict.fromkeys([*ends, longest, way[0].stage]):
             prepare, finish = stage % size == first, stage % size == last
             whole = counts[stage, "B"]
-            parts = (counts[stage, "F"], counts[stage, "I"] + whole, counts[stage, "W"] + whole)
-            numbers = (turns * prepare, *parts, turns * finish)
-            least = max(numbers) / (2 * turns)  # none counts nothing
-            waits = Waits(*(max(n, least) / turns for n in numbers))
-            found.append((stage, waits, stage == longest))
+            shares = Waits(
+                prepare=float(prepare),
+                forward=counts[stage, "F"] / turns,
+                inputs=(counts[stage, "I"] + whole) / turns,
+                weights=(counts[stage, "W"] + whole) / turns,
+                finish=float(finish),
+            )
+            found.append((stage, shares, stage == longest))
         return found
 
+    def _on_way(self, plan: Plan, counts: Waits) -> float:
+        """Seconds of the longest way in a stage."""
+        phases, turns = plan.predicted.phases, self.pipeliner.shape.microbatches
+        once_s = counts.prepare * phases["prepare"] + counts.finish * phases["finish"]
+        parts = (phases["forward"], phases["input"], phases["weight"])
+        return once_s + turns * sum(n * s for n, s in zip(counts[1:4], parts, strict=True))
+
+    def _at_best(self, stage: int) -> float:
+        """Seconds of the step if each part of a stage took no more than its bound."""
+        plan, planner = self.plans[stage], self.pipeliner.planner
+        turn = planner.turn(self.pipeliner.shape)
+        run = slice(*planner.work.run_of(self.pipeliner.cuts, stage))
+        names = {"forward": "forward", "input": "inputs", "weight": "weights"}
+        least = {phase: float(turn.of_turn(name)[run].sum()) for phase, name in names.items()}
+        phases = {**plan.predicted.phases, **least, "prepare": 0.0, "finish": 0.0}
+        plans = list(self.plans)
+        plans[stage] = replace(plan, predicted=replace(plan.predicted, phases=phases))
+        return self._time(plans).step_s
+
     # --- exchanges -----------------------------------------------------------------------------
-    def _exchanged(self, stage: int, waits: Waits, paces: bool) -> bool:
+    def _exchanged(self, stage: int, counts: Waits, paces: bool) -> bool:
         """Plan a stage for other weights; False if that does not make the step shorter.
 
         Args:
             stage: to plan anew.
-            waits: what the longest way counts.
+            counts: of the longest way.
             paces: it has most actions on that way.
         """
-        if self._tried(self._towards(stage, waits, _HALF)):
-            self._tried(self._towards(stage, waits, 1.0))
+        if self._at_best(stage) >= self.time.step_s * (1 - _LEAST):
+            return False
+        aims = self._towards(stage, counts, _HALF)
+        plans = self._planned(aims)
+        if self._kept(aims, plans):
+            self._tried(self._towards(stage, counts, 1.0))
             return True
         if paces and stage and self._may_gain(stage):
-            aims = self._towards(stage, waits, 1.0)
+            aims = self._towards(stage, counts, 1.0)
             wanted = self._wanted(stage, aims[stage])
             return self._tried(aims) or (wanted is not None and self._tried(aims | wanted))
-        return self._tried(self._towards(stage, waits, _HALF**2))
+        # the less the weights change, the less the way does
+        now_s = self._on_way(self.plans[stage], counts)
+        if plans is None or now_s - self._on_way(plans[stage], counts) < _LEAST * self.time.step_s:
+            return False
+        return self._tried(self._towards(stage, counts, _HALF**2))
 
     def _may_gain(self, stage: int) -> bool:
         """True if a turn of a stage may take less, up to what the stage before waits for."""
@@ -142,11 +173,20 @@ class CriticalStages:
 
     def _tried(self, aims: Aims) -> bool:
         """Plan the stages for other aims, and keep that if the step gets shorter."""
+        return self._kept(aims, self._planned(aims))
+
+    def _planned(self, aims: Aims) -> list[Plan] | None:
+        """Plans of the stages for other aims; None if these are the same, or cannot be met."""
         if aims == self.aims:
-            return False
+            return None
         try:
-            plans = self.pipeliner.solve_free(aims)
+            return self.pipeliner.solve_free(aims)
         except _REFUSED:
+            return None
+
+    def _kept(self, aims: Aims, plans: list[Plan] | None) -> bool:
+        """Keep the plans of other aims if the step gets shorter."""
+        if plans is None:
             return False
         orders = self.pipeliner.orders
         if self.pipeliner.automatic:
@@ -159,8 +199,10 @@ class CriticalStages:
         self.pipeliner.orders = orders
         return False
 
-    def _towards(self, stage: int, waits: Waits, share: float) -> dict[int, Aim]:
-        """Aims with other weights of one stage, some of the way to those of the longest way."""
+    def _towards(self, stage: int, counts: Waits, share: float) -> dict[int, Aim]:
+        """Aims with other weights of one stage, some of the way to what the longest way counts."""
+        least = max(counts) / (2 * self.pipeliner.shape.microbatches)  # none counts nothing
+        waits = [max(n, least) for n in counts]
         between = [
             round((1 - share) * math.log2(a) + share * math.log2(b))  # equal stages share
             for a, b in zip(self.plans[stage].solver.waits, waits, strict=True)

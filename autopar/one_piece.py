@@ -61,12 +61,13 @@ class OnePiece:
         exposed: float = EXPOSED,
         below_s: float = math.inf,
         doubts: Callable[[Plan], bool] | None = None,
+        proved_within: int = UNLIMITED,
     ) -> Plan:
         """The plan that counts least, on the mesh as given or with axes joined.
 
         Args:
             limit: bytes per device.
-            exposed, below_s, doubts: see `solver.solve_step`.
+            exposed, below_s, doubts, proved_within: see `solver.solve_step`.
 
         Raises:
             ConstraintError: the constraints cannot hold.
@@ -90,7 +91,7 @@ class OnePiece:
                 bound = min(bound, free_s)
                 continue
             try:
-                found = self._solved(cluster, limit, exposed, to_beat_s, doubts)
+                found = self._solved(cluster, limit, exposed, to_beat_s, doubts, proved_within)
             except NotBelow as error:
                 known_s = error.bound
             except InfeasiblePlanError as error:
@@ -191,6 +192,7 @@ class OnePiece:
         exposed: float,
         below_s: float,
         doubts: Callable[[Plan], bool] | None,
+        proved_within: int,
     ) -> Plan:
         def finished(found: Plan) -> Plan:
             return replace(found, constraints=self.constraints.to_dict(), fusion=self.kernels)
@@ -206,6 +208,7 @@ class OnePiece:
             below_s=below_s,
             known=None if limit >= UNLIMITED else self.searches,
             doubts=doubts and (lambda found: doubts(finished(found))),
+            proved_within=proved_within,
         )
         return finished(found)
 

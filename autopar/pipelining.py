@@ -100,7 +100,7 @@ class _Search:
         """The best plan in one piece, unless microbatches or a pipeline are faster."""
         if not self.known.holds_parameters(self.limit) or not self._may_pipeline():
             return self._plain()
-        free = self.known.free
+        free = self.known.free(self.limit)
         small = fits(free, self.cluster, self.limit)
         plain = replace(free, memory_limit_bytes=self.limit) if small else None
         shapes = Shapes(self.planner, PipelinePin(), short=not small)
@@ -118,8 +118,8 @@ class _Search:
         """A pipeline, or the plan in one piece that fits the limit."""
         if found is not None:
             # a limit makes no step faster: what is slower without one is not searched with it
-            if _seconds(found) < _limit(self.known.free_program):
-                return self._reported(found, shapes, self.known.free.solver.bound)
+            if _seconds(found) < _limit(self.known.free_program(self.limit)):
+                return self._reported(found, shapes, self.known.free(self.limit).solver.bound)
         try:
             plain = self._plain()
         except InfeasiblePlanError as error:
@@ -185,7 +185,9 @@ class _Search:
             if _seconds(found) < _seconds(best):
                 here, best = shape, found
         if best is None and self.large:
-            known_s = limit_s if math.isfinite(limit_s) else _limit(self.known.free_program)
+            known_s = (
+                limit_s if math.isfinite(limit_s) else _limit(self.known.free_program(self.limit))
+            )
             best = self._limited(shapes, known_s)
         elif best is not None and here is not None:
             best = self._suited(self._with_schedule(here, best, limit_s, shapes))

@@ -324,7 +324,7 @@ class StagePlanner:
             ports=taken,
             offers=self.offers,
             known=known,
-            exact=False,  # a pipeline is proved by bounds of its blocks
+            proved_within=0,  # a pipeline is proved by bounds of its blocks
         )
         if limit is None and found.plan.checkpoint == "none":
             self._free[key] = found

@@ -7,7 +7,6 @@ cuts, bounds and stages without a limit depend on no limit. They are made once.
 from __future__ import annotations
 
 import math
-from functools import cached_property
 
 from autopar.codegen.fusion import Fusion
 from autopar.codegen.shares import fused_shares
@@ -55,6 +54,8 @@ class StepLimits:
         self.kernels = tuple(sorted(self.fusion.kernels))
         self.offers = Offers(cluster, fused_shares(traced, self.fusion))
         self._planner: StagePlanner | None = None
+        self._free: tuple[int, Plan] | None = None  # bytes within which it is proved
+        self._program: Plan | None = None
         self._several = several
         searches: KnownVariants | None = {} if several else None
         self.whole = OnePiece(
@@ -73,15 +74,18 @@ class StepLimits:
             self._planner.searches = {} if self._several else None
         return self._planner.under(limit)
 
-    @cached_property
-    def free(self) -> Plan:
-        """The plan in one piece without a limit, not simulated."""
-        return self.whole.plan(UNLIMITED)
+    def free(self, limit: int) -> Plan:
+        """The plan in one piece without a limit, not simulated; well proved if it keeps to one."""
+        proved = UNLIMITED if self._several else limit
+        if self._free is None or self._free[0] < proved:
+            self._free = proved, self.whole.plan(UNLIMITED, proved_within=proved)
+        return self._free[1]
 
-    @cached_property
-    def free_program(self) -> Plan:
+    def free_program(self, limit: int) -> Plan:
         """The best plan in one piece without a limit, as its program is simulated."""
-        return self.whole.best(UNLIMITED, self.free)
+        if self._program is None:
+            self._program = self.whole.best(UNLIMITED, self.free(limit))
+        return self._program
 
     def holds_parameters(self, limit: int) -> bool:
         """False where all devices together cannot hold the parameters, however they are split."""

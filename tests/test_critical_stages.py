@@ -131,6 +131,36 @@ def test_stages_that_others_wait_for_are_planned_anew(
     assert planner.suited(found).predicted.step_time_s <= found.predicted.step_time_s
 
 
+def test_a_stage_that_cannot_make_the_step_shorter_is_not_planned_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where stages are left as they are by their bounds, no plan of them makes the step shorter."""
+    model, inputs = stack()
+    planner = planner_of(trace(model, inputs, fold=True), near_ranks(4, 1e9))
+    plan = planner.plan(PipelineShape(size=4, microbatches=16, schedule="zero-bubble"), free=True)
+    tried: list[tuple[float, float]] = []
+    at_best, kept = CriticalStages._at_best, CriticalStages._kept
+
+    def noted(self: CriticalStages, stage: int) -> float:
+        tried.append((at_best(self, stage), self.time.step_s))
+        return 0.0  # as if all could be
+
+    monkeypatch.setattr(CriticalStages, "_at_best", noted)
+
+    def checked(self: CriticalStages, aims: Any, plans: list[Plan] | None) -> bool:
+        if plans is not None:
+            least_s, now_s = tried[-1]
+            assert self._time(plans).step_s >= min(least_s, now_s) * (1 - 1e-9)
+        return kept(self, aims, plans)
+
+    monkeypatch.setattr(CriticalStages, "_kept", checked)
+    every = planner.suited(plan)
+    assert tried and min(least_s / now_s for least_s, now_s in tried) < 1
+    assert any(least_s >= now_s * (1 - 1e-3) for least_s, now_s in tried)
+    monkeypatch.undo()
+    assert planner.suited(plan).predicted.step_time_s == every.predicted.step_time_s
+
+
 def test_what_does_not_fit_is_not_taken() -> None:
     """GPT-2's faster stages need more memory."""
     model, inputs = tied()

@@ -90,6 +90,23 @@ def test_bounds_that_are_resumed_equal_those_in_one_go(problem: ChoiceProblem, f
     assert found.chosen == whole.chosen
 
 
+@given(problems(), st.integers(1, 12), st.integers(1, 6))
+@settings(max_examples=150, deadline=None)
+def test_nothing_with_other_states_than_the_likeliest_costs_less(
+    problem: ChoiceProblem, count: int, sweeps: int
+) -> None:
+    passing = MessagePassing(problem)
+    passing.run(sweeps, 0.0)
+    keep, rest = passing.likeliest(count)
+    assert all(len(states) for states in keep.values())
+    for states in itertools.product(*(range(len(c)) for c in problem.costs.values())):
+        chosen = dict(zip(problem.costs, states, strict=True))
+        if any(state not in keep[node] for node, state in chosen.items()):
+            # what bounds have ruled out may cost less than the rest, but not than the best known
+            cost = evaluate(problem, chosen)
+            assert cost + 1e-7 >= min(rest, passing.upper)
+
+
 @given(problems())
 @settings(max_examples=150, deadline=None)
 def test_bounds_hold_and_keep_what_is_better(problem: ChoiceProblem) -> None:

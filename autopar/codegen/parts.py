@@ -9,8 +9,9 @@ backward, and waited for at the end.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import fx
@@ -59,6 +60,7 @@ class Parts(Mapping[str, Part]):
     def __init__(self, cutter: Cutter, graph: fx.Graph, passes: Collection[str]) -> None:
         self._cutter, self._graph, self._passes = cutter, graph, passes
         self._found: dict[str, Part] = {}
+        self._ends: Mapping[str, Callable[[], Part]] = {}
         reduces = any(is_start(n) and phase_of(n) == "finish" for n in graph.nodes)
         self._last = LAST if reduces and "early" in passes else ()
         self._names = (*ORDER, "input", "weight", *self._last)
@@ -67,7 +69,9 @@ class Parts(Mapping[str, Part]):
         if name not in self._names:
             raise KeyError(name)
         if name not in self._found and name in LAST:
-            self._found |= self._cutter.last(self._graph, "in_place" in self._passes)
+            if not self._ends:
+                self._ends = self._cutter.last(self._graph, "in_place" in self._passes)
+            self._found[name] = self._ends[name]()
         elif name not in self._found:
             self._found[name] = self._cutter.part(self._graph, name)
         return self._found[name]
@@ -101,8 +105,8 @@ class Cutter:
         inside = self._bodies(graph)[name]
         return _part(inside, {*self.outputs, *summed}, set() if name == "finish" else summed)
 
-    def last(self, graph: fx.Graph, in_place: bool) -> dict[str, Part]:
-        """The last part, whole and in two: the stage before does not wait for the reductions.
+    def last(self, graph: fx.Graph, in_place: bool) -> dict[str, Callable[[], Part]]:
+        """Cut the last part, whole and in two: the stage before does not wait for the reductions.
 
         What begins earlier must fit: the peak stays that of the two parts one after the other.
 
@@ -130,12 +134,13 @@ class Cutter:
             reduce_in_place(graph, part_of)
         nodes = [n for n in graph.nodes if n in own]
         end = max(nodes.index(n) for n in base) + 1
-        found: dict[str, Part] = {}
-        for name, inside in zip(LAST, (nodes, nodes[:end], nodes[end:]), strict=True):
+
+        def cut(inside: list[fx.Node]) -> Part:
             part = _part(inside, set(self.outputs), set())
-            reads = tuple(read.get(n, n) for n in part.reads)
-            found[name] = Part(part.module, reads, part.writes)
-        return found
+            return replace(part, reads=tuple(read.get(n, n) for n in part.reads))
+
+        pieces = (nodes, nodes[:end], nodes[end:])
+        return {name: partial(cut, inside) for name, inside in zip(LAST, pieces, strict=True)}
 
     def _bodies(self, graph: fx.Graph) -> dict[str, list[fx.Node]]:
         """Nodes of each phase, and of the backward in two."""

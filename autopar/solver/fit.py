@@ -137,13 +137,12 @@ class MemorySearch:
     def _prepared(self) -> Prepared:
         return Prepared(reduce_problem(self.problem))
 
-    def fastest(self, exact: bool = True) -> Fit:
-        """The plan without any limit."""
+    def fastest(self, proved_within: int = UNLIMITED) -> Fit:
+        """The plan without any limit, proved as closely as can be if it takes so many bytes."""
+        if self.free is None and proved_within < UNLIMITED and self.rough().peak > proved_within:
+            self.free = self.rough()
         if self.free is None:
-            found = self.approximate()
-            if exact:
-                found = solve_problem(self.problem, prepared=self._prepared)
-            self.free = self._keep(found)
+            self.free = self._keep(solve_problem(self.problem, prepared=self._prepared))
         return self.free
 
     def approximate(self) -> Solution:
@@ -253,13 +252,14 @@ class MemorySearch:
         return self.bound >= min(self.target, _ABSURD * self.approximate().objective)
 
     # --- under the limit -----------------------------------------------------------------------
-    def start(self, beat: float, price: float = 0.0, exact: bool = True) -> Fit | None:
+    def start(self, beat: float, price: float = 0.0, proved_within: int = UNLIMITED) -> Fit | None:
         """A fast plan within the limit that costs less than `beat` seconds; None if none is found.
 
         Args:
             beat: seconds of the best plan of another problem.
             price: seconds per byte that gave a good bound there.
-            exact: prove a plan that no limit binds (`solve_problem`).
+            proved_within: bytes up to which a plan that no limit binds is proved as closely as can
+                be.
         """
         self.beat = beat
         self.approximate()
@@ -267,8 +267,10 @@ class MemorySearch:
             self.rest()
             return None
         free = None if self.limit >= UNLIMITED else self.rough()
-        if free is None or (free.peak <= self.limit and self.fastest(exact).peak <= self.limit):
-            self.best = self.fastest(exact)
+        if free is None or (
+            free.peak <= self.limit and self.fastest(proved_within).peak <= self.limit
+        ):
+            self.best = self.fastest(proved_within)
             self.bound = max(self.bound, self.best.solution.bound)
             return self.best
         self._seed_known()

@@ -104,10 +104,14 @@ class Prepared:
         for sweeps in _SWEEPS:
             found = self.passing.run(sweeps, _ROUGH)
             if found.gap > _ROUGH:
-                likely = self._among(self.passing.likeliest(_LIKELY))
+                keep, rest = self.passing.likeliest(_LIKELY)
+                likely = self._among(keep)
                 if likely is not None and likely.upper < found.upper:
                     self.passing.know(likely.upper, likely.chosen)
                     found = replace(found, upper=likely.upper, chosen=likely.chosen)
+                if likely is not None:
+                    least = min(likely.lower, rest)
+                    found = replace(found, lower=max(found.lower, min(least, found.upper)))
             if found.gap <= _ROUGH:
                 break
         return found

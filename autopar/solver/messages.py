@@ -233,12 +233,13 @@ class _Messages:
         most = upper + 1e-9 * max(abs(upper), 1e-12) - lower
         return {node: np.flatnonzero(over <= most) for node, over in self.over().items()}
 
-    def likeliest(self, count: int) -> dict[Hashable, Indices]:
-        """About so many states, of least possible totals, and one of each node at least."""
+    def likeliest(self, count: int) -> tuple[dict[Hashable, Indices], float]:
+        """About so many states, of least possible totals, and what others cost at least."""
         over = self.over()
         every = np.concatenate([np.zeros(1), *over.values()])
-        most = np.partition(every, count)[count] if count < len(every) else np.inf
-        return {node: np.flatnonzero(o <= most) for node, o in over.items()}
+        most = float(np.partition(every, count)[count]) if count < len(every) else np.inf
+        keep = {node: np.flatnonzero(o <= max(most, o.min())) for node, o in over.items()}
+        return keep, self.bound() + most
 
 
 class _Descent:
@@ -345,9 +346,13 @@ class MessagePassing:
         keep = self._original(self._messages.open_states(final, self.upper))
         return Bounds(lower, float(self.upper), self._chosen, keep, self._latest)
 
-    def likeliest(self, count: int) -> dict[Hashable, Indices]:
-        """Per node, the states that look best: about so many of all, and one at least."""
-        return self._original(self._messages.likeliest(count))
+    def likeliest(self, count: int) -> tuple[dict[Hashable, Indices], float]:
+        """Per node, the states that look best: about so many of all, and one at least.
+
+        And the cost that no assignment with any other state is below.
+        """
+        states, rest = self._messages.likeliest(count)
+        return self._original(states), rest
 
     def _original(self, states: Mapping[Hashable, Indices]) -> dict[Hashable, Indices]:
         """The original numbers of some states of each node that is not settled, and of the rest."""

@@ -25,7 +25,7 @@ from autopar.errors import ConstraintError
 from autopar.solver import rules as _rules  # noqa: F401  (registers the rules)
 from autopar.solver.breakdown import timeline
 from autopar.solver.exclude import Excluded, exclude
-from autopar.solver.fit import Fit
+from autopar.solver.fit import UNLIMITED, Fit
 from autopar.solver.input_layouts import input_layouts
 from autopar.solver.known import KnownVariants, Variants, may_leave, variants_of
 from autopar.solver.mixture import Make, free_blocks, mixtures, uniform_checkpoints
@@ -68,6 +68,7 @@ def solve(
     below_s: float = math.inf,
     known: KnownVariants | None = None,
     doubts: Callable[[Plan], bool] | None = None,
+    proved_within: int = UNLIMITED,
 ) -> Plan:
     """Choose placements for every tensor of a traced step; see `solve_step`."""
     return solve_step(
@@ -83,6 +84,7 @@ def solve(
         below_s=below_s,
         known=known,
         doubts=doubts,
+        proved_within=proved_within,
     ).plan
 
 
@@ -146,7 +148,7 @@ def solve_step(
     below_s: float = math.inf,
     known: KnownVariants | None = None,
     doubts: Callable[[Plan], bool] | None = None,
-    exact: bool = True,
+    proved_within: int = UNLIMITED,
 ) -> Solved:
     """Choose placements for every tensor of a traced step.
 
@@ -165,7 +167,8 @@ def solve_step(
         known: searches of this step under other limits, to go on with; those of this one are added.
         doubts: asked of the first plan of use where more sums would be searched under the limit
             (`overlap`); if it says True, they are not.
-        exact: prove a plan that no limit binds (`solve_problem`).
+        proved_within: bytes per device up to which a plan that no limit binds is proved as closely
+            as can be; else mostly within a part in a thousand.
 
     Raises:
         ConstraintError: the constraints cannot hold, or nothing is left without `without`.
@@ -191,7 +194,7 @@ def solve_step(
     def search(weights: Weights, enough_s: float = 0.0) -> Found:
         make = partial(maker.make, weights)
         variants = variants_of(traced, planned, wanted, optimizer)
-        tried = _searched(variants, make, without, below_s, enough_s, exact)
+        tried = _searched(variants, make, without, below_s, enough_s, proved_within)
         if without is None and len(tried) > 1 and _fastest(tried) > enough_s:
             away = may_leave(planned, wanted)
             kinds = uniform_checkpoints(traced, wanted.checkpoint, away)
@@ -226,7 +229,7 @@ def _searched(
     without: Excluded | None,
     below_s: float,
     enough_s: float,
-    exact: bool,
+    proved_within: int,
 ) -> list[Variant]:
     """Searched variants of a step, not to the end where a plan is below `enough_s`.
 
@@ -247,7 +250,7 @@ def _searched(
         tried.append(found)
         price = max((f.search.memory.price for f in tried), default=0.0)
         beat_s = min(below_s, _fastest(tried))
-        fit = found.search.start(beat_s, price, exact)
+        fit = found.search.start(beat_s, price, proved_within)
         # what saves memory costs time: an unlimited plan is the fastest of its kind and the later
         free_s = found.search.memory.approximate().bound
         if len(tried) == 1 and free_s >= below_s:

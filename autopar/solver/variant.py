@@ -135,7 +135,7 @@ class Search:
         given = (self.step, self.offers, self.built, self.optimizer)
         return partial(_fitted, *given, host_scale=scale)
 
-    def start(self, beat: float, price: float, exact: bool = True) -> Fit | None:
+    def start(self, beat: float, price: float, proved_within: int = UNLIMITED) -> Fit | None:
         """A fast plan found within the limit, if it beats some seconds."""
         try:
             self.memory.approximate()
@@ -144,7 +144,7 @@ class Search:
                 f"{self.pins.describe()} cannot hold for the model as a whole: no combination of "
                 "placements connects its ops"
             ) from error
-        return self.memory.start(beat, price, exact)
+        return self.memory.start(beat, price, proved_within)
 
     def does_not_fit(self) -> InfeasiblePlanError:
         """The error, with the least memory that some plan was found to need."""

@@ -56,6 +56,7 @@ class Lifetimes:
         self._bytes: dict[int, int] = {}
         self._first: dict[int, int] = {}
         self._last: dict[int, int] = {}
+        self._shown: dict[fx.Node, list[int]] = {}
         for index, node in enumerate(self.nodes):
             self._see(index, node)
         change = np.zeros(len(self.nodes) + 1, dtype=np.int64)
@@ -94,6 +95,12 @@ class Lifetimes:
         for source in _read(node):
             for storage in self._storages(source):
                 self._last[storage] = index
+        self._make(index, node)
+        roots = (self._root.get(storage) for storage in self._own(node))
+        self._shown[node] = [storage for storage in roots if storage is not None]
+
+    def _make(self, index: int, node: fx.Node) -> None:
+        """Note the storages that a node makes, and whose storage its value is."""
         if is_away(node.target):
             self._given.update(self._own(node))
         elif node.op == "placeholder":
@@ -126,8 +133,7 @@ class Lifetimes:
 
     def _storages(self, node: fx.Node) -> list[int]:
         """Storages that a node's value shows; none of a placeholder's."""
-        roots = (self._root.get(storage) for storage in self._own(node))
-        return [storage for storage in roots if storage is not None]
+        return self._shown[node]
 
     def held(self, start: fx.Node) -> list[int]:
         """Storages that a collective holds until the wait for it."""
