@@ -27,7 +27,8 @@ from autopar.solver.fit import UNLIMITED
 from autopar.solver.meshes import meshes
 from autopar.solver.offers import Offers
 from autopar.solver.overlap import EXPOSED
-from autopar.solver.solve import KnownVariants, NotBelow, solve
+from autopar.solver.solve import KnownVariants, Solved, solve_step
+from autopar.solver.sums import NotBelow
 
 __all__ = ["OnePiece"]
 
@@ -53,6 +54,7 @@ class OnePiece:
     kernels: tuple[str, ...]
     searches: KnownVariants | None = None
     free_s: dict[tuple[int, ...], float] = field(default_factory=dict)
+    free_t: dict[tuple[int, ...], float] = field(default_factory=dict)
     programs: list[tuple[Plan, Plan]] = field(default_factory=list)
 
     def plan(
@@ -93,17 +95,17 @@ class OnePiece:
             try:
                 found = self._solved(cluster, limit, exposed, to_beat_s, doubts, proved_within)
             except NotBelow as error:
-                known_s = error.bound
+                known_s, t = error.bound, error.t
             except InfeasiblePlanError as error:
                 refused.append(error)
                 continue
             else:
-                known_s = found.solver.bound
-                best = found if found.solver.objective < to_beat_s else best
+                known_s, t = found.plan.solver.bound, found.t
+                best = found.plan if found.plan.solver.objective < to_beat_s else best
             bound = min(bound, known_s)
             if limit >= UNLIMITED and exposed <= EXPOSED:
                 # less memory, more pins and more that is exposed make no step faster
-                self.free_s[cluster.mesh_shape] = known_s
+                self.free_s[cluster.mesh_shape], self.free_t[cluster.mesh_shape] = known_s, t
         if best is None and math.isfinite(bound):
             raise NotBelow(bound)
         if best is None:
@@ -135,7 +137,7 @@ class OnePiece:
             if now_s <= (1 + _SLOWER) * first.solver.bound:
                 break
             # searches of other constraints are of other problems
-            pinned = replace(self, constraints=constraints, searches=None, free_s={})
+            pinned = replace(self, constraints=constraints, searches=None, free_s={}, free_t={})
             pinned = known if constraints is self.constraints else pinned
             # no more than half of what runs on two streams is hidden
             below_s = now_s if exposed < _ALL else 2 * now_s
@@ -193,11 +195,11 @@ class OnePiece:
         below_s: float,
         doubts: Callable[[Plan], bool] | None,
         proved_within: int,
-    ) -> Plan:
+    ) -> Solved:
         def finished(found: Plan) -> Plan:
             return replace(found, constraints=self.constraints.to_dict(), fusion=self.kernels)
 
-        found = solve(
+        solved = solve_step(
             self.traced,
             cluster,
             constraints=replace(self.constraints, pipeline=None),
@@ -209,8 +211,10 @@ class OnePiece:
             known=None if limit >= UNLIMITED else self.searches,
             doubts=doubts and (lambda found: doubts(finished(found))),
             proved_within=proved_within,
+            # a limit does not move the greatest sum far
+            first=self.free_t.get(cluster.mesh_shape, 0.0) if exposed <= EXPOSED else 0.0,
         )
-        return finished(found)
+        return replace(solved, plan=finished(solved.plan))
 
 
 def _proved(plan: Plan, bound: float) -> Plan:

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -31,10 +31,10 @@ from autopar.solver.build import build_problem
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.meshes import meshes
 from autopar.solver.offers import Offers
-from autopar.solver.overlap import EXPOSED, Found, Weights, least
+from autopar.solver.overlap import EXPOSED, Found, Weights, counted_seconds, least
 from autopar.solver.pins import Pins
 from autopar.solver.problem import ChoiceProblem
-from autopar.solver.solve import solve
+from autopar.solver.solve import Solved, solve, solve_step
 from autopar.solver.step import build_step
 from autopar.tracer.trace import trace
 
@@ -119,7 +119,7 @@ def test_sums_end_with_the_first_where_its_plan_is_doubtful(limited: bool, stops
 
     seen: list[Weights] = []
     enough: list[float] = []
-    _, bound = least(search, EXPOSED, stop)
+    bound = least(search, EXPOSED, stop).bound
     assert bound == 0.7
     assert enough == [0.0, *[0.7] * (len(seen) - 1)]  # below the best bound, none is raised
     assert len(asked) == limited  # of an unlimited step, sums are soon searched
@@ -138,9 +138,45 @@ def test_sums_end_where_a_search_finds_none_less_than_known_plans() -> None:
         variant: Any = SimpleNamespace(search=SimpleNamespace(memory=memory))
         return Found(variant, 0.5)
 
-    found, _ = least(search, EXPOSED)
+    found = least(search, EXPOSED)
     assert len(asked) == 3
     assert found.variant.search.memory.best.price in plans[:2]
+
+
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("first", [0.0, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_greatest_bound_is_found_from_anywhere(seed: int, first: float, limited: bool) -> None:
+    """With each sum solved exactly, from any t that the search begins with."""
+    rng = np.random.default_rng(seed)
+    ops_s, beside_s, others_s = rng.uniform(0.1, 4.0, (3, 12))
+    plans = [_Line(c, h, c + h + o) for c, h, o in zip(ops_s, beside_s, others_s, strict=True)]
+    seen: list[float] = []
+
+    def value(plan: _Line, weights: Weights) -> float:
+        others = plan.total_s - plan.compute_s - plan.hideable_s
+        return others + weights.compute * plan.compute_s + weights.hideable * plan.hideable_s
+
+    def search(weights: Weights, enough_s: float) -> Found:
+        seen.append(weights.t)
+        found = min(plans, key=lambda p: value(p, weights))
+        best = SimpleNamespace(price=found)
+        memory = SimpleNamespace(best=best, free=None if limited else best)
+        variant: Any = SimpleNamespace(search=SimpleNamespace(memory=memory))
+        return Found(variant, value(found, weights))
+
+    found = least(search, EXPOSED, first=first)
+    best = found.variant.search.memory.best
+    assert best is not None
+    counted = [counted_seconds(cast(Any, plan), EXPOSED) for plan in plans]
+    shown = counted_seconds(best.price, EXPOSED)
+    assert seen[0] == pytest.approx(first) and found.t in [pytest.approx(t) for t in seen]
+    assert found.bound <= min(counted) * (1 + 1e-9)
+    assert shown >= min(counted)
+    if not limited:  # the greatest of all sums, or near enough to the plan
+        grid = [Weights(1 - t, EXPOSED + t * (1 - EXPOSED)) for t in np.linspace(0, 0.99, 397)]
+        greatest = max(min(value(p, w) for p in plans) for w in grid)
+        assert found.bound >= min(greatest * 0.999, shown * 0.99)
 
 
 def test_a_limit_is_looked_at_first_where_the_free_step_is_fastest(
@@ -155,11 +191,11 @@ def test_a_limit_is_looked_at_first_where_the_free_step_is_fastest(
     whole = OnePiece(traced, cluster, Constraints(), "adamw", Offers(cluster), ())
     seen: list[tuple[int, ...]] = []
 
-    def recorded(traced: TracedModel, cluster: Cluster, **given: Any) -> Plan:
+    def recorded(traced: TracedModel, cluster: Cluster, **given: Any) -> Solved:
         seen.append(cluster.mesh_shape)
-        return solve(traced, cluster, **given)
+        return solve_step(traced, cluster, **given)
 
-    monkeypatch.setattr("autopar.one_piece.solve", recorded)
+    monkeypatch.setattr("autopar.one_piece.solve_step", recorded)
     free = whole.plan(UNLIMITED)
     assert seen == [(32,), (4, 8)]
     assert set(whole.free_s) == set(seen)
@@ -187,11 +223,11 @@ def test_all_is_counted_where_the_rule_is_in_doubt(
     limit = round(0.7 * whole.plan(UNLIMITED).predicted.peak_memory_bytes)
     seen: set[float] = set()
 
-    def recorded(traced: TracedModel, cluster: Cluster, **given: Any) -> Plan:
+    def recorded(traced: TracedModel, cluster: Cluster, **given: Any) -> Solved:
         seen.add(round(given["exposed"], 6))
-        return solve(traced, cluster, **given)
+        return solve_step(traced, cluster, **given)
 
-    monkeypatch.setattr("autopar.one_piece.solve", recorded)
+    monkeypatch.setattr("autopar.one_piece.solve_step", recorded)
     monkeypatch.setattr(OnePiece, "_hidden", lambda self, plan: hidden)
     plan = whole.best(limit)
     assert plan.predicted.peak_memory_bytes <= limit

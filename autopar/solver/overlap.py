@@ -23,16 +23,19 @@ if TYPE_CHECKING:
     from autopar.solver.price import Price
     from autopar.solver.variant import Variant
 
-__all__ = ["ALL", "EXPOSED", "Found", "Weights", "counted_seconds", "least"]
+__all__ = ["ALL", "EXPOSED", "Found", "Least", "Weights", "counted_seconds", "least"]
 
 EXPOSED = 0.1
 """Of the seconds that may hide, what does not: about what simulated programs show on one axis."""
 
 _NEAR = 1e-2  # gap at which no other sum is looked at
 _MOST = 8  # sums
-_LIMITED = 3  # where each takes a search under the memory limit
+_LIMITED = 4  # where each takes a search under the memory limit
 _SAME = 1e-4  # of t, and of the value of a sum
 _LAST = 0.99  # of t, beyond which compute would be for nothing
+_NEXT = 0.25  # of t, under a limit, where nothing tells where the greatest bound is
+
+_Line = tuple[float, float]  # value at 0, and slope
 
 
 class Weights(NamedTuple):
@@ -40,6 +43,11 @@ class Weights(NamedTuple):
 
     compute: float = 1.0
     hideable: float = 1.0
+
+    @property
+    def t(self) -> float:
+        """Of the sum."""
+        return 1.0 - self.compute
 
 
 ALL = Weights()
@@ -53,11 +61,20 @@ class Found(NamedTuple):
     bound: float
 
 
+class Least(NamedTuple):
+    """The plan of the least seconds, seconds that none is below, and t of the sum that says so."""
+
+    variant: Variant
+    bound: float
+    t: float
+
+
 def least(
     search: Callable[[Weights, float], Found],
     exposed: float,
     stop: Callable[[Found], bool] = lambda found: False,
-) -> tuple[Found, float]:
+    first: float = 0.0,
+) -> Least:
     """The plan of the least seconds, and a bound of them.
 
     Args:
@@ -66,35 +83,56 @@ def least(
         exposed: share of the seconds that may hide, which does not.
         stop: asked of the first plan before more sums are searched under a memory limit; True if
             they are not worth it.
+        first: t of the sum to begin with: where the greatest bound is looked for.
     """
-    best = search(_at(0.0, exposed), 0.0)
-    bound, low, high = best.bound, _line(best, exposed), None
+    best = search(_at(first, exposed), 0.0)
+    bound, greatest, last = best.bound, first, first
+    low, high = _sides(_line(best, exposed), first, None, None)
     memory = best.variant.search.memory
     limited = memory.best is not memory.free
-    last = 0.0
     for turn in range((_LIMITED if limited else _MOST) - 1):
         now_s = _seconds(best, exposed)
-        if low[1] <= 0 or bound >= now_s * (1 - _NEAR):
+        if (low is not None and low[1] <= 0) or bound >= now_s * (1 - _NEAR):
             break
         if limited and turn == 0 and stop(best):
             break
-        t = _LAST if high is None else _crossing(low, high)
+        t = _next(low, high, last, limited)
         if abs(t - last) < _SAME:
             break
         last = t
         found = search(_at(t, exposed), bound)
-        bound = max(bound, found.bound)
+        if found.bound > bound:
+            bound, greatest = found.bound, t
         line = _line(found, exposed)
-        nothing_less = _value(line, t) >= _value(low, t) * (1 - _SAME)
-        if line[1] > 0:
-            low = line
-        else:
-            high = line
+        # of the sum that is the greatest, the plans known may be the best
+        is_greatest = high is not None or t == _LAST
+        ends = low is not None and _value(line, t) >= _value(low, t) * (1 - _SAME)
+        low, high = _sides(line, t, low, high)
         if _seconds(found, exposed) < now_s:
             best = found
-        if nothing_less:
-            break  # the plans known are the best of this sum, which is the greatest
-    return best, bound
+        if is_greatest and ends:
+            break
+    return Least(best.variant, bound, greatest)
+
+
+def _sides(
+    line: _Line, t: float, low: _Line | None, high: _Line | None
+) -> tuple[_Line | None, _Line | None]:
+    """The lines that the greatest bound is between, where another one is known."""
+    return (line, high) if t == 0 or line[1] > 0 else (low, line)
+
+
+def _next(low: _Line | None, high: _Line | None, last: float, limited: bool) -> float:
+    """t of the sum to look at: where the lines on both sides of the greatest bound cross.
+
+    Where only the lower one is known, it is looked for upwards from the last t; a limit moves the
+    greatest bound little, and each sum takes a search.
+    """
+    if low is None:
+        return 0.0
+    if high is None:
+        return min(_LAST, 2 * last or _NEXT) if limited else _LAST
+    return _crossing(low, high)
 
 
 def counted_seconds(price: Price, exposed: float) -> float:
@@ -118,17 +156,17 @@ def _seconds(found: Found, exposed: float) -> float:
     return counted_seconds(_price(found), exposed)
 
 
-def _line(found: Found, exposed: float) -> tuple[float, float]:
+def _line(found: Found, exposed: float) -> _Line:
     """Value at 0 and slope of a plan's sum."""
     price = _price(found)
     at_0 = price.total_s - (1.0 - exposed) * price.hideable_s
     return at_0, (1.0 - exposed) * price.hideable_s - price.compute_s
 
 
-def _value(line: tuple[float, float], t: float) -> float:
+def _value(line: _Line, t: float) -> float:
     return line[0] + line[1] * t
 
 
-def _crossing(rising: tuple[float, float], falling: tuple[float, float]) -> float:
+def _crossing(rising: _Line, falling: _Line) -> float:
     t = (falling[0] - rising[0]) / (rising[1] - falling[1])
     return min(_LAST, max(0.0, t))

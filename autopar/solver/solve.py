@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TypeVar
 
-from autopar.core.block_kinds import Checkpoint
 from autopar.core.constraints import Constraints, assign_mesh
 from autopar.core.folding import every_instance
 from autopar.core.graph import TracedModel
@@ -18,27 +16,24 @@ from autopar.cost_model import (
     Cluster,
     CollectiveKind,
     Offloaded,
-    offload_seconds,
     optimizer_name,
 )
-from autopar.errors import ConstraintError
 from autopar.solver import rules as _rules  # noqa: F401  (registers the rules)
 from autopar.solver.breakdown import timeline
-from autopar.solver.exclude import Excluded, exclude
+from autopar.solver.exclude import Excluded
 from autopar.solver.fit import UNLIMITED, Fit
 from autopar.solver.input_layouts import input_layouts
-from autopar.solver.known import KnownVariants, Variants, may_leave, variants_of
-from autopar.solver.mixture import Make, free_blocks, mixtures, uniform_checkpoints
+from autopar.solver.known import KnownVariants, Variants
 from autopar.solver.modes import mode_names
 from autopar.solver.offers import Offers
-from autopar.solver.overlap import ALL, EXPOSED, Found, Weights, counted_seconds, least
+from autopar.solver.overlap import ALL, EXPOSED, Found, Least, counted_seconds, least
 from autopar.solver.pins import with_roles
 from autopar.solver.rules.own_order import note_orders
+from autopar.solver.sums import SumSearch
 from autopar.solver.variant import Variant
 
 __all__ = [
     "KnownVariants",
-    "NotBelow",
     "Solved",
     "fits",
     "in_other_flights",
@@ -65,10 +60,6 @@ def solve(
     ports: Mapping[str, Layout] | None = None,
     offers: Offers | None = None,
     exposed: float = EXPOSED,
-    below_s: float = math.inf,
-    known: KnownVariants | None = None,
-    doubts: Callable[[Plan], bool] | None = None,
-    proved_within: int = UNLIMITED,
 ) -> Plan:
     """Choose placements for every tensor of a traced step; see `solve_step`."""
     return solve_step(
@@ -81,23 +72,7 @@ def solve(
         ports=ports,
         offers=offers,
         exposed=exposed,
-        below_s=below_s,
-        known=known,
-        doubts=doubts,
-        proved_within=proved_within,
     ).plan
-
-
-class NotBelow(Exception):
-    """No plan of use was found.
-
-    Attributes:
-        bound: seconds that none is below.
-    """
-
-    def __init__(self, bound: float) -> None:
-        super().__init__(f"no plan is below {bound} s")
-        self.bound = bound
 
 
 def fits(plan: Plan, cluster: Cluster, limit: int) -> bool:
@@ -109,11 +84,12 @@ def fits(plan: Plan, cluster: Cluster, limit: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """A plan, and the choices that it is."""
+    """A plan, the choices that it is, and t of the sum that bounds it best (`overlap`)."""
 
     plan: Plan
     _found: Variant
     _fit: Fit
+    t: float = 0.0
 
 
 def in_other_flights(known: Solved, traced: TracedModel) -> Solved:
@@ -149,6 +125,7 @@ def solve_step(
     known: KnownVariants | None = None,
     doubts: Callable[[Plan], bool] | None = None,
     proved_within: int = UNLIMITED,
+    first: float = 0.0,
 ) -> Solved:
     """Choose placements for every tensor of a traced step.
 
@@ -169,6 +146,7 @@ def solve_step(
             (`overlap`); if it says True, they are not.
         proved_within: bytes per device up to which a plan that no limit binds is proved as closely
             as can be; else mostly within a part in a thousand.
+        first: t of the sum to begin with (`overlap.least`).
 
     Raises:
         ConstraintError: the constraints cannot hold, or nothing is left without `without`.
@@ -181,7 +159,7 @@ def solve_step(
     planned = with_roles(cluster, roles)
     limit = planned.memory_bytes if memory_limit is None else int(memory_limit)
     priced = (offers or Offers(planned)).over(planned)
-    maker = Variants(
+    variants = Variants(
         traced=traced,
         offers=priced,
         wanted=wanted,
@@ -190,20 +168,7 @@ def solve_step(
         ports=ports,
         known={} if known is None else known,
     )
-
-    def search(weights: Weights, enough_s: float = 0.0) -> Found:
-        make = partial(maker.make, weights)
-        variants = variants_of(traced, planned, wanted, optimizer)
-        tried = _searched(variants, make, without, below_s, enough_s, proved_within)
-        if without is None and len(tried) > 1 and _fastest(tried) > enough_s:
-            away = may_leave(planned, wanted)
-            kinds = uniform_checkpoints(traced, wanted.checkpoint, away)
-            free = free_blocks(traced, wanted.checkpoint)
-            tried += mixtures(tried, kinds, free, make, below_s)
-        best = min(tried, key=lambda f: f.seconds)
-        if best.search.memory.best is None:
-            raise _nothing(tried, below_s)
-        return Found(best, min(found.search.memory.bound for found in tried))
+    search = SumSearch(variants, optimizer, without, below_s, proved_within)
 
     def as_plan(found: Found) -> Plan:
         return _as_plan(*found, exposed, planned, wanted, limit, optimizer)
@@ -215,90 +180,12 @@ def solve_step(
         return plan.solver.objective < below_s and doubts(plan)
 
     if traced.hoisted or ports is not None:
-        (best, bound), exposed = search(ALL), 1.0
+        found, exposed = Least(*search(ALL), 0.0), 1.0
     else:
-        (best, _), bound = least(search, exposed, stop)
-    fit = best.search.memory.best
+        found = least(search, exposed, stop, first)
+    fit = found.variant.search.memory.best
     assert fit is not None
-    return Solved(as_plan(Found(best, bound)), best, fit)
-
-
-def _searched(
-    variants: Sequence[tuple[Checkpoint, object]],
-    make: Make,
-    without: Excluded | None,
-    below_s: float,
-    enough_s: float,
-    proved_within: int,
-) -> list[Variant]:
-    """Searched variants of a step, not to the end where a plan is below `enough_s`.
-
-    Raises:
-        ConstraintError: nothing is left without `without`.
-        NotBelow: nothing costs less than `below_s`, whatever the limit.
-    """
-    tried: list[Variant] = []
-    done: list[object] = []  # optimizers, where they are, that later kinds are no faster with
-    for checkpoint, held in variants:
-        if any(held is which for which in done):
-            continue
-        if isinstance(held, Offloaded) and tried and _no_offload_beats(tried, held):
-            break
-        found = make(held, checkpoint)
-        if without is not None and not exclude(without, found.step, found.search.built):
-            continue
-        tried.append(found)
-        price = max((f.search.memory.price for f in tried), default=0.0)
-        beat_s = min(below_s, _fastest(tried))
-        fit = found.search.start(beat_s, price, proved_within)
-        # what saves memory costs time: an unlimited plan is the fastest of its kind and the later
-        free_s = found.search.memory.approximate().bound
-        if len(tried) == 1 and free_s >= below_s:
-            raise NotBelow(free_s)
-        if fit is not None and fit is found.search.memory.free:
-            if len(tried) == 1:
-                break
-            done.append(held)
-        elif without is None and found.search.memory.is_slow(beat_s):
-            done.append(held)
-    if not tried:
-        assert without is not None
-        raise ConstraintError(f"the step has no {without.name}")
-    for found in sorted(tried, key=lambda f: f.search.memory.bound):
-        if _fastest(tried) <= enough_s:
-            break
-        found.search.memory.finish(min(below_s, _fastest(tried)))
-    return tried
-
-
-def _nothing(tried: list[Variant], below_s: float) -> Exception:
-    """What is said where no variant has a plan of use."""
-    if math.isfinite(below_s):
-        return NotBelow(min(found.search.memory.bound for found in tried))
-    return min(tried, key=lambda f: f.search.memory.least().peak).search.does_not_fit()
-
-
-def _fastest(tried: list[Variant]) -> float:
-    return min(found.seconds for found in tried)
-
-
-def _no_offload_beats(tried: list[Variant], offloaded: Offloaded) -> bool:
-    """True if no plan with the offloaded optimizer can beat the best one.
-
-    Each costs at least an unlimited plan without recomputation, and the transfer of shards that
-    are split over all devices.
-    """
-    first = tried[0]
-    cluster = first.search.cluster
-    least_s = sum(
-        offload_seconds(
-            cluster.device, offloaded,
-            first.step.specs[name, 0].num_bytes // math.prod(cluster.mesh_shape),
-            first.step.parameters[name].dtype,
-        ) * first.step.blocks.copies(name)
-        for name in first.step.gradients
-    )  # fmt: skip
-    return _fastest(tried) <= first.search.memory.approximate().bound + least_s
+    return Solved(as_plan(Found(found.variant, found.bound)), found.variant, fit, found.t)
 
 
 def _as_plan(

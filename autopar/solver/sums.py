@@ -1,0 +1,142 @@
+"""Searches all variants of a step, of recomputation and of where the optimizer is, for one sum.
+
+A sum counts the seconds of compute and those of what may hide (`overlap.Weights`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from autopar.core.block_kinds import Checkpoint
+from autopar.cost_model import Offloaded, offload_seconds
+from autopar.errors import ConstraintError
+from autopar.solver.exclude import Excluded, exclude
+from autopar.solver.known import Variants, may_leave, variants_of
+from autopar.solver.mixture import Make, free_blocks, mixtures, uniform_checkpoints
+from autopar.solver.overlap import Found, Weights
+from autopar.solver.variant import Variant
+
+__all__ = ["NotBelow", "SumSearch"]
+
+
+class NotBelow(Exception):
+    """No plan of use was found.
+
+    Attributes:
+        bound: seconds that none is below.
+        t: of the sum that says so.
+    """
+
+    def __init__(self, bound: float, t: float = 0.0) -> None:
+        super().__init__(f"no plan is below {bound} s")
+        self.bound, self.t = bound, t
+
+
+@dataclass(frozen=True, slots=True)
+class SumSearch:
+    """The search of a step; arguments as of `solve.solve_step`.
+
+    Args:
+        variants: makes the variants of the step.
+        optimizer, without, below_s, proved_within: see there.
+    """
+
+    variants: Variants
+    optimizer: object
+    without: Excluded | None
+    below_s: float
+    proved_within: int
+
+    def __call__(self, weights: Weights, enough_s: float = 0.0) -> Found:
+        """The best plan of a sum; the search ends once one is below `enough_s`.
+
+        Raises:
+            ConstraintError: nothing is left without `without`.
+            InfeasiblePlanError: nothing fits.
+            NotBelow: nothing costs less than `below_s`.
+        """
+        make = partial(self.variants.make, weights)
+        traced, wanted = self.variants.traced, self.variants.wanted
+        cluster = self.variants.offers.cluster
+        kinds = variants_of(traced, cluster, wanted, self.optimizer)
+        tried = self._tried(kinds, make, enough_s, weights.t)
+        if self.without is None and len(tried) > 1 and _fastest(tried) > enough_s:
+            uniform = uniform_checkpoints(traced, wanted.checkpoint, may_leave(cluster, wanted))
+            free = free_blocks(traced, wanted.checkpoint)
+            tried += mixtures(tried, uniform, free, make, self.below_s)
+        best = min(tried, key=lambda f: f.seconds)
+        if best.search.memory.best is None:
+            raise _nothing(tried, self.below_s, weights.t)
+        return Found(best, min(found.search.memory.bound for found in tried))
+
+    def _tried(
+        self, kinds: Sequence[tuple[Checkpoint, object]], make: Make, enough_s: float, t: float
+    ) -> list[Variant]:
+        """Searched variants of a step, not to the end where a plan is below `enough_s`."""
+        tried: list[Variant] = []
+        done: list[object] = []  # optimizers, where they are, that later kinds are no faster with
+        for checkpoint, held in kinds:
+            if any(held is which for which in done):
+                continue
+            if isinstance(held, Offloaded) and tried and _no_offload_beats(tried, held):
+                break
+            found = make(held, checkpoint)
+            without = self.without
+            if without is not None and not exclude(without, found.step, found.search.built):
+                continue
+            tried.append(found)
+            price = max((f.search.memory.price for f in tried), default=0.0)
+            beat_s = min(self.below_s, _fastest(tried))
+            fit = found.search.start(beat_s, price, self.proved_within)
+            # what saves memory costs time: an unlimited plan is the fastest of this kind and of
+            # those that come later
+            free_s = found.search.memory.approximate().bound
+            if len(tried) == 1 and free_s >= self.below_s:
+                raise NotBelow(free_s, t)
+            if fit is not None and fit is found.search.memory.free:
+                if len(tried) == 1:
+                    break
+                done.append(held)
+            elif self.without is None and found.search.memory.is_slow(beat_s):
+                done.append(held)
+        if not tried:
+            assert self.without is not None
+            raise ConstraintError(f"the step has no {self.without.name}")
+        for found in sorted(tried, key=lambda f: f.search.memory.bound):
+            if _fastest(tried) <= enough_s:
+                break
+            found.search.memory.finish(min(self.below_s, _fastest(tried)))
+        return tried
+
+
+def _nothing(tried: list[Variant], below_s: float, t: float) -> Exception:
+    """What is said where no variant has a plan of use."""
+    if math.isfinite(below_s):
+        return NotBelow(min(found.search.memory.bound for found in tried), t)
+    return min(tried, key=lambda f: f.search.memory.least().peak).search.does_not_fit()
+
+
+def _fastest(tried: list[Variant]) -> float:
+    return min(found.seconds for found in tried)
+
+
+def _no_offload_beats(tried: list[Variant], offloaded: Offloaded) -> bool:
+    """True if no plan with the offloaded optimizer can beat the best one.
+
+    Each costs at least an unlimited plan without recomputation, and the transfer of shards that
+    are split over all devices.
+    """
+    first = tried[0]
+    cluster = first.search.cluster
+    least_s = sum(
+        offload_seconds(
+            cluster.device, offloaded,
+            first.step.specs[name, 0].num_bytes // math.prod(cluster.mesh_shape),
+            first.step.parameters[name].dtype,
+        ) * first.step.blocks.copies(name)
+        for name in first.step.gradients
+    )  # fmt: skip
+    return _fastest(tried) <= first.search.memory.approximate().bound + least_s
