@@ -325,6 +325,7 @@ def test_the_frontier_shows_mixtures() -> None:
         assert checkpoint_text(plan.checkpoint) in text
 
 
+@pytest.mark.slow
 def test_a_mixture_is_chosen_with_the_placements() -> None:
     """Neither alone gets under the limit in so little time."""
     traced = trace(llama(12), TEXT, training=True, fold=True)

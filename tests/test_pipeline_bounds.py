@@ -104,7 +104,7 @@ def pinned(traced: TracedModel, blocks: list[str], turns: tuple[int, ...]) -> li
     ("name", "share", "turns"),
     [
         ("stack", None, (4,)),
-        ("uneven", None, (4,)),
+        pytest.param("uneven", None, (4,), marks=pytest.mark.slow),
         pytest.param("stack", 1.02, (4,), marks=pytest.mark.slow),
         *(pytest.param(n, s, (2, 4, 8), marks=pytest.mark.slow)
           for n, s in [("uneven", 1.02), ("folded", None), ("gpt2", None), ("llama", 1.02)]),
