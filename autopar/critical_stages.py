@@ -127,11 +127,9 @@ class CriticalStages:
 
     def _at_best(self, stage: int) -> float:
         """Seconds of the step if each part of a stage took no more than its bound."""
-        plan, planner = self.plans[stage], self.pipeliner.planner
-        turn = planner.turn(self.pipeliner.shape)
-        run = slice(*planner.work.run_of(self.pipeliner.cuts, stage))
+        plan = self.plans[stage]
         names = {"forward": "forward", "input": "inputs", "weight": "weights"}
-        least = {phase: float(turn.of_turn(name)[run].sum()) for phase, name in names.items()}
+        least = {phase: self._least_of_turn(stage, name) for phase, name in names.items()}
         phases = {**plan.predicted.phases, **least, "prepare": 0.0, "finish": 0.0}
         plans = list(self.plans)
         plans[stage] = replace(plan, predicted=replace(plan.predicted, phases=phases))
@@ -165,11 +163,15 @@ class CriticalStages:
 
     def _may_gain(self, stage: int) -> bool:
         """True if a turn of a stage may take less, up to what the stage before waits for."""
-        planner, cuts = self.pipeliner.planner, self.pipeliner.cuts
-        turn, run = planner.turn(self.pipeliner.shape), slice(*planner.work.run_of(cuts, stage))
-        least_s = float(turn.of_turn("onward")[run].sum())
         phases = self.plans[stage].predicted.phases
-        return least_s < (phases["forward"] + phases["input"]) * (1 - _NEAR)
+        now_s = phases["forward"] + phases["input"]
+        return self._least_of_turn(stage, "onward") < now_s * (1 - _NEAR)
+
+    def _least_of_turn(self, stage: int, name: str) -> float:
+        """Seconds of a part of a stage's turn, by its name in `Turn.found`, that none is below."""
+        planner, cuts = self.pipeliner.planner, self.pipeliner.cuts
+        run = slice(*planner.work.run_of(cuts, stage))
+        return float(planner.turn(self.pipeliner.shape).of_turn(name)[run].sum())
 
     def _tried(self, aims: Aims) -> bool:
         """Plan the stages for other aims, and keep that if the step gets shorter."""

@@ -116,10 +116,9 @@ class _Search:
 
     def _against_limited(self, found: Plan | None, shapes: Shapes) -> Plan:
         """A pipeline, or the plan in one piece that fits the limit."""
-        if found is not None:
-            # a limit makes no step faster: what is slower without one is not searched with it
-            if _seconds(found) < _limit(self.known.free_program(self.limit)):
-                return self._reported(found, shapes, self.known.free(self.limit).solver.bound)
+        # a limit makes no step faster: what is slower without one is not searched with it
+        if found is not None and _seconds(found) < _limit(self.known.free_program(self.limit)):
+            return self._reported(found, shapes, self.known.free(self.limit).solver.bound)
         try:
             plain = self._plain()
         except InfeasiblePlanError as error:

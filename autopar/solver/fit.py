@@ -138,7 +138,7 @@ class MemorySearch:
         return Prepared(reduce_problem(self.problem))
 
     def fastest(self, proved_within: int = UNLIMITED) -> Fit:
-        """The plan without any limit, proved as closely as can be if it takes so many bytes."""
+        """The plan without any limit, proved as closely as can be up to so many bytes."""
         if self.free is None and proved_within < UNLIMITED and self.rough().peak > proved_within:
             self.free = self.rough()
         if self.free is None:

@@ -94,27 +94,35 @@ class Prepared:
             return self.least
         found = self._rough()
         if exact and not _closed(found):
+            lower = found.lower
             found = self._of_open(found) or self.passing.run(*_CLOSE)
             if not _closed(found):
                 found = self._of_open(found) or found
+            found = replace(found, lower=max(lower, found.lower))
         return found
 
     def _rough(self) -> Bounds:
         """Bounds by a few sweeps, with the optimum among the states that look best then."""
+        lower = -math.inf
         for sweeps in _SWEEPS:
             found = self.passing.run(sweeps, _ROUGH)
             if found.gap > _ROUGH:
-                keep, rest = self.passing.likeliest(_LIKELY)
-                likely = self._among(keep)
-                if likely is not None and likely.upper < found.upper:
-                    self.passing.know(likely.upper, likely.chosen)
-                    found = replace(found, upper=likely.upper, chosen=likely.chosen)
-                if likely is not None:
-                    least = min(likely.lower, rest)
-                    found = replace(found, lower=max(found.lower, min(least, found.upper)))
+                found = self._with_likeliest(found)
+            lower = max(lower, found.lower)
             if found.gap <= _ROUGH:
                 break
-        return found
+        return replace(found, lower=lower)
+
+    def _with_likeliest(self, found: Bounds) -> Bounds:
+        """The bounds with the optimum among the states that look best, and what others cost."""
+        keep, rest = self.passing.likeliest(_LIKELY)
+        likely = self._among(keep)
+        if likely is None:
+            return found
+        if likely.upper < found.upper:
+            self.passing.know(likely.upper, likely.chosen)
+            found = replace(found, upper=likely.upper, chosen=likely.chosen)
+        return replace(found, lower=max(found.lower, min(likely.lower, rest, found.upper)))
 
     def _of_open(self, bounds: Bounds) -> Bounds | None:
         """The optimum among the states that the bounds leave open, if these are narrow enough."""

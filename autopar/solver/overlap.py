@@ -104,13 +104,16 @@ def least(
         if found.bound > bound:
             bound, greatest = found.bound, t
         line = _line(found, exposed)
-        # of the sum that is the greatest, the plans known may be the best
-        is_greatest = high is not None or t == _LAST
-        ends = low is not None and _value(line, t) >= _value(low, t) * (1 - _SAME)
+        # no sum is greater than one between both lines, or the last, where no new plan costs less
+        ends = (
+            low is not None
+            and (high is not None or t == _LAST)
+            and _value(line, t) >= _value(low, t) * (1 - _SAME)
+        )
         low, high = _sides(line, t, low, high)
         if _seconds(found, exposed) < now_s:
             best = found
-        if is_greatest and ends:
+        if ends:
             break
     return Least(best.variant, bound, greatest)
 
@@ -125,8 +128,8 @@ def _sides(
 def _next(low: _Line | None, high: _Line | None, last: float, limited: bool) -> float:
     """t of the sum to look at: where the lines on both sides of the greatest bound cross.
 
-    Where only the lower one is known, it is looked for upwards from the last t; a limit moves the
-    greatest bound little, and each sum takes a search.
+    Where only the lower one is known, that is looked for at the end, or upwards from the last t
+    under a limit: each sum takes a search then, and the greatest is not far.
     """
     if low is None:
         return 0.0

@@ -26,7 +26,7 @@ from autopar.solver.input_layouts import input_layouts
 from autopar.solver.known import KnownVariants, Variants
 from autopar.solver.modes import mode_names
 from autopar.solver.offers import Offers
-from autopar.solver.overlap import ALL, EXPOSED, Found, Least, counted_seconds, least
+from autopar.solver.overlap import ALL, EXPOSED, Found, counted_seconds, least
 from autopar.solver.pins import with_roles
 from autopar.solver.rules.own_order import note_orders
 from autopar.solver.sums import SumSearch
@@ -170,22 +170,22 @@ def solve_step(
     )
     search = SumSearch(variants, optimizer, without, below_s, proved_within)
 
-    def as_plan(found: Found) -> Plan:
-        return _as_plan(*found, exposed, planned, wanted, limit, optimizer)
+    def as_plan(variant: Variant, bound: float) -> Plan:
+        return _as_plan(variant, bound, exposed, planned, wanted, limit, optimizer)
 
     def stop(found: Found) -> bool:
         if doubts is None:
             return False
-        plan = as_plan(found)
+        plan = as_plan(*found)
         return plan.solver.objective < below_s and doubts(plan)
 
     if traced.hoisted or ports is not None:
-        found, exposed = Least(*search(ALL), 0.0), 1.0
+        (best, bound), t, exposed = search(ALL), 0.0, 1.0
     else:
-        found = least(search, exposed, stop, first)
-    fit = found.variant.search.memory.best
+        best, bound, t = least(search, exposed, stop, first)
+    fit = best.search.memory.best
     assert fit is not None
-    return Solved(as_plan(Found(found.variant, found.bound)), found.variant, fit, found.t)
+    return Solved(as_plan(best, bound), best, fit, t)
 
 
 def _as_plan(
