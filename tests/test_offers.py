@@ -9,6 +9,8 @@ from functools import cache
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from autopar.codegen.microbatch import localise
 from autopar.codegen.stages import Staged, batch_bytes, cut_body, flying
@@ -54,6 +56,27 @@ def test_offers_are_those_of_each_op(name: str) -> None:
         for candidate in candidates[::7]:
             (one,) = pricer.compute(op.call, [candidate])
             assert offers.seconds(op.call, candidate) == one
+
+
+class _Dropped(nn.Module):
+    """Two dropouts of one shape and share, and one of another share."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for share in (0.1, 0.1, 0.2):
+            x = nn.functional.dropout(x, share)
+        return x.sum()
+
+
+def test_ops_that_differ_in_their_salt_alone_share_an_offer() -> None:
+    with torch.device("meta"):
+        traced = trace(_Dropped(), (torch.empty(16, 8, requires_grad=True),))
+    offers, drops = Offers(CLUSTER), torch.ops.autopar.dropout.default
+    calls = [op.call for op in build_step(traced).ops.values() if op.call.target is drops]
+    salts = {call.args[3] for call in calls}
+    first, second, other = (offers.of(call) for call in calls[:3])
+    assert len(salts) == 3
+    assert first is second
+    assert other is not first
 
 
 def test_pairs_of_layouts_cost_what_each_costs() -> None:

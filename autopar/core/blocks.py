@@ -18,8 +18,8 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from autopar.core import ops as _ops  # noqa: F401  (defines the autopar ops)
 from autopar.core.graph import InputSpec, Repeat, TracedModel, node_info, tensor_meta
+from autopar.core.ops import unsalted
 
 __all__ = ["Block", "Blocks", "block_of", "members_by"]
 
@@ -27,7 +27,6 @@ Owner = TypeVar("Owner", bound=Hashable)
 
 _BLOCK = re.compile(r"^(.*?)\.(\d+)(?:\.|$)")
 _MANY = 3  # blocks; a skip connection leads to one
-_SALTED = (torch.ops.autopar.dropout.default, torch.ops.autopar.uniform.default)
 
 
 class Block(NamedTuple):
@@ -194,10 +193,7 @@ class Blocks:
             spec = self.specs[node.name]
             path = spec.target[len(f"{block.container}.{block.number}") :]
             return (path, shape, spec.trainable)
-        args = node.args
-        if node.target in _SALTED:
-            salt = 3 if node.target is _SALTED[0] else 1
-            args = (*args[:salt], 0, *args[salt + 1 :])
+        args = unsalted(node.target, node.args)
         phase = node_info(self.traced, node).phase
         # contributions to the gradient of a shared value are added up block by block, where the
         # first has nothing to add to

@@ -23,6 +23,7 @@ same ops.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from autopar.core.einsum import contract, gradient_equations, output_shape
 from autopar.core.library import KERNEL, LIBRARY, LIBRARY_NAME, fake_of, wide
 from autopar.core.random import keep_mask, uniform_numbers
 
-__all__ = ["LIBRARY_NAME", "NARROW", "REARRANGING", "ops"]
+__all__ = ["LIBRARY_NAME", "NARROW", "REARRANGING", "ops", "unsalted"]
 
 LIBRARY.define("einsum(str equation, Tensor a, Tensor b) -> Tensor")
 LIBRARY.define(
@@ -53,6 +54,9 @@ LIBRARY.define(
     " -> Tensor"
 )
 ops = torch.ops.autopar
+
+# which argument is the salt
+_SALTS: dict[object, int] = {ops.dropout.default: 3, ops.uniform.default: 1}
 
 # one tensor in, all of its elements out, in another shape, order or dtype
 REARRANGING = frozenset(
@@ -221,3 +225,9 @@ def _token_nll_autograd(ctx, grad, _grad_lse):  # type: ignore[no-untyped-def]
 torch.library.register_autograd(
     "autopar::token_nll", _token_nll_autograd, setup_context=_token_nll_setup, lib=LIBRARY
 )
+
+
+def unsalted(target: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of an op but for its salt, which tells equal blocks' random numbers apart."""
+    salt = _SALTS.get(target)
+    return args if salt is None else (*args[:salt], *args[salt + 1 :])

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from autopar.core.fused import FusedShares, Share
+from autopar.core.ops import unsalted
 from autopar.core.placement import Layout
 from autopar.core.strategy import OpCall
 from autopar.cost_model import Cluster
@@ -114,5 +115,5 @@ def likeness(call: OpCall) -> Hashable:
         # 1, 1.0 and True are equal, but not the same argument
         return type(value), value if isinstance(value, Hashable) else repr(value)
 
-    arguments = plain(call.args), plain(call.kwargs)
+    arguments = plain(unsalted(call.target, call.args)), plain(call.kwargs)
     return call.target, arguments, call.operands, call.outputs, orders_of(call)
