@@ -303,7 +303,7 @@ class StagePlanner:
         cluster: Cluster,
         taken: Mapping[str, Layout],
         limit: int | None,
-        name: object,
+        name: tuple[tuple[str, ...], int],
         known: KnownVariants | None,
     ) -> Plan:
         """The plan of a stage; without a limit, schedules share its choices.
@@ -324,7 +324,7 @@ class StagePlanner:
             ports=taken,
             offers=self.offers,
             known=known,
-            proved_within=0,  # a pipeline is proved by bounds of its blocks
+            proved_within=None if name[0] else 0,  # a pipeline is proved by bounds of its blocks
         )
         if limit is None and found.plan.checkpoint == "none":
             self._free[key] = found

@@ -134,10 +134,28 @@ def test_what_bounds_leave_open_is_eliminated(problem: ChoiceProblem) -> None:
         Reduced(problem, kept={n: np.arange(len(c)) for n, c in problem.costs.items()})
     )
     prepared.least = None  # as if it were too wide
-    for exact in (False, True):  # the second goes on from the first
-        solution = solve_problem(problem, exact=exact, prepared=prepared)
+    for exact, proved in (
+        (False, False),
+        (False, True),
+        (True, True),
+    ):  # each goes on from the last
+        solution = solve_problem(problem, exact=exact, proved=proved, prepared=prepared)
         assert solution.bound <= best + 1e-9 <= solution.objective + 2e-9
     assert solution.objective == pytest.approx(best)
+
+
+def test_sweeps_that_only_raise_a_bound_are_left_out_where_it_is_of_no_use() -> None:
+    rng = np.random.default_rng(0)
+    problem = ChoiceProblem({n: rng.random(12) for n in range(24)})
+    for pair in itertools.combinations(range(24), 2):
+        problem.add_edge(*pair, rng.random((12, 12)))
+    kept = {n: np.arange(12) for n in problem.costs}
+    whole, short = (Prepared(Reduced(problem, kept=dict(kept))) for _ in range(2))
+    proved = solve_problem(problem, exact=False, prepared=whole)
+    found = solve_problem(problem, exact=False, proved=False, prepared=short)
+    assert short.passing._sweeps < whole.passing._sweeps
+    assert found.bound < proved.bound < proved.objective
+    assert proved.objective <= found.objective <= 1.002 * proved.objective
 
 
 def slow_gain(costs: Array, matrices: list[Array]) -> Array:

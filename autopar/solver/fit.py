@@ -145,10 +145,12 @@ class MemorySearch:
             self.free = self._keep(solve_problem(self.problem, prepared=self._prepared))
         return self.free
 
-    def approximate(self) -> Solution:
+    def approximate(self, proved: bool = True) -> Solution:
         """An assignment without any limit, near the fastest, with a looser bound."""
         if self._solution is None:
-            self._solution = solve_problem(self.problem, exact=False, prepared=self._prepared)
+            self._solution = solve_problem(
+                self.problem, exact=False, proved=proved, prepared=self._prepared
+            )
             self.bound = self._solution.bound
         return self._solution
 

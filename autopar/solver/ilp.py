@@ -88,11 +88,11 @@ class Prepared:
         """Bounds of what is too wide for that."""
         return MessagePassing(self.reduced.problem)
 
-    def bounds(self, exact: bool) -> Bounds:
+    def bounds(self, exact: bool, proved: bool = True) -> Bounds:
         """The optimum or bounds of it; the closest that can be had without the ILP if `exact`."""
         if self.least is not None:
             return self.least
-        found = self._rough()
+        found = self._rough(proved)
         if exact and not _closed(found):
             lower = found.lower
             found = self._of_open(found) or self.passing.run(*_CLOSE)
@@ -101,9 +101,9 @@ class Prepared:
             found = replace(found, lower=max(lower, found.lower))
         return found
 
-    def _rough(self) -> Bounds:
+    def _rough(self, proved: bool) -> Bounds:
         """Bounds by a few sweeps, with the optimum among the states that look best then."""
-        lower = -math.inf
+        lower, before = -math.inf, math.inf
         for sweeps in _SWEEPS:
             found = self.passing.run(sweeps, _ROUGH)
             if found.gap > _ROUGH:
@@ -111,6 +111,9 @@ class Prepared:
             lower = max(lower, found.lower)
             if found.gap <= _ROUGH:
                 break
+            if not proved and found.upper >= before * (1 - _ROUGH):
+                break  # more sweeps would raise the bound alone
+            before = found.upper
         return replace(found, lower=lower)
 
     def _with_likeliest(self, found: Bounds) -> Bounds:
@@ -196,6 +199,7 @@ def solve_problem(
     problem: ChoiceProblem,
     *,
     exact: bool = True,
+    proved: bool = True,
     prepared: Prepared | None = None,
     known: Sequence[Assignment] = (),
 ) -> Solution:
@@ -209,6 +213,7 @@ def solve_problem(
         problem: to solve.
         exact: run the ILP, and message passing to its end; else a few sweeps, with what looks best
             between them solved exactly: mostly within a part in a thousand.
+        proved: the bound is of use; else a few sweeps end where the assignment gets no better.
         prepared: what is known of the problem, if it has been reduced or solved before.
         known: possible assignments; where message passing finds none, its labels are joined with
             theirs, which is a far smaller ILP than that of all states.
@@ -221,7 +226,7 @@ def solve_problem(
     reduced, left = prepared.reduced, prepared.reduced.problem
     if any(not np.isfinite(cost).any() for cost in left.costs.values()):
         raise Infeasible("some node has no possible state")
-    bounds = prepared.bounds(exact)
+    bounds = prepared.bounds(exact, proved)
     status, lower, local = "optimal", bounds.lower, bounds.chosen
     variables = constraints = 0
     if not _closed(bounds):
@@ -231,8 +236,8 @@ def solve_problem(
         if model is None:
             status = "bounded"
         else:
-            status, proved = _run(model, _OPTIMAL * _size(bounds))
-            lower = max(lower, proved)
+            status, least = _run(model, _OPTIMAL * _size(bounds))
+            lower = max(lower, least)
             variables, constraints = model.prob.numVariables(), model.prob.numConstraints()
             local = {n: int(bounds.keep[n][state]) for n, state in model.states().items()}
     if local:

@@ -124,7 +124,7 @@ def solve_step(
     below_s: float = math.inf,
     known: KnownVariants | None = None,
     doubts: Callable[[Plan], bool] | None = None,
-    proved_within: int = UNLIMITED,
+    proved_within: int | None = UNLIMITED,
     first: float = 0.0,
 ) -> Solved:
     """Choose placements for every tensor of a traced step.
@@ -145,7 +145,7 @@ def solve_step(
         doubts: asked of the first plan of use where more sums would be searched under the limit
             (`overlap`); if it says True, they are not.
         proved_within: bytes per device up to which a plan that no limit binds is proved as closely
-            as can be; else mostly within a part in a thousand.
+            as can be; else mostly within a part in a thousand. None: no bound is asked for.
         first: t of the sum to begin with (`overlap.least`).
 
     Raises:

@@ -48,7 +48,7 @@ class SumSearch:
     optimizer: object
     without: Excluded | None
     below_s: float
-    proved_within: int
+    proved_within: int | None
 
     def __call__(self, weights: Weights, enough_s: float = 0.0) -> Found:
         """The best plan of a sum; the search ends once one is below `enough_s`.

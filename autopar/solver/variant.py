@@ -135,16 +135,17 @@ class Search:
         given = (self.step, self.offers, self.built, self.optimizer)
         return partial(_fitted, *given, host_scale=scale)
 
-    def start(self, beat: float, price: float, proved_within: int = UNLIMITED) -> Fit | None:
+    def start(self, beat: float, price: float, proved_within: int | None = UNLIMITED) -> Fit | None:
         """A fast plan found within the limit, if it beats some seconds."""
         try:
-            self.memory.approximate()
+            limited = self.memory.limit < UNLIMITED
+            self.memory.approximate(proved=limited or proved_within is not None)
         except Infeasible as error:
             raise ConstraintError(
                 f"{self.pins.describe()} cannot hold for the model as a whole: no combination of "
                 "placements connects its ops"
             ) from error
-        return self.memory.start(beat, price, proved_within)
+        return self.memory.start(beat, price, proved_within or 0)
 
     def does_not_fit(self) -> InfeasiblePlanError:
         """The error, with the least memory that some plan was found to need."""
