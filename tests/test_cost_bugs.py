@@ -22,8 +22,8 @@ from autopar.core.redistribute import path
 from autopar.cost_model import Cluster, CollectiveKind
 from autopar.solver.candidates import Candidate, Pricer, expand
 from autopar.solver.moves import MoveCosts
+from autopar.solver.read_step import build_step
 from autopar.solver.solve import solve
-from autopar.solver.step import build_step
 from autopar.tracer.trace import trace
 
 R, P = Replicate(), Partial()

@@ -19,7 +19,7 @@ from autopar.solver.ilp import Infeasible, solve_problem
 from autopar.solver.overlap import EXPOSED, Weights
 from autopar.solver.pins import Pins
 from autopar.solver.problem import ChoiceProblem
-from autopar.solver.step import build_step
+from autopar.solver.read_step import build_step
 from autopar.tracer.trace import trace
 from tests import handwritten as hw
 from tests.test_folding import TEXT, cluster, llama

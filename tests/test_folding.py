@@ -18,8 +18,8 @@ from autopar.cost_model import Cluster
 from autopar.errors import PlanMismatchError
 from autopar.solver.candidates import Candidate
 from autopar.solver.price import Decision, price
+from autopar.solver.read_step import build_step
 from autopar.solver.solve import solve
-from autopar.solver.step import build_step
 from autopar.tracer.fold import find_repeats
 from autopar.tracer.trace import trace
 

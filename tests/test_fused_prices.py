@@ -29,8 +29,8 @@ from autopar.pipelining import plan_step
 from autopar.solver.candidates import Candidate
 from autopar.solver.ideal import BlockWork
 from autopar.solver.offers import Offers
+from autopar.solver.read_step import build_step
 from autopar.solver.solve import solve
-from autopar.solver.step import build_step
 from autopar.tracer.trace import trace
 from tests import zoo
 from tests.test_pipeline_search import stack

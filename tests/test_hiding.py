@@ -34,8 +34,8 @@ from autopar.solver.offers import Offers
 from autopar.solver.overlap import EXPOSED, Found, Weights, counted_seconds, least
 from autopar.solver.pins import Pins
 from autopar.solver.problem import ChoiceProblem
+from autopar.solver.read_step import build_step
 from autopar.solver.solve import Solved, solve, solve_step
-from autopar.solver.step import build_step
 from autopar.tracer.trace import trace
 
 

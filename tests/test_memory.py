@@ -16,8 +16,8 @@ from autopar.solver.liveness import Liveness
 from autopar.solver.microbatch import split_in_time
 from autopar.solver.pins import Pins
 from autopar.solver.price import Decision, price
+from autopar.solver.read_step import build_step
 from autopar.solver.solve import solve
-from autopar.solver.step import build_step
 from autopar.tracer.trace import trace
 from tests import handwritten, zoo
 

@@ -29,9 +29,9 @@ from autopar.solver.microbatch import split_in_time
 from autopar.solver.moves import MoveCosts
 from autopar.solver.offers import Offers
 from autopar.solver.pipeline_shape import PipelineShape
+from autopar.solver.read_step import build_step
 from autopar.solver.rules.own_order import note_orders
 from autopar.solver.solve import in_other_flights, solve_step
-from autopar.solver.step import build_step
 from autopar.stage_planning import StagePlanner
 from autopar.tracer.trace import trace
 from tests import zoo

@@ -19,7 +19,7 @@ from autopar.core.work import is_view
 from autopar.cost_model import Cluster, CollectiveKind, compute_seconds_array
 from autopar.cost_model.opdb import OpDatabase
 from autopar.cost_model.simulator import node_seconds, optimizer_seconds, simulate
-from autopar.solver.step import build_step
+from autopar.solver.read_step import build_step
 from autopar.tracer.trace import trace
 from tests import zoo
 

@@ -22,8 +22,8 @@ from autopar.solver.build import build_problem
 from autopar.solver.pins import Pins
 from autopar.solver.price import Decision, price
 from autopar.solver.problem import evaluate
+from autopar.solver.read_step import build_step
 from autopar.solver.solve import solve
-from autopar.solver.step import build_step
 from autopar.tracer.trace import trace
 from tests import handwritten as hw
 from tests.test_folding import TEXT, cluster, gpt2, llama

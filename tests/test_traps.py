@@ -16,7 +16,7 @@ from autopar.solver.build import build_problem
 from autopar.solver.ilp import solve_problem
 from autopar.solver.pins import Pins
 from autopar.solver.price import Decision, price
-from autopar.solver.step import build_step
+from autopar.solver.read_step import build_step
 from autopar.tracer.trace import trace
 from tests import handwritten as hw
 from tests import zoo

@@ -14,7 +14,7 @@ from autopar.core.placement import shard_factor
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.errors import ConstraintError
-from autopar.solver.step import build_step
+from autopar.solver.read_step import build_step
 from autopar.tracer.trace import trace
 from tests import zoo
 from tests.test_matrix import BOUND

@@ -32,9 +32,10 @@ from autopar.solver.ilp import solve_problem
 from autopar.solver.offers import Offers, likeness
 from autopar.solver.pins import Pins
 from autopar.solver.problem import ChoiceProblem
+from autopar.solver.read_step import build_step
 from autopar.solver.rules.own_order import note_orders
 from autopar.solver.shares import lowest_shares
-from autopar.solver.step import Bucket, Step, build_step
+from autopar.solver.step import Bucket, Step
 
 __all__ = ["Floors", "Weights", "functionals", "left_out"]
 

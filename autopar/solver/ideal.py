@@ -28,7 +28,8 @@ from autopar.core.stage_folding import block_names
 from autopar.core.work import LOOKUPS, global_flops, op_class
 from autopar.cost_model import Cluster, compute_seconds_array, kernel_seconds
 from autopar.solver.problem import Array
-from autopar.solver.step import Op, Step, Value, build_step
+from autopar.solver.read_step import build_step
+from autopar.solver.step import Op, Step, Value
 
 __all__ = ["BlockWork", "owners_of"]
 

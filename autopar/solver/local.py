@@ -15,7 +15,8 @@ from autopar.core.recompute import recomputed
 from autopar.core.strategy import TensorSpec
 from autopar.core.work import LOOKUPS, global_flops, op_class
 from autopar.solver.order import ordered
-from autopar.solver.step import Op, Step, build_step, unview
+from autopar.solver.read_step import build_step
+from autopar.solver.step import Op, Step, unview
 
 __all__ = ["local_program"]
 

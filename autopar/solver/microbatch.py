@@ -25,10 +25,11 @@ from autopar.errors import ConstraintError
 from autopar.solver.candidates import Candidate, Pricer, expand
 from autopar.solver.ilp import Infeasible, solve_problem
 from autopar.solver.problem import Array, ChoiceProblem
+from autopar.solver.read_step import build_step
 from autopar.solver.rules.own_order import note_orders
 from autopar.solver.rules.pointwise import share_rows
 from autopar.solver.rules.registry import replicated
-from autopar.solver.step import Op, build_step
+from autopar.solver.step import Op
 
 __all__ = ["split_in_time"]
 

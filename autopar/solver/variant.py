@@ -25,7 +25,8 @@ from autopar.solver.overlap import ALL, Weights
 from autopar.solver.pins import Pins
 from autopar.solver.price import Decision, price
 from autopar.solver.problem import Assignment, evaluate
-from autopar.solver.step import Step, build_step
+from autopar.solver.read_step import build_step
+from autopar.solver.step import Step
 
 __all__ = ["Search", "Variant", "host_is_short"]
 
