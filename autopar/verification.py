@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from autopar.codegen.emit import Program, emit
 from autopar.codegen.stage_unfolding import unfolded_plan
 from autopar.core.graph import InputSpec, TracedModel
+from autopar.core.ops import RANDOM
 from autopar.core.placement import Layout
 from autopar.core.plan import Plan
 from autopar.errors import PlanMismatchError
@@ -217,8 +218,7 @@ def reference(
     loss_fn: Any,
 ) -> dict[tuple[str, str], Tensor]:
     """Outputs, gradients and updated buffers of one device."""
-    random_ops = (torch.ops.autopar.dropout.default, torch.ops.autopar.uniform.default)
-    if loss_fn is not None or any(n.target in random_ops for n in traced.graph.nodes):
+    if loss_fn is not None or any(n.target in RANDOM for n in traced.graph.nodes):
         return _replay(traced, whole)
     return _eager(traced, model, args, kwargs, whole)
 

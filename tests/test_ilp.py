@@ -134,11 +134,8 @@ def test_what_bounds_leave_open_is_eliminated(problem: ChoiceProblem) -> None:
         Reduced(problem, kept={n: np.arange(len(c)) for n, c in problem.costs.items()})
     )
     prepared.least = None  # as if it were too wide
-    for exact, proved in (
-        (False, False),
-        (False, True),
-        (True, True),
-    ):  # each goes on from the last
+    # each goes on from the last
+    for exact, proved in ((False, False), (False, True), (True, True)):
         solution = solve_problem(problem, exact=exact, proved=proved, prepared=prepared)
         assert solution.bound <= best + 1e-9 <= solution.objective + 2e-9
     assert solution.objective == pytest.approx(best)

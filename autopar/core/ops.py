@@ -36,7 +36,7 @@ from autopar.core.einsum import contract, gradient_equations, output_shape
 from autopar.core.library import KERNEL, LIBRARY, LIBRARY_NAME, fake_of, wide
 from autopar.core.random import keep_mask, uniform_numbers
 
-__all__ = ["LIBRARY_NAME", "NARROW", "REARRANGING", "ops", "unsalted"]
+__all__ = ["LIBRARY_NAME", "NARROW", "RANDOM", "REARRANGING", "ops", "unsalted"]
 
 LIBRARY.define("einsum(str equation, Tensor a, Tensor b) -> Tensor")
 LIBRARY.define(
@@ -55,8 +55,8 @@ LIBRARY.define(
 )
 ops = torch.ops.autopar
 
-# which argument is the salt
-_SALTS: dict[object, int] = {ops.dropout.default: 3, ops.uniform.default: 1}
+# ops that draw random numbers, and which of their arguments is the salt
+RANDOM: dict[object, int] = {ops.dropout.default: 3, ops.uniform.default: 1}
 
 # one tensor in, all of its elements out, in another shape, order or dtype
 REARRANGING = frozenset(
@@ -229,5 +229,5 @@ torch.library.register_autograd(
 
 def unsalted(target: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments of an op but for its salt, which tells equal blocks' random numbers apart."""
-    salt = _SALTS.get(target)
+    salt = RANDOM.get(target)
     return args if salt is None else (*args[:salt], *args[salt + 1 :])

@@ -88,7 +88,7 @@ class Prepared:
         """Bounds of what is too wide for that."""
         return MessagePassing(self.reduced.problem)
 
-    def bounds(self, exact: bool, proved: bool = True) -> Bounds:
+    def bounds(self, exact: bool, proved: bool) -> Bounds:
         """The optimum or bounds of it; the closest that can be had without the ILP if `exact`."""
         if self.least is not None:
             return self.least
@@ -240,10 +240,8 @@ def solve_problem(
             lower = max(lower, least)
             variables, constraints = model.prob.numVariables(), model.prob.numConstraints()
             local = {n: int(bounds.keep[n][state]) for n, state in model.states().items()}
-    if local:
-        chosen = reduced.expand(local)
-    else:
-        chosen = _joined(problem, [*known, reduced.expand(bounds.latest)])
+    found = reduced.expand(local or bounds.latest)
+    chosen = found if local else _joined(problem, [*known, found])
     objective = evaluate(problem, chosen)
     if not math.isfinite(objective):
         raise Infeasible("every assignment is impossible")

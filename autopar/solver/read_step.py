@@ -19,6 +19,11 @@ from autopar.solver.step import Op, Send, Step, storage_of
 __all__ = ["build_step"]
 
 _ALIAS = torch.ops.aten.alias.default
+_RESHAPES = (
+    torch.ops.aten.view.default,
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.reshape.default,
+)
 
 
 def build_step(traced: TracedModel, fused: FusedShares | None = None) -> Step:
@@ -137,13 +142,6 @@ def _told(ops: dict[str, Op], gradients: dict[str, Value]) -> frozenset[str]:
         if op.backward or op.name in needed:
             needed.update(name for name, _ in op.operands)
     return frozenset(n for n, op in ops.items() if not op.backward and n not in needed)
-
-
-_RESHAPES = (
-    torch.ops.aten.view.default,
-    torch.ops.aten._unsafe_view.default,
-    torch.ops.aten.reshape.default,
-)
 
 
 def _copies(node: fx.Node) -> bool:

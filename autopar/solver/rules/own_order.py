@@ -18,7 +18,7 @@ sums        a summand of a sum over all rows, such as the number of rows per exp
 ==========  ===================================================================================
 
 A row of a rule that shards a dim says that the op works block by block, for any size of block, so
-for single rows: hence for rows in any order, unless it looks at their place (`_BY_PLACE`).
+for single rows: hence for rows in any order, unless it looks at their place (`core.ops.RANDOM`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 from torch import fx
 
 from autopar.core.host import WITH_HOST
-from autopar.core.ops import ops
+from autopar.core.ops import RANDOM, ops
 from autopar.core.placement import Partial, Placement, Replicate, Shard
 from autopar.core.strategy import AxisStrategy, OpCall, op_call
 from autopar.solver.rules.registry import find_rule
@@ -66,7 +66,6 @@ _Handler = Callable[[OpCall, _Orders], _Found | None]
 _HANDLERS: dict[Any, _Handler] = {}
 _KEY = "order"
 _WHOLE, _SUM = Replicate(), Partial()
-_BY_PLACE = (ops.dropout.default, ops.uniform.default)
 _SAME = (
     aten.alias.default,
     aten.clone.default,
@@ -156,7 +155,7 @@ def _holds(order: Order | None, holds: str) -> bool:
 def _row_by_row(call: OpCall, orders: _Orders) -> _Found | None:
     """An op that shards its rows, or sums over them: of whole operands beside."""
     function = find_rule(call.target)
-    if function is None or call.target in _BY_PLACE:
+    if function is None or call.target in RANDOM:
         return None
     known = [order for order in orders if order is not None]
     if any(order.holds != "values" for order in known):
