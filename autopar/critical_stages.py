@@ -23,44 +23,29 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from autopar.core.flights import Waits
 from autopar.core.placement import Layout
 from autopar.core.plan import Plan
 from autopar.cost_model.stages import RanksTime, ranks_time, transfer_seconds
 from autopar.errors import ConstraintError, InfeasiblePlanError
+from autopar.stage_menus import Aim, Aims, StageMenus
 
 if TYPE_CHECKING:
     from autopar.pipeline_stages import Pipeliner
 
-__all__ = ["Aim", "CriticalStages"]
+__all__ = ["CriticalStages"]
 
 _HALF = 0.5  # of the way from the weights of a stage to those of the longest way
 _LEAST = 1e-3  # of the step: what an exchange of plans must save
 _NEAR = 0.02  # of the least that a turn can take
 _MOST = 64  # exchanges
+_PROMISED = 0.015  # of the step: what a mixture must promise to save
+_MISSED = 2  # stages that are planned in a row for mixtures, to no use
 _REFUSED = (ConstraintError, InfeasiblePlanError)  # of layouts that do not go together
-
-
-@dataclass(frozen=True, slots=True)
-class Aim:
-    """What a stage is planned for.
-
-    Attributes:
-        waits: as `Flight.waits`; None: those of its flight.
-        ports: layouts of what it sends, by the names of its ports.
-        free: choose the layouts of what it receives.
-    """
-
-    waits: Waits | None = None
-    ports: Mapping[str, Layout] = field(default_factory=dict)
-    free: bool = False
-
-
-Aims: TypeAlias = Mapping[int, Aim]
 
 
 class CriticalStages:
@@ -77,19 +62,27 @@ class CriticalStages:
         self.aims = dict(aims)
         self.plans = pipeliner.solve_free(self.aims)
         self.time = self._time(self.plans)
+        shape = pipeliner.shape
+        self.menus = StageMenus(self.parts, shape.microbatches, pipeliner.planner.limit)
+        for stage, plan in enumerate(self.plans):
+            self.menus.add(stage, self.aims[stage], plan)
 
     def suited(self) -> list[Plan]:
         """Plans of all stages, which fit the memory limit if the first ones did."""
         for _ in range(_MOST):
             if not any(self._exchanged(*each) for each in self._critical()):
                 break
+        if self.pipeliner.automatic:
+            self._regroup()
         return self.plans
 
     # --- where the step takes long -------------------------------------------------------------
     def _time(self, plans: Sequence[Plan]) -> RanksTime:
+        return ranks_time(plans, self.pipeliner.orders, self._transfer_seconds(plans))
+
+    def _transfer_seconds(self, plans: Sequence[Plan]) -> list[float]:
         p = self.pipeliner
-        transfer_s = transfer_seconds(self.parts.crossings(), plans, p.cluster, p.shape.size)
-        return ranks_time(plans, p.orders, transfer_s)
+        return transfer_seconds(self.parts.crossings(), plans, p.cluster, p.shape.size)
 
     def _critical(self) -> list[tuple[int, Waits, bool]]:
         """Stages to plan anew, what the longest way counts, and whether it is longest in them.
@@ -127,13 +120,16 @@ class CriticalStages:
 
     def _at_best(self, stage: int) -> float:
         """Seconds of the step if each part of a stage took no more than its bound."""
-        plan = self.plans[stage]
+        plans = list(self.plans)
+        plans[stage] = self._bounded(stage, plans[stage])
+        return self._time(plans).step_s
+
+    def _bounded(self, stage: int, plan: Plan) -> Plan:
+        """A plan as if each part of its stage took no more than its bound."""
         names = {"forward": "forward", "input": "inputs", "weight": "weights"}
         least = {phase: self._least_of_turn(stage, name) for phase, name in names.items()}
         phases = {**plan.predicted.phases, **least, "prepare": 0.0, "finish": 0.0}
-        plans = list(self.plans)
-        plans[stage] = replace(plan, predicted=replace(plan.predicted, phases=phases))
-        return self._time(plans).step_s
+        return replace(plan, predicted=replace(plan.predicted, phases=phases))
 
     # --- exchanges -----------------------------------------------------------------------------
     def _exchanged(self, stage: int, counts: Waits, paces: bool) -> bool:
@@ -149,7 +145,6 @@ class CriticalStages:
         aims = self._towards(stage, counts, _HALF)
         plans = self._planned(aims)
         if self._kept(aims, plans):
-            self._tried(self._towards(stage, counts, 1.0))
             return True
         if paces and stage and self._may_gain(stage):
             aims = self._towards(stage, counts, 1.0)
@@ -182,9 +177,13 @@ class CriticalStages:
         if aims == self.aims:
             return None
         try:
-            return self.pipeliner.solve_free(aims)
+            plans = self.pipeliner.solve_free(aims)
         except _REFUSED:
             return None
+        for stage, aim in aims.items():
+            if aim != self.aims[stage]:
+                self.menus.add(stage, aim, plans[stage])
+        return plans
 
     def _kept(self, aims: Aims, plans: list[Plan] | None) -> bool:
         """Keep the plans of other aims if the step gets shorter."""
@@ -203,21 +202,61 @@ class CriticalStages:
 
     def _towards(self, stage: int, counts: Waits, share: float) -> dict[int, Aim]:
         """Aims with other weights of one stage, some of the way to what the longest way counts."""
-        least = max(counts) / (2 * self.pipeliner.shape.microbatches)  # none counts nothing
-        waits = [max(n, least) for n in counts]
-        between = [
-            round((1 - share) * math.log2(a) + share * math.log2(b))  # equal stages share
-            for a, b in zip(self.plans[stage].solver.waits, waits, strict=True)
-        ]
-        aim = Waits(*(2.0 ** (n - max(between)) for n in between))
+        aim = self._between(self.plans[stage].solver.waits, counts, share)
         if aim == self.plans[stage].solver.waits:
             return dict(self.aims)
         return self.aims | {stage: Aim(aim, self._sent(stage))}
+
+    def _between(self, waits: Waits, counts: Waits, share: float) -> Waits:
+        """Weights some of the way from some to others, of which the largest is 1."""
+        least = max(counts) / (2 * self.pipeliner.shape.microbatches)  # none counts nothing
+        found = [
+            round((1 - share) * math.log2(a) + share * math.log2(max(b, least)))  # stages share
+            for a, b in zip(waits, counts, strict=True)
+        ]
+        return Waits(*(2.0 ** (n - max(found)) for n in found))
 
     def _sent(self, stage: int) -> dict[str, Layout]:
         """Layouts of what a stage sends at each turn, as they are."""
         sent = (o for o in self.parts.model(stage).outputs if o.kind == "sent")
         return {o.port: self.plans[stage].inputs[o.port] for o in sent if not o.accumulated}
+
+    def _regroup(self) -> None:
+        """Exchange plans of several stages at once, while mixtures of plans promise much less."""
+        missed, tried = 0, set[tuple[int, ...]]()
+        while missed <= _MISSED:
+            transfer_s = self._transfer_seconds(self.plans)
+            mixture = self.menus.mixture(self.plans, transfer_s)
+            if mixture.step_s > self.time.step_s * (1 - _PROMISED):
+                return
+            aims = self.aims | self.menus.best(self.plans, transfer_s)
+            plans = self._planned(aims)
+            if plans is not None and (group := tuple(map(id, plans))) not in tried:
+                tried.add(group)
+                if self._kept(aims, plans):
+                    missed = 0
+                    continue
+            if not self._extended(mixture.waits):
+                return
+            missed += 1
+
+    def _extended(self, waits: Sequence[Waits]) -> bool:
+        """Plan the stage that promises most for what a mixture counts; False if none does."""
+        promised: dict[int, float] = {}
+        aims: dict[int, Aim] = {}
+        for stage, (plan, counts) in enumerate(zip(self.plans, waits, strict=True)):
+            if max(counts) == 0.0:
+                continue
+            known = list(self.menus.of(stage, plan))
+            aim = self._between(plan.solver.waits, counts, 1.0)
+            if all(aim != other.solver.waits for other in known):
+                now_s = min(self._on_way(other, counts) for other in known)
+                promised[stage] = now_s - self._on_way(self._bounded(stage, plan), counts)
+                aims[stage] = Aim(aim, self._sent(stage))
+        stage = max(promised, key=promised.__getitem__, default=-1)
+        if promised.get(stage, 0.0) < _LEAST * self.time.step_s:
+            return False
+        return self._planned(self.aims | {stage: aims[stage]}) is not None
 
     def _wanted(self, stage: int, aim: Aim) -> dict[int, Aim] | None:
         """What the senders of a stage would be planned for if it chose what it receives."""

@@ -23,7 +23,7 @@ from autopar.core.block_kinds import kinds_of
 from autopar.core.blocks import Block, block_of
 from autopar.core.constraints import Constraints
 from autopar.core.folding import every_instance
-from autopar.core.graph import TracedModel
+from autopar.core.graph import TracedModel, port_names
 from autopar.core.placement import Layout
 from autopar.core.plan import Plan
 from autopar.core.timeline import PlannedOp
@@ -31,7 +31,6 @@ from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError, PlanMismatchError
 from autopar.planning import traced_for
 from autopar.report.explained import Explanation, Resolved, render_explanation
-from autopar.stage_planning import port_names
 
 __all__ = ["Explanation", "Resolved", "explain", "render_explanation"]
 

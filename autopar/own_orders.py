@@ -17,7 +17,7 @@ from autopar.core.list_schedule import RankLoad, list_schedule, most_ahead
 from autopar.core.plan import Plan
 from autopar.core.schedule import Orders, actions, kinds_of, orders_of
 from autopar.cost_model.rank_memory import rank_memory
-from autopar.cost_model.stages import action_seconds, ranks_time
+from autopar.cost_model.stages import action_seconds, rank_load, ranks_time
 
 __all__ = ["fastest_orders", "least_held", "least_seconds"]
 
@@ -70,7 +70,7 @@ def fastest_orders(
     if not quick and microbatches >= len(plans):
         fixed.append(actions("zero-bubble", len(plans), microbatches))
     ways = [_Way(*way) for way in _ways(len(plans), microbatches, quick)]
-    loads = tuple(_load(plan, limit) for plan in plans)
+    loads = tuple(rank_load(plan, limit) for plan in plans)
 
     def timed(orders: Orders) -> _Timed:
         return _Timed(ranks_time(plans, orders, transfer_s).step_s, kinds_of(orders))
@@ -138,25 +138,3 @@ def _excess(plans: Sequence[Plan], orders: Orders, limit: int) -> list[int]:
     """Bytes of each rank that exceed a limit."""
     memory = rank_memory(orders, [p.predicted.held for p in plans])
     return [max(0, sum(kinds.values()) - limit) for kinds in memory]
-
-
-def _load(plan: Plan, limit: int | None) -> RankLoad:
-    seconds, held = action_seconds(plan), plan.predicted.held
-    load = RankLoad(
-        forward_s=seconds["F"],
-        input_s=seconds["I"],
-        weight_s=seconds["W"],
-        begin_s=plan.predicted.phases["prepare"],
-    )
-    if limit is None:
-        return load
-    assert held is not None
-    waiting = sum(held.waiting.values()) + held.up
-    delayed = sum(held.delayed.values())
-    tops = {
-        part: max(sum(kinds.values()) for (_, p), kinds in held.tops.items() if p == part)
-        for _, part in held.tops
-    }
-    own = {0: waiting, 1: waiting, 2: delayed}  # a part's microbatch is in its highest moment
-    budget = min(limit - tops[part] + own[part] for part in own if part in tops)
-    return replace(load, waiting=waiting, delayed=delayed, budget=budget)

@@ -30,13 +30,13 @@ from autopar.cost_model.stages import (
     pipelined_time,
     transfer_seconds,
 )
-from autopar.critical_stages import Aim
 from autopar.errors import ConstraintError, InfeasiblePlanError
 from autopar.own_orders import fastest_orders, least_seconds
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.pipeline_shape import PipelineShape
 from autopar.solver.solve import fits
 from autopar.solver.variant import host_is_short
+from autopar.stage_menus import Aim
 
 if TYPE_CHECKING:
     from autopar.stage_planning import StagePlanner

@@ -20,14 +20,14 @@ from autopar.core.block_kinds import pinned_kinds, pins_among
 from autopar.core.blocks import Blocks
 from autopar.core.constraints import Constraints, assign_mesh
 from autopar.core.folding import every_instance
-from autopar.core.graph import TracedModel
+from autopar.core.graph import TracedModel, port_names
 from autopar.core.placement import Layout
 from autopar.core.plan import NodePlan, Plan
 from autopar.core.schedule import AUTOMATIC, Kind, Orders, actions
 from autopar.cost_model import Cluster
 from autopar.cost_model.pipeline import simulate_pipeline
 from autopar.cost_model.stages import action_seconds
-from autopar.critical_stages import Aim, CriticalStages
+from autopar.critical_stages import CriticalStages
 from autopar.errors import ConstraintError, InfeasiblePlanError
 from autopar.own_orders import fastest_orders, least_held
 from autopar.pipeline_stages import Pipeliner
@@ -42,8 +42,9 @@ from autopar.solver.pipeline_shape import PipelineShape, balanced_cuts, stage_me
 from autopar.solver.solve import KnownVariants, Solved, fits, in_other_flights, solve_step
 from autopar.solver.turn import Turn, floored, windowed
 from autopar.solver.windows import widened
+from autopar.stage_menus import Aim
 
-__all__ = ["StagePlanner", "on_the_clock", "port_names"]
+__all__ = ["StagePlanner", "on_the_clock"]
 
 
 class StagePlanner:
@@ -342,12 +343,6 @@ class StagePlanner:
         if isinstance(checkpoint, Mapping):
             checkpoint = pins_among(checkpoint, Blocks(model).every()) or None
         return replace(self.constraints, pipeline=None, params=params, checkpoint=checkpoint)
-
-
-def port_names(model: TracedModel) -> list[str]:
-    """Names of the layouts that a stage shares with others."""
-    names = [s.node for s in model.inputs if s.kind == "received"]
-    return [*names, *dict.fromkeys(s.port for s in model.outputs if s.kind == "sent")]
 
 
 def on_the_clock(shape: PipelineShape, plan: Plan) -> float:

@@ -24,6 +24,7 @@ __all__ = [
     "dependents",
     "node_info",
     "output_paths",
+    "port_names",
     "producer",
     "resolve",
     "tensor_meta",
@@ -290,3 +291,9 @@ def dependents(traced: TracedModel, *kinds: InputKind) -> set[str]:
         if any(a.name in found for a in node.all_input_nodes):
             found.add(node.name)
     return found
+
+
+def port_names(model: TracedModel) -> list[str]:
+    """Names of the layouts that the graph of a pipeline stage shares with others."""
+    names = [s.node for s in model.inputs if s.kind == "received"]
+    return [*names, *dict.fromkeys(s.port for s in model.outputs if s.kind == "sent")]

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.core.list_schedule import RankLoad
 from autopar.core.plan import CommBytes, Plan, Prediction
 from autopar.core.schedule import Kind, Orders
 from autopar.core.timeline import PipelineSlot, Timeline, rounded
@@ -30,6 +31,7 @@ __all__ = [
     "RanksTime",
     "action_seconds",
     "pipelined_time",
+    "rank_load",
     "ranks_time",
     "transfer_seconds",
 ]
@@ -59,6 +61,29 @@ def action_seconds(plan: Plan) -> dict[Kind, float]:
         "I": phases["input"],
         "W": phases["weight"],
     }
+
+
+def rank_load(plan: Plan, limit: int | None) -> RankLoad:
+    """What a rank with one stage does and, within a limit in bytes, may hold."""
+    seconds, held = action_seconds(plan), plan.predicted.held
+    load = RankLoad(
+        forward_s=seconds["F"],
+        input_s=seconds["I"],
+        weight_s=seconds["W"],
+        begin_s=plan.predicted.phases["prepare"],
+    )
+    if limit is None:
+        return load
+    assert held is not None
+    waiting = sum(held.waiting.values()) + held.up
+    delayed = sum(held.delayed.values())
+    tops = {
+        part: max(sum(kinds.values()) for (_, p), kinds in held.tops.items() if p == part)
+        for _, part in held.tops
+    }
+    own = {0: waiting, 1: waiting, 2: delayed}  # a part's microbatch is in its highest moment
+    budget = min(limit - tops[part] + own[part] for part in own if part in tops)
+    return replace(load, waiting=waiting, delayed=delayed, budget=budget)
 
 
 def transfer_seconds(

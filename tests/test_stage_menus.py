@@ -1,0 +1,171 @@
+"""Plans of several stages of a pipeline that are exchanged at once."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from autopar import critical_stages
+from autopar.core.constraints import Constraints
+from autopar.core.flights import Waits
+from autopar.core.list_schedule import RankLoad, list_schedule, most_ahead
+from autopar.core.soonest import forwards_ahead, soonest
+from autopar.cost_model import Cluster
+from autopar.critical_stages import CriticalStages
+from autopar.solver.pipeline_shape import PipelineShape
+from autopar.solver.stage_mixture import best_mixture
+from autopar.step_limits import StepLimits
+from autopar.tracer.trace import trace
+from autopar.verification import verify
+from benchmarks.planner import ROWS, fusion_of
+from tests.test_critical_stages import near_ranks, planner_of, tied
+
+
+def random_loads(rng: np.random.Generator, ranks: int, short: bool = False) -> list[RankLoad]:
+    """Of unequal stages; `short`: with memory for a few microbatches."""
+    return [
+        RankLoad(
+            forward_s=f,
+            input_s=i,
+            weight_s=w,
+            begin_s=b,
+            waiting=1.0,
+            delayed=float(rng.uniform(0.2, 1.0)),
+            budget=float(rng.uniform(1.0, 2.0 * ranks)) if short else np.inf,
+        )
+        for f, i, w, b in rng.uniform(0.2, 2.0, (ranks, 4))
+    ]
+
+
+@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize("seed", range(30))
+def test_no_order_is_done_sooner(seed: int, short: bool) -> None:
+    rng = np.random.default_rng(seed)
+    ranks = int(rng.integers(1, 7))
+    turns = int(rng.integers(1, 14))
+    loads = random_loads(rng, ranks, short)
+    hops = rng.uniform(0.0, 0.3, ranks - 1).tolist()
+    least = soonest(loads, turns, hops)
+    most = most_ahead(ranks, turns)
+    for share, patience in itertools.product((0.0, 0.5, 1.0), (0.0, 1.0)):
+        ahead = [max(1, round(share * n)) for n in most]
+        found = list_schedule(loads, turns, hops, warmup=ahead, patience=patience)
+        for end_s, least_s in zip(found.ends_s, least, strict=True):
+            assert end_s >= least_s * (1 - 1e-9)
+
+
+def test_equal_stages_with_memory_are_done_as_soon_as_that() -> None:
+    """ZB-H2 of equal stages with F = I = W stands idle for nothing but the first microbatch."""
+    loads = [RankLoad(forward_s=1.0, input_s=1.0, weight_s=1.0)] * 4
+    least = soonest(loads, 12, [0.0] * 3)
+    found = list_schedule(loads, 12, [0.0] * 3, warmup=most_ahead(4, 12), patience=1.0)
+    assert max(least) == max(found.ends_s) == 3 + 36
+
+
+def test_memory_for_one_microbatch_makes_them_go_around_one_by_one() -> None:
+    load = RankLoad(forward_s=1.0, input_s=2.0, weight_s=1.0, waiting=1.0, delayed=0.0, budget=1.5)
+    least = soonest([load] * 3, 5, [0.0] * 2)
+    assert least[0] == 5 * 9 + 1.0  # the last weight gradient
+    free = soonest([replace(load, budget=np.inf)] * 3, 5, [0.0] * 2)
+    assert max(free) < max(least)
+
+
+# --- mixtures ---------------------------------------------------------------------------------
+def options_of(rng: np.random.Generator, ranks: int) -> list[list[tuple[float, ...]]]:
+    return [
+        [tuple(rng.uniform(0.2, 2.0, 5).tolist()) for _ in range(int(rng.integers(1, 4)))]
+        for _ in range(ranks)
+    ]
+
+
+def least_of(options: list[tuple[float, ...]], turns: int, hops: list[float]) -> float:
+    """By the formulas, for a plan of each stage."""
+    loads = [RankLoad(forward_s=f, input_s=i, weight_s=w, begin_s=p) for p, f, i, w, _ in options]
+    ends = soonest(loads, turns, hops)
+    return max(end + plan[4] for end, plan in zip(ends, options, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_mixture_is_no_slower_than_any_choice(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    ranks, turns = int(rng.integers(1, 5)), int(rng.integers(1, 10))
+    options = options_of(rng, ranks)
+    hops = rng.uniform(0.0, 0.3, ranks - 1).tolist()
+    ahead = list(most_ahead(ranks, turns))
+    found = best_mixture(options, turns, ahead, hops)
+    every = [least_of(list(each), turns, hops) for each in itertools.product(*options)]
+    assert found.step_s <= min(every) * (1 + 1e-9)
+    # with one plan a stage there is nothing to mix
+    alone = [plans[:1] for plans in options]
+    first = best_mixture(alone, turns, ahead, hops)
+    assert first.step_s == pytest.approx(every[0], rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_waits_tell_what_a_second_adds_to_the_step(seed: int) -> None:
+    """By differences: a little more of one part of one stage."""
+    rng = np.random.default_rng(100 + seed)
+    ranks, turns = int(rng.integers(1, 5)), int(rng.integers(2, 10))
+    options = options_of(rng, ranks)
+    hops, ahead = [0.1] * (ranks - 1), list(most_ahead(ranks, turns))
+    found = best_mixture(options, turns, ahead, hops)
+    more = 1e-7
+    for stage, part in itertools.product(range(ranks), range(5)):
+        longer = [list(plans) for plans in options]
+        longer[stage] = [
+            tuple(s + more * (k == part) for k, s in enumerate(plan)) for plan in longer[stage]
+        ]
+        often = 1 if part in (0, 4) else turns
+        slope = (best_mixture(longer, turns, ahead, hops).step_s - found.step_s) / more / often
+        shorter = [list(plans) for plans in options]
+        shorter[stage] = [
+            tuple(s - more * (k == part) for k, s in enumerate(plan)) for plan in shorter[stage]
+        ]
+        before = (found.step_s - best_mixture(shorter, turns, ahead, hops).step_s) / more / often
+        counted = found.waits[stage][part]
+        assert before - 1e-4 <= counted <= slope + 1e-4, Waits._fields[part]
+
+
+def test_memory_takes_forwards_from_those_ahead() -> None:
+    loads = [RankLoad(forward_s=1.0, input_s=1.0, weight_s=1.0, waiting=1.0, budget=2.5)] * 4
+    assert forwards_ahead(loads, 8) == [2, 2, 2, 1]
+    free = [replace(load, budget=np.inf) for load in loads]
+    assert forwards_ahead(free, 8) == list(most_ahead(4, 8))
+
+
+# --- exchanges --------------------------------------------------------------------------------
+def test_plans_of_several_stages_are_exchanged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """126 layers on 32 ranks: none of the first ranks that prepare less is worth it alone."""
+    row = ROWS["llama3-405b@64x8"]
+    with torch.device("meta"):
+        model = row.build().to(row.dtype).train()
+    traced = trace(model, row.inputs(), fold=True)
+    cluster = Cluster.from_profile(
+        row.profile, nodes=row.nodes, devices_per_node=row.devices_per_node, mesh_shape=row.mesh
+    )
+    known = StepLimits(traced, cluster, Constraints(), fusion=fusion_of(cluster))
+    planner = known.planner(cluster.memory_bytes)
+    plan = planner.plan(PipelineShape(size=32, microbatches=32, schedule="automatic"), free=True)
+    together = planner.suited(plan)
+    monkeypatch.setattr(CriticalStages, "_regroup", lambda self: None)
+    alone = planner.suited(plan)
+    assert together.predicted.step_time_s < 0.99 * alone.predicted.step_time_s
+    assert together.predicted.peak_memory_bytes <= together.memory_limit_bytes
+    assert together.pipeline is not None and alone.pipeline is not None
+    pairs = zip(together.pipeline.stages, alone.pipeline.stages, strict=True)
+    assert sum(a.solver.waits != b.solver.waits for a, b in pairs) > 1
+
+
+def test_what_is_exchanged_trains_as_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(critical_stages, "_PROMISED", 0.0)
+    model, inputs = tied()
+    planner = planner_of(trace(model, inputs, fold=True), near_ranks(2, 3e9))
+    plan = planner.plan(PipelineShape(size=2, microbatches=2, schedule="automatic"), free=True)
+    found = planner.suited(plan)
+    monkeypatch.setattr(CriticalStages, "_regroup", lambda self: None)
+    assert found.predicted.step_time_s < planner.suited(plan).predicted.step_time_s
+    assert verify(found, model, inputs).worst[1] <= 1e-6
