@@ -64,8 +64,7 @@ class CriticalStages:
         self.time = self._time(self.plans)
         shape = pipeliner.shape
         self.menus = StageMenus(self.parts, shape.microbatches, pipeliner.planner.limit)
-        for stage, plan in enumerate(self.plans):
-            self.menus.add(stage, self.aims[stage], plan)
+        self._note(self.aims, self.plans)
 
     def suited(self) -> list[Plan]:
         """Plans of all stages, which fit the memory limit if the first ones did."""
@@ -180,10 +179,14 @@ class CriticalStages:
             plans = self.pipeliner.solve_free(aims)
         except _REFUSED:
             return None
-        for stage, aim in aims.items():
-            if aim != self.aims[stage]:
-                self.menus.add(stage, aim, plans[stage])
+        self._note(aims, plans)
         return plans
+
+    def _note(self, aims: Aims, plans: Sequence[Plan]) -> None:
+        """Keep plans that stages of an automatic order may have later."""
+        if self.pipeliner.automatic:
+            for stage, plan in enumerate(plans):
+                self.menus.add(stage, aims[stage], plan)
 
     def _kept(self, aims: Aims, plans: list[Plan] | None) -> bool:
         """Keep the plans of other aims if the step gets shorter."""
