@@ -85,15 +85,19 @@ class _Rank:
 
     load: RankLoad
     free_s: float
-    done: dict[str, int] = field(default_factory=lambda: {"F": 0, "I": 0, "W": 0})
+    forwards: int = 0
+    backwards: int = 0  # their input gradients
+    weights: int = 0
     inputs: list[float] = field(default_factory=list)
     gradients: list[float] = field(default_factory=list)
 
-    @property
-    def held(self) -> float:
-        done = self.done
-        waiting, delayed = done["F"] - done["I"], done["I"] - done["W"]
-        return waiting * self.load.waiting + delayed * self.load.delayed
+    def has_room(self) -> bool:
+        """True if memory lets another microbatch in."""
+        if self.forwards == self.weights:
+            return True
+        load, waiting = self.load, self.forwards - self.backwards + 1
+        held = waiting * load.waiting + (self.backwards - self.weights) * load.delayed
+        return held <= load.budget
 
 
 class _Clock:
@@ -105,7 +109,6 @@ class _Clock:
         warmup: Sequence[int],
         patience: float,
     ) -> None:
-        self.microbatches = microbatches
         self.transfer_s = transfer_s
         self.warmup = warmup
         self.patience = patience
@@ -124,43 +127,49 @@ class _Clock:
         kind, coming_s = self._choice(r, now_s)
         if kind is not None:
             self._run(r, kind, now_s)
-        elif coming_s is not None:
+        elif coming_s < math.inf:
             heapq.heappush(self.events, (coming_s, r))
 
-    def _choice(self, r: int, now_s: float) -> tuple[str | None, float | None]:
+    def _choice(self, r: int, now_s: float) -> tuple[str | None, float]:
         """What to begin, or when something comes, as far as it is known."""
-        rank, done = self.ranks[r], self.ranks[r].done
-        coming: dict[str, float] = {}
-        fits = done["F"] == done["W"] or rank.held + rank.load.waiting <= rank.load.budget
-        ahead = done["F"] - done["I"] < self.warmup[r]
-        if ahead and fits and done["F"] < min(self.microbatches, len(rank.inputs)):
-            coming["F"] = rank.inputs[done["F"]]
-        if done["I"] < len(rank.gradients):
-            coming["I"] = rank.gradients[done["I"]]
-        for kind, there_s in coming.items():
+        rank, next_s = self.ranks[r], math.inf
+        if (
+            rank.forwards < len(rank.inputs)
+            and rank.forwards - rank.backwards < self.warmup[r]
+            and rank.has_room()
+        ):
+            next_s = rank.inputs[rank.forwards]
+            if next_s <= now_s:
+                return "F", now_s
+        if rank.backwards < len(rank.gradients):
+            there_s = rank.gradients[rank.backwards]
             if there_s <= now_s:
-                return kind, None
-        next_s = min(coming.values(), default=None)
-        if done["W"] < done["I"]:
-            wait_s = math.inf if next_s is None else next_s - now_s
-            if wait_s >= self.patience * rank.load.weight_s:
-                return "W", None
+                return "I", now_s
+            next_s = min(next_s, there_s)
+        if rank.weights < rank.backwards:
+            if next_s - now_s >= self.patience * rank.load.weight_s:
+                return "W", now_s
         return None, next_s
 
     def _run(self, r: int, kind: str, now_s: float) -> None:
-        rank, last = self.ranks[r], len(self.ranks) - 1
-        load = rank.load
-        seconds = {"F": load.forward_s, "I": load.input_s, "W": load.weight_s}[kind]
-        rank.free_s = end_s = now_s + seconds
-        rank.done[kind] += 1
+        rank, load = self.ranks[r], self.ranks[r].load
         self.kinds[r].append(kind)
-        heapq.heappush(self.events, (end_s, r))
-        if kind == "F" and r == last:
-            rank.gradients.append(end_s)
+        if kind == "W":
+            rank.weights += 1
+            rank.free_s = now_s + load.weight_s
         elif kind == "F":
-            self._send(self.ranks[r + 1].inputs, r + 1, end_s, self.transfer_s[r])
-        elif kind == "I" and r:
-            self._send(self.ranks[r - 1].gradients, r - 1, end_s, self.transfer_s[r - 1])
+            rank.forwards += 1
+            rank.free_s = end_s = now_s + load.forward_s
+            if r == len(self.ranks) - 1:
+                rank.gradients.append(end_s)
+            else:
+                self._send(self.ranks[r + 1].inputs, r + 1, end_s, self.transfer_s[r])
+        else:
+            rank.backwards += 1
+            rank.free_s = end_s = now_s + load.input_s
+            if r:
+                self._send(self.ranks[r - 1].gradients, r - 1, end_s, self.transfer_s[r - 1])
+        heapq.heappush(self.events, (rank.free_s, r))
 
     def _send(self, arrivals: list[float], there: int, end_s: float, transfer_s: float) -> None:
         """A link carries one value at a time."""
