@@ -198,7 +198,7 @@ def _best_count(sites: list[Site], hidden: list[float], cluster: Cluster) -> tup
         return 1, 0.0  # a second call costs more than can be hidden
     graph = cut_out(first)
     whole = simulate(graph, cluster)
-    best, before = (1, 0.0), -math.inf
+    best = 1, 0.0
     for count in _COUNTS:
         cut = in_pieces(graph, count)
         if cut is None:
@@ -211,9 +211,6 @@ def _best_count(sites: list[Site], hidden: list[float], cluster: Cluster) -> tup
         )
         if saved * times > best[1]:
             best = count, saved * times
-        if saved < before:
-            break  # more launches than what they hide
-        before = saved
     return best
 
 

@@ -137,6 +137,13 @@ def test_memory_takes_forwards_from_those_ahead() -> None:
     assert forwards_ahead(free, 8) == list(most_ahead(4, 8))
 
 
+def test_what_holds_nothing_can_be_held_however_short_memory_is() -> None:
+    """A plan without a limit may leave less than nothing of one."""
+    load = RankLoad(forward_s=1.0, input_s=1.0, weight_s=1.0, waiting=0.0, budget=-1.0)
+    assert forwards_ahead([load] * 4, 8) == list(most_ahead(4, 8))
+    assert forwards_ahead([replace(load, waiting=1.0)] * 4, 8) == [1] * 4
+
+
 # --- exchanges --------------------------------------------------------------------------------
 def test_plans_of_several_stages_are_exchanged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """126 layers on 32 ranks: none of the first ranks that prepare less is worth it alone."""

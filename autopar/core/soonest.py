@@ -1,4 +1,6 @@
-"""When the ranks of a pipeline can be done at the soonest, whatever the order of their work.
+"""When the ranks of a pipeline can be done at the soonest, in any order of their work.
+
+That is, in any which begins with no more forwards than ZB-H2 does (`most_ahead`).
 
 With F, I and W the seconds of a rank's forward, input and weight gradient, one stage a rank and m
 microbatches, a rank
@@ -23,8 +25,9 @@ __all__ = ["forwards_ahead", "most_held", "soonest"]
 
 def most_held(load: RankLoad, microbatches: int) -> int:
     """Microbatches that a rank can hold at once; one is always let in."""
-    short = load.budget < microbatches * load.waiting
-    return max(1, int(load.budget / load.waiting)) if short else microbatches
+    if not load.waiting or microbatches * load.waiting <= load.budget:
+        return microbatches
+    return max(1, int(load.budget / load.waiting))
 
 
 def forwards_ahead(loads: Sequence[RankLoad], microbatches: int) -> list[int]:
