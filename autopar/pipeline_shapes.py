@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
 from autopar.core.considered import Considered
 from autopar.core.constraints import PipelinePin, assign_mesh
+from autopar.core.plan import Plan
 from autopar.core.schedule import AUTOMATIC, actions
-from autopar.core.units import format_seconds
+from autopar.core.units import format_bytes, format_seconds
 from autopar.cost_model import CollectiveKind
 from autopar.errors import AutoparError, ConstraintError
 from autopar.solver.ilp import Infeasible
@@ -26,13 +28,14 @@ from autopar.solver.pipeline_shape import (
     expected_seconds,
     least_seconds,
 )
-from autopar.solver.turn import Turn
+from autopar.solver.turn import WIDE, Turn
 from autopar.stage_planning import StagePlanner
 
 __all__ = ["CLOSEST", "Shapes"]
 
 CLOSEST = 2  # level of the closest bound of a shape that is planned
-_WIDEST = 3  # of that which a plan is proved by
+_HIGHER = 0.05  # by which sums of whole runs are taken to be higher, to see which of them tell
+_TELLS = 1e-3  # of the bound
 _TURNS_PER_RANK = (1, 2, 4)  # microbatches for each pipeline rank, where they are not pinned
 _CLOSE = 3  # shapes of which the closest bound is found before the first is planned
 _KEPT = 12  # shapes that a plan tells of
@@ -45,6 +48,7 @@ class _Known:
     level: int = 0
     step_s: float | None = None
     why: str = ""
+    wide: list[str] = field(default_factory=list)  # what whole runs of blocks are bounded in
 
 
 class Shapes:
@@ -120,11 +124,15 @@ class Shapes:
         found = [s for s, k in self.known.items() if not k.why and k.bound_s < limit_s]
         return sorted(found, key=lambda s: (self.known[s].bound_s, s.size, s.microbatches))
 
-    def most_promising(self, limit_s: float) -> PipelineShape | None:
+    def most_promising(self, limit_s: float, *, planned: bool = True) -> PipelineShape | None:
         """The shape to plan next, that is expected to take less than some seconds, if there is one.
 
         Bounds are made closer until no shape but one with its closest bound looks better, or enough
         of them have been.
+
+        Args:
+            limit_s: above which a shape is of no use.
+            planned: some plan takes about as long, so that many shapes are to be ruled out.
         """
         while True:
             found = [s for s, k in self.known.items() if not k.why and k.expected_s < limit_s]
@@ -136,7 +144,7 @@ class Shapes:
             best = min(found, key=lambda s: (self.known[s].expected_s, s.size, s.microbatches))
             if self.is_close(best):
                 return best
-            self.closer(self._tells_of(best, found) if limit_s < math.inf else best)
+            self.closer(self._tells_of(best, found) if planned and limit_s < math.inf else best)
 
     def _tells_of(self, shape: PipelineShape, found: Sequence[PipelineShape]) -> PipelineShape:
         """The shape to bound more closely first: one of fewer turns also bounds this one."""
@@ -150,9 +158,10 @@ class Shapes:
         while True:
             found = [s for s, k in self.known.items() if k.bound_s < limit_s]
             least = min(found, key=lambda s: (self.known[s].bound_s, s.size), default=None)
-            if least is None or self.known[least].level == _WIDEST:
+            if least is None or (self.is_close(least) and not self._widen(least)):
                 return
-            self.closer(least)
+            if not self.is_close(least):
+                self.closer(least)
 
     def least_s(self) -> float:
         """Seconds that no plan of any shape can beat."""
@@ -189,14 +198,36 @@ class Shapes:
         except ConstraintError as error:
             self.impossible(shape, error)
 
+    def _widen(self, shape: PipelineShape) -> bool:
+        """Raise a bound by what whole runs of blocks take of a step; False if that tells nothing.
+
+        Of the sums that a bound is made of, the one is found that matters most to it.
+        """
+        known = self.known[shape]
+        left = [name for name in WIDE if name not in known.wide]
+        hoped = {name: self._bound(shape, known.level, name) for name in left}
+        name = max(left, key=hoped.__getitem__, default=None)
+        if name is None or hoped[name] <= known.bound_s * (1 + _TELLS):
+            return False
+        known.wide.append(name)
+        with suppress(Infeasible):  # planning says what is wrong
+            self.planner.widen(shape, name)
+        self.raised(shape, self._bound(shape, known.level))
+        return True
+
     def raised(self, shape: PipelineShape, bound_s: float) -> None:
         """Note another bound of a shape."""
         known = self.known[shape]
         known.bound_s = max(known.bound_s, bound_s)
         known.expected_s = max(known.expected_s, known.bound_s)
 
-    def _bound(self, shape: PipelineShape, level: int) -> float:
+    def _bound(self, shape: PipelineShape, level: int, hoped: str | None = None) -> float:
         """Seconds that no plan of a shape can beat, with any schedule that is not pinned.
+
+        Args:
+            shape: of the pipeline.
+            level: how close.
+            hoped: a sum that is taken to be higher than it is known to be.
 
         Raises:
             ConstraintError: the shape does not fit the devices, the blocks or its schedule.
@@ -205,6 +236,8 @@ class Shapes:
         cluster = self.planner.rank_cluster(shape.size)
         assign_mesh(replace(self.planner.constraints, pipeline=None), cluster.mesh_shape)
         turn = self._turn(shape, level, cluster.num_devices)
+        if hoped is not None:
+            turn = turn.higher(hoped, _HIGHER)
         line = replace(
             cluster,
             mesh_shape=(shape.size, *cluster.mesh_shape),
@@ -226,9 +259,7 @@ class Shapes:
             turn = turn.above(self.planner.one_turn(shape))
         for coarser in self.planner.coarser(shape):
             turn = turn.above(coarser)
-        if level == CLOSEST:
-            return turn.above(self.planner.turn(shape))
-        return turn.above(self.planner.wide_turn(shape)) if level == _WIDEST else turn
+        return turn.above(self.planner.turn(shape)) if level == CLOSEST else turn
 
     def _of_schedule(self, shape: PipelineShape, turn: Turn, hop_s: float) -> float:
         work = self.planner.work
@@ -260,6 +291,21 @@ class Shapes:
         """Note that a shape need not be planned any more."""
         self.known[shape].why = why
         self.known[shape].step_s = step_s
+
+    def planned(self, shape: PipelineShape, plan: Plan) -> None:
+        """Note the plan of a shape."""
+        step_s = plan.predicted.step_time_s
+        self.settle(shape, f"takes {format_seconds(step_s)}", step_s)
+        if shape.size == 1:
+            self.raised(shape, plan.solver.bound)
+
+    def too_large(self, shape: PipelineShape, peak_bytes: int) -> None:
+        """Note a shape that does not fit, and those whose microbatches are larger yet."""
+        need = f"needs {format_bytes(peak_bytes)}"
+        self.settle(shape, f"{need} without recomputation")
+        for other in self.known:
+            if other.size == shape.size and other.microbatches < shape.microbatches:
+                self.settle(other, f"with {shape.microbatches} microbatches it {need}")
 
     def considered(self, chosen: tuple[int, int], limit_s: float) -> tuple[Considered, ...]:
         """The most promising shapes that were not chosen, and why.

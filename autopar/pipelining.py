@@ -37,6 +37,7 @@ _MOST = 2  # shapes that are planned unasked
 _LARGE = 4  # shapes that turn out not to fit, before no more are tried
 _RECUTS = 3  # times that a shape that is too large is cut anew
 _SPARE = 0.05  # of the limit, for what is only estimated
+_FAR = 0.75  # of what a plan in one piece takes at least: faster pipelines are planned without it
 _PROVED = 0.01  # shapes whose bounds are nearer to the best plan are not planned
 
 
@@ -100,6 +101,9 @@ class _Search:
         """The best plan in one piece, unless microbatches or a pipeline are faster."""
         if not self.known.holds_parameters(self.limit) or not self._may_pipeline():
             return self._plain()
+        ahead = _Search(self.known, self.limit)._far_ahead()
+        if ahead is not None:
+            return ahead
         free = self.known.free(self.limit)
         small = fits(free, self.cluster, self.limit)
         plain = replace(free, memory_limit_bytes=self.limit) if small else None
@@ -113,6 +117,20 @@ class _Search:
         if not small and (found is None or _seconds(found) >= free.solver.bound * (1 - _GAIN)):
             return self._against_limited(found, shapes)
         return self._reported(_or_raise(found or plain, None), shapes, free.solver.bound)
+
+    def _far_ahead(self) -> Plan | None:
+        """A pipeline much faster than any plan in one piece, which then need not be planned."""
+        shapes = Shapes(self.planner, PipelinePin(), short=True)
+        try:
+            alone_s = self.planner.least_alone_s()
+        except ConstraintError:
+            return None  # planning says what is wrong
+        if shapes.most_promising(alone_s * _FAR, planned=False) is None:
+            return None
+        found = self._climb(shapes, math.inf)
+        if found is None or _seconds(found) >= alone_s * _FAR:
+            return None
+        return self._reported(found, shapes, alone_s)
 
     def _against_limited(self, found: Plan | None, shapes: Shapes) -> Plan:
         """A pipeline, or the plan in one piece that fits the limit."""
@@ -149,7 +167,7 @@ class _Search:
             found = self._planned(shape, shapes)
             if found is not None:
                 found = self._with_schedule(shape, found, _seconds(best), shapes)
-                self._noted(shape, found, shapes)
+                shapes.planned(shape, found)
             best = _faster(best, found)
         return best
 
@@ -178,7 +196,7 @@ class _Search:
                 break
             found = self._fitting(shape, shapes, min(limit_s, _seconds(best)))
             if found is not None:
-                self._noted(shape, found, shapes)
+                shapes.planned(shape, found)
             # also one that is given up
             planned += shape not in self.large and not shapes.is_open(shape)
             if _seconds(found) < _seconds(best):
@@ -190,7 +208,7 @@ class _Search:
             best = self._limited(shapes, known_s)
         elif best is not None and here is not None:
             best = self._suited(self._with_schedule(here, best, limit_s, shapes))
-            self._noted(here, best, shapes)
+            shapes.planned(here, best)
         shapes.close_least(min(limit_s, _seconds(best) * (1 - _PROVED)))
         return best if _seconds(best) < limit_s else None
 
@@ -245,7 +263,8 @@ class _Search:
                 shapes.impossible(shape, error)
                 return None
         if not self._recut(shape, shapes):
-            self._too_large(shape, peak_bytes, shapes)
+            self.large.append(shape)
+            shapes.too_large(shape, peak_bytes)
         return None
 
     def _cut(self, shape: PipelineShape) -> PipelineShape:
@@ -266,15 +285,6 @@ class _Search:
         shapes.expect(shape, found[0])
         return True
 
-    def _too_large(self, shape: PipelineShape, peak_bytes: int, shapes: Shapes) -> None:
-        """Note a shape that does not fit, and those whose microbatches are larger yet."""
-        self.large.append(shape)
-        need = f"needs {format_bytes(peak_bytes)}"
-        shapes.settle(shape, f"{need} without recomputation")
-        for other in shapes.known:
-            if other.size == shape.size and other.microbatches < shape.microbatches:
-                shapes.settle(other, f"with {shape.microbatches} microbatches it {need}")
-
     def _limited(self, shapes: Shapes, below_s: float) -> Plan | None:
         """The plan with recomputation of the smallest shape that is too large without.
 
@@ -286,7 +296,7 @@ class _Search:
             self.large.remove(shape)
             found = self._planned(shape, shapes)
             if found is not None:
-                self._noted(shape, found, shapes)
+                shapes.planned(shape, found)
                 return found
         return None
 
@@ -349,12 +359,6 @@ class _Search:
             except InfeasiblePlanError as again:
                 error = again
         return found
-
-    def _noted(self, shape: PipelineShape, found: Plan, shapes: Shapes) -> None:
-        step_s = _seconds(found)
-        shapes.settle(shape, f"takes {format_seconds(step_s)}", step_s)
-        if shape.size == 1:
-            shapes.raised(shape, found.solver.bound)
 
     def _reported(self, plan: Plan, shapes: Shapes, plain_bound_s: float) -> Plan:
         """The plan with its bound, and with what it was preferred to."""

@@ -35,8 +35,10 @@ from autopar.solver.fit import UNLIMITED
 from autopar.solver.floor import Floors
 from autopar.solver.ideal import BlockWork
 from autopar.solver.ilp import Infeasible
+from autopar.solver.meshes import meshes
 from autopar.solver.microbatch import split_in_time
 from autopar.solver.offers import Offers
+from autopar.solver.overlap import EXPOSED, least_share
 from autopar.solver.pins import with_roles
 from autopar.solver.pipeline_shape import PipelineShape, balanced_cuts, stage_mesh
 from autopar.solver.solve import KnownVariants, Solved, fits, in_other_flights, solve_step
@@ -85,6 +87,7 @@ class StagePlanner:
         self._free: dict[object, Solved] = {}
         self.offers = offers
         self._turns: dict[tuple[int, int], Turn] = {}
+        self._wide: dict[tuple[int, int], Floors] = {}
         self.searches: dict[object, KnownVariants] | None = None  # of stages, to go on with
 
     def under(self, limit: int) -> StagePlanner:
@@ -189,18 +192,20 @@ class StagePlanner:
             self._turns[key] = self._floored(body, shape, parts=True)
         return self._turns[key]
 
-    def wide_turn(self, shape: PipelineShape) -> Turn:
-        """The same, also of equal blocks that follow each other on a rank: higher, and slower.
+    def widen(self, shape: PipelineShape, name: str) -> None:
+        """Make `turn` higher by bounds of equal blocks that follow each other on a rank.
 
-        Raises:
-            ConstraintError: the model cannot be split into such microbatches.
+        Args:
+            shape: of the pipeline.
+            name: of what is bounded, out of `turn.WIDE`.
         """
+        key = (shape.size, shape.microbatches)
         turn, body = self.turn(shape), self.micro(shape.microbatches)[1].body
-        if body.repeats and not turn.windows:
-            floors = self._floors(widened(body), shape, parts=True)
-            turn = windowed(turn, floors, body, self.work.names)
-            self._turns[shape.size, shape.microbatches] = turn
-        return turn
+        if not body.repeats:
+            return
+        if key not in self._wide:
+            self._wide[key] = self._floors(widened(body), shape, parts=True)
+        self._turns[key] = windowed(turn, self._wide[key], body, self.work.names, name)
 
     def one_turn(self, shape: PipelineShape) -> Turn:
         """The same from the step in one turn, for any number of turns: soon found, and lower."""
@@ -217,22 +222,38 @@ class StagePlanner:
             if size == shape.size and turns and shape.microbatches % turns == 0
         ]
 
-    def _floors(self, body: TracedModel, shape: PipelineShape, parts: bool) -> Floors:
-        cluster = self.rank_cluster(shape.size)
+    def least_alone_s(self) -> float:
+        """Seconds that no plan in one piece is below, on any of its meshes, whatever it hides.
+
+        Raises:
+            ConstraintError: the constraints cannot hold.
+        """
+        whole = PipelineShape(size=1, microbatches=1, schedule="1f1b")
+        given, *joined = meshes(self.whole, self.constraints)
+        assert given.mesh_shape == self.whole.mesh_shape
+        found = [self.one_turn(whole)]
+        found += (self._floored(self.traced, whole, parts=False, cluster=c) for c in joined)
+        return float(min(turn.step.sum() for turn in found)) * least_share(EXPOSED)
+
+    def _floors(
+        self, body: TracedModel, shape: PipelineShape, parts: bool, cluster: Cluster | None = None
+    ) -> Floors:
+        cluster = cluster or self.rank_cluster(shape.size)
         inside = replace(self.constraints, pipeline=None, params={})
         meshed = with_roles(cluster, assign_mesh(inside, cluster.mesh_shape))
         offers = self.offers.over(meshed)
         return Floors(body, inside, self.optimizer, offers, self.ahead(shape.size), parts)
 
-    def _floored(self, body: TracedModel, shape: PipelineShape, parts: bool) -> Turn:
-        floors = self._floors(body, shape, parts)
-        cluster, ahead = self.rank_cluster(shape.size), self.ahead(shape.size)
+    def _floored(
+        self, body: TracedModel, shape: PipelineShape, parts: bool, cluster: Cluster | None = None
+    ) -> Turn:
+        floors = self._floors(body, shape, parts, cluster)
+        ahead, devices = self.ahead(shape.size), self.whole.num_devices // shape.size
         try:
-            turns, devices = shape.microbatches, cluster.num_devices
-            return floored(self.work, floors, turns, ahead, devices)
+            return floored(self.work, floors, shape.microbatches, ahead, devices)
         except Infeasible as error:
             raise ConstraintError(
-                f"{floors.pins.describe()} cannot hold on the {cluster.num_devices} devices of "
+                f"{floors.pins.describe()} cannot hold on the {devices} devices of "
                 f"each of {shape.size} pipeline ranks, with {shape.microbatches} microbatches: no "
                 "combination of placements connects the ops"
             ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.core.constraints import Constraints
+from autopar.core.constraints import Constraints, PipelinePin
 from autopar.core.graph import TracedModel
 from autopar.core.list_schedule import RankLoad, list_schedule, most_ahead
 from autopar.core.plan import Plan
@@ -23,9 +24,11 @@ from autopar.cost_model import Cluster, CollectiveKind
 from autopar.cost_model.pipeline import simulate_pipeline
 from autopar.cost_model.stages import action_seconds, transfer_seconds
 from autopar.errors import ConstraintError, InfeasiblePlanError
-from autopar.pipelining import plan_step
+from autopar.pipeline_shapes import Shapes
+from autopar.pipelining import _Search, plan_step
 from autopar.report.summary import render_summary
 from autopar.solver.cuts import least_cuts, runs_of
+from autopar.solver.fit import UNLIMITED
 from autopar.solver.floor import functionals
 from autopar.solver.ideal import BlockWork
 from autopar.solver.offers import Offers
@@ -36,9 +39,10 @@ from autopar.solver.pipeline_shape import (
     expected_seconds,
     least_seconds,
 )
-from autopar.solver.turn import Turn
+from autopar.solver.turn import WIDE, Turn
 from autopar.solver.windows import Window, runs_with
 from autopar.stage_planning import StagePlanner
+from autopar.step_limits import StepLimits
 from autopar.tracer.trace import trace
 from tests import zoo
 from tests.test_critical_stages import near_ranks
@@ -210,8 +214,11 @@ def test_no_stage_takes_less_than_its_blocks_in_a_row(name: str) -> None:
     traced, cluster = trace(model.train(), inputs, fold=True), near_ranks(2, 1e9)
     planner = StagePlanner(traced, cluster, Constraints(), None, "adamw", Offers(cluster))
     shape = PipelineShape(size=2, microbatches=4, schedule="automatic")
-    alone, wide = planner.turn(shape), planner.wide_turn(shape)
-    assert wide.windows and wide is planner.wide_turn(shape)
+    alone = planner.turn(shape)
+    for part in WIDE:
+        planner.widen(shape, part)
+    wide = planner.turn(shape)
+    assert wide.windows
     plan = planner.plan(shape, free=True)
     assert plan.pipeline is not None
     ends = [0, *(planner.work.names.index(c) for c in plan.pipeline.cuts), len(planner.work.names)]
@@ -510,3 +517,22 @@ def test_devices_near_each_other() -> None:
     plan = plan_step(small("gpt2"), cluster, constraints=Constraints())
     assert plan.pipeline is None
     assert plan.solver.gap <= 0.01
+
+
+def test_whole_runs_are_bounded_in_what_tells() -> None:
+    """What is left out would not raise the bound, were it a lot higher."""
+    traced, cluster = stack(14)[2], near_ranks(4, 1e9)
+    search = _Search(StepLimits(traced, cluster, Constraints()), UNLIMITED)
+    shapes = Shapes(search.planner, PipelinePin(size=4, microbatches=8), short=True)
+    (shape,) = shapes.known
+    while not shapes.is_close(shape):
+        shapes.closer(shape)
+    close_s = shapes.known[shape].bound_s
+    shapes.close_least(math.inf)
+    known = shapes.known[shape]
+    assert known.bound_s >= close_s
+    assert 0 < len(known.wide) < len(WIDE)
+    for name in set(WIDE) - set(known.wide):
+        assert shapes._bound(shape, known.level, name) <= known.bound_s * (1 + 1e-3)
+        search.planner.widen(shape, name)
+    assert shapes._bound(shape, known.level) <= known.bound_s * (1 + 1e-3)

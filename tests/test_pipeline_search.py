@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar import pipelining
 from autopar.codegen.stage_unfolding import unfolded_plan
 from autopar.core.cells import block_order
 from autopar.core.constraints import Constraints, PipelinePin
@@ -325,3 +326,37 @@ def test_stages_that_share_a_graph_hide_communication_under_their_own_names() ->
     assert sum(map(len, names)) == len(set.union(*names))
     assert "model.layers.16.mlp.up_proj.weight" in names[2]
     assert all(stage.predicted.hidden_time_s > 0 for stage in plan.pipeline.stages)
+
+
+@pytest.mark.parametrize("name", ["stack", "gpt2", "llama"])
+@pytest.mark.parametrize("near", [False, True])
+def test_no_plan_in_one_piece_takes_less_than_what_is_known_of_all(name: str, near: bool) -> None:
+    if name == "stack":
+        traced = stack(4)[2]
+    else:
+        model, inputs = zoo.MODELS[name]()
+        traced = trace(model.train(), inputs)
+    cluster = nodes_apart(1e-6, 1e12) if near else nodes_apart()
+    cluster = cluster.with_mesh_shape((2, 2), ("between", "inside"))
+    known = StepLimits(traced, cluster, Constraints())
+    least_s = known.planner(UNLIMITED).least_alone_s()
+    found = known.free(UNLIMITED)
+    assert 0 < least_s <= found.solver.objective
+    assert least_s >= 0.4 * found.solver.bound  # and it says something
+
+
+def test_no_plan_in_one_piece_is_made_where_pipelines_are_far_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    traced, cluster = stack(4)[2], nodes_apart()
+    both = planned(traced, cluster)
+    known = StepLimits(traced, cluster, Constraints())
+    assert _Search(known, cluster.memory_bytes)._far_ahead() is None  # it is not by as much
+    monkeypatch.setattr(pipelining, "_FAR", 10.0)
+    plan = _Search(known, cluster.memory_bytes)._far_ahead()
+    assert plan is not None
+    assert known._free is None
+    assert plan.pipeline is not None and both.pipeline is not None
+    assert plan.pipeline.cuts == both.pipeline.cuts
+    assert plan.predicted == both.predicted
+    assert 0 < plan.solver.bound <= known.planner(cluster.memory_bytes).least_alone_s()

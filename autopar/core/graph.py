@@ -250,22 +250,18 @@ def tensor_operands(node: fx.Node) -> list[fx.Node]:
 
     The same tensor in two places makes two entries: each may need another placement.
     """
-    found: list[fx.Node] = []
+    return [*_tensors_in(node.args), *_tensors_in(node.kwargs)]
 
-    def visit(value: Any) -> None:
-        if isinstance(value, fx.Node):
-            if tensor_meta(value) is not None or isinstance(value.meta.get("val"), (list, tuple)):
-                found.append(value)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                visit(item)
-        elif isinstance(value, dict):
-            for item in value.values():
-                visit(item)
 
-    visit(node.args)
-    visit(node.kwargs)
-    return found
+def _tensors_in(value: Any) -> list[fx.Node]:
+    if isinstance(value, fx.Node):
+        is_tensor = tensor_meta(value) is not None
+        return [value] if is_tensor or isinstance(value.meta.get("val"), (list, tuple)) else []
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [node for item in value for node in _tensors_in(item)]
 
 
 def resolve(node: fx.Node) -> Value:

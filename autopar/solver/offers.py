@@ -104,16 +104,17 @@ class Offers:
 def likeness(call: OpCall) -> Hashable:
     """What two ops with the same candidates have in common."""
     numbers: dict[fx.Node, int] = {}
-
-    def plain(value: Any) -> Hashable:
-        if isinstance(value, fx.Node):
-            return fx.Node, numbers.setdefault(value, len(numbers))
-        if isinstance(value, (list, tuple)):
-            return tuple(plain(item) for item in value)
-        if isinstance(value, dict):
-            return tuple((key, plain(item)) for key, item in value.items())
-        # 1, 1.0 and True are equal, but not the same argument
-        return type(value), value if isinstance(value, Hashable) else repr(value)
-
-    arguments = plain(unsalted(call.target, call.args)), plain(call.kwargs)
+    arguments = _plain(unsalted(call.target, call.args), numbers), _plain(call.kwargs, numbers)
     return call.target, arguments, call.operands, call.outputs, orders_of(call)
+
+
+def _plain(value: Any, numbers: dict[fx.Node, int]) -> Hashable:
+    """An argument with numbers in the place of nodes."""
+    if isinstance(value, fx.Node):
+        return fx.Node, numbers.setdefault(value, len(numbers))
+    if isinstance(value, (list, tuple)):
+        return tuple(_plain(item, numbers) for item in value)
+    if isinstance(value, dict):
+        return tuple((key, _plain(item, numbers)) for key, item in value.items())
+    # 1, 1.0 and True are equal, but not the same argument
+    return type(value), value if isinstance(value, Hashable) else repr(value)

@@ -23,7 +23,16 @@ if TYPE_CHECKING:
     from autopar.solver.price import Price
     from autopar.solver.variant import Variant
 
-__all__ = ["ALL", "EXPOSED", "Found", "Least", "Weights", "counted_seconds", "least"]
+__all__ = [
+    "ALL",
+    "EXPOSED",
+    "Found",
+    "Least",
+    "Weights",
+    "counted_seconds",
+    "least",
+    "least_share",
+]
 
 EXPOSED = 0.1
 """Of the seconds that may hide, what does not: about what simulated programs show on one axis."""
@@ -143,6 +152,14 @@ def counted_seconds(price: Price, exposed: float) -> float:
     beside_s = price.hideable_s
     waited_s = max(exposed * beside_s, beside_s - price.compute_s)
     return price.total_s - beside_s + waited_s
+
+
+def least_share(exposed: float) -> float:
+    """The share of the seconds of all ops and collectives that a step takes, hide what may.
+
+    That of the sum in which both of what overlaps count the same.
+    """
+    return 1.0 / (2.0 - exposed)
 
 
 def _at(t: float, exposed: float) -> Weights:

@@ -18,7 +18,10 @@ from autopar.solver.ideal import BlockWork
 from autopar.solver.problem import Array
 from autopar.solver.windows import Window, between, runs_with, windows_of
 
-__all__ = ["Turn", "floored", "windowed"]
+__all__ = ["WIDE", "Turn", "floored", "windowed"]
+
+WIDE = ("step", "end", "after", "first")
+"""What may be bounded of whole runs of blocks, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,10 @@ class Turn:
         found = {name: np.maximum(x, other.found[name]) for name, x in self.found.items()}
         return replace(self, found=found, windows=self.windows + other.windows)
 
+    def higher(self, name: str, share: float) -> Turn:
+        """The bounds if one was higher by a share; in windows none is."""
+        return replace(self, found={**self.found, name: (1 + share) * self.found[name]})
+
     def runs(self, name: str) -> Array:
         """What each run of blocks takes on one rank, as `cuts.runs_of` lays them out."""
         return runs_with(self.found[name], name, self.windows)
@@ -116,10 +123,9 @@ class Turn:
         return between(runs[whole], runs[left], share)
 
 
-_WIDE = ("step", "end", "after", "first")  # what is looked at of whole runs
-
-
-def windowed(turn: Turn, floors: Floors, traced: TracedModel, names: Sequence[str]) -> Turn:
+def windowed(
+    turn: Turn, floors: Floors, traced: TracedModel, names: Sequence[str], wanted: str
+) -> Turn:
     """With bounds of equal blocks that follow each other.
 
     Args:
@@ -127,11 +133,12 @@ def windowed(turn: Turn, floors: Floors, traced: TracedModel, names: Sequence[st
         floors: of a graph with as many of them as a window has (`windows.widened`).
         traced: the folded model.
         names: FQN of every block of the model.
+        wanted: out of `WIDE`.
     """
     found: list[Window] = []
     for repeat, length, starts in windows_of(traced, names):
         blocks = [f"{repeat.container}.{repeat.first + i}" for i in range(length)]
-        found.append(Window(length, frozenset(starts), floors.of_run(blocks, _WIDE)))
+        found.append(Window(length, frozenset(starts), floors.of_run(blocks, [wanted])))
     return replace(turn, windows=turn.windows + tuple(found))
 
 
