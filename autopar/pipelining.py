@@ -101,36 +101,38 @@ class _Search:
         """The best plan in one piece, unless microbatches or a pipeline are faster."""
         if not self.known.holds_parameters(self.limit) or not self._may_pipeline():
             return self._plain()
-        ahead = _Search(self.known, self.limit)._far_ahead()
-        if ahead is not None:
-            return ahead
+        shapes = Shapes(self.planner, PipelinePin(), short=True)
+        far_s = self._far_s()
+        found: Plan | None = None
+        first = shapes.most_promising(far_s, planned=False) is not None
+        if first:
+            found = self._climb(shapes, math.inf)
+            if found is not None and _seconds(found) < far_s:  # none in one piece comes near
+                return self._reported(found, shapes, far_s / _FAR)
         free = self.known.free(self.limit)
         small = fits(free, self.cluster, self.limit)
         plain = replace(free, memory_limit_bytes=self.limit) if small else None
-        shapes = Shapes(self.planner, PipelinePin(), short=not small)
+        if not first:
+            shapes = Shapes(self.planner, PipelinePin(), short=not small)
         for shape in shapes.known:
             if shape.size == 1:  # more turns, and else the same
                 shapes.raised(shape, free.solver.bound)
         if plain is not None:
             plain = self._plain(plain)
-        found = self._climb(shapes, _limit(plain))
+        if not first:
+            found = self._climb(shapes, _limit(plain))
+        elif _seconds(found) >= _limit(plain):
+            found = None
         if not small and (found is None or _seconds(found) >= free.solver.bound * (1 - _GAIN)):
             return self._against_limited(found, shapes)
         return self._reported(_or_raise(found or plain, None), shapes, free.solver.bound)
 
-    def _far_ahead(self) -> Plan | None:
-        """A pipeline much faster than any plan in one piece, which then need not be planned."""
-        shapes = Shapes(self.planner, PipelinePin(), short=True)
+    def _far_s(self) -> float:
+        """Seconds of pipelines much faster than any plan in one piece, which need none beside."""
         try:
-            alone_s = self.planner.least_alone_s()
+            return _FAR * self.planner.least_alone_s()
         except ConstraintError:
-            return None  # planning says what is wrong
-        if shapes.most_promising(alone_s * _FAR, planned=False) is None:
-            return None
-        found = self._climb(shapes, math.inf)
-        if found is None or _seconds(found) >= alone_s * _FAR:
-            return None
-        return self._reported(found, shapes, alone_s)
+            return 0.0  # planning says what is wrong
 
     def _against_limited(self, found: Plan | None, shapes: Shapes) -> Plan:
         """A pipeline, or the plan in one piece that fits the limit."""

@@ -351,12 +351,16 @@ def test_no_plan_in_one_piece_is_made_where_pipelines_are_far_ahead(
     traced, cluster = stack(4)[2], nodes_apart()
     both = planned(traced, cluster)
     known = StepLimits(traced, cluster, Constraints())
-    assert _Search(known, cluster.memory_bytes)._far_ahead() is None  # it is not by as much
+    assert known.planner(UNLIMITED).least_alone_s() * pipelining._FAR < both.predicted.step_time_s
     monkeypatch.setattr(pipelining, "_FAR", 10.0)
-    plan = _Search(known, cluster.memory_bytes)._far_ahead()
-    assert plan is not None
+    plan = _Search(known, cluster.memory_bytes).unasked()
     assert known._free is None
     assert plan.pipeline is not None and both.pipeline is not None
     assert plan.pipeline.cuts == both.pipeline.cuts
     assert plan.predicted == both.predicted
     assert 0 < plan.solver.bound <= known.planner(cluster.memory_bytes).least_alone_s()
+    # one that was expected to be far ahead, and is not, is weighed against the plan in one piece
+    share = both.predicted.step_time_s / known.planner(UNLIMITED).least_alone_s()
+    monkeypatch.setattr(pipelining, "_FAR", 0.999 * share)
+    assert _Search(known, cluster.memory_bytes).unasked().predicted == both.predicted
+    assert known._free is not None
