@@ -28,7 +28,8 @@ from autopar.solver.pipeline_shape import (
     expected_seconds,
     least_seconds,
 )
-from autopar.solver.turn import WIDE, Turn
+from autopar.solver.turn import WIDE, Turn, hoped
+from autopar.solver.windows import WindowKind, kinds_for
 from autopar.stage_planning import StagePlanner
 
 __all__ = ["CLOSEST", "Shapes"]
@@ -48,7 +49,7 @@ class _Known:
     level: int = 0
     step_s: float | None = None
     why: str = ""
-    wide: list[str] = field(default_factory=list)  # what whole runs of blocks are bounded in
+    wide: list[WindowKind] = field(default_factory=list)  # whole runs that are bounded
 
 
 class Shapes:
@@ -201,18 +202,28 @@ class Shapes:
     def _widen(self, shape: PipelineShape) -> bool:
         """Raise a bound by what whole runs of blocks take of a step; False if that tells nothing.
 
-        Of the sums that a bound is made of, the one is found that matters most to it.
+        Of the sums that a bound is made of, and of runs, that is taken which matters most to it.
         """
-        known = self.known[shape]
-        left = [name for name in WIDE if name not in known.wide]
-        hoped = {name: self._bound(shape, known.level, name) for name in left}
-        name = max(left, key=hoped.__getitem__, default=None)
-        if name is None or hoped[name] <= known.bound_s * (1 + _TELLS):
+        known, blocks = self.known[shape], len(self.planner.work.names)
+        left = {name: kinds_for(name, blocks, shape.size) for name in WIDE}
+        left = {name: [k for k in kinds if k not in known.wide] for name, kinds in left.items()}
+        enough_s = known.bound_s * (1 + _TELLS)
+        hopes = {name: self._bound(shape, known.level, kinds) for name, kinds in left.items()}
+        for name in sorted(WIDE, key=hopes.__getitem__, reverse=True):
+            if hopes[name] <= enough_s:
+                return False
+            each = {kind: self._bound(shape, known.level, [kind]) for kind in left[name]}
+            best = max(each, key=each.__getitem__)
+            if each[best] > enough_s:
+                break
+        else:
             return False
-        known.wide.append(name)
+        known.wide.append(best)
         with suppress(Infeasible):  # planning says what is wrong
-            self.planner.widen(shape, name)
+            self.planner.widen(shape, best)
         self.raised(shape, self._bound(shape, known.level))
+        if known.bound_s <= enough_s:
+            known.wide += left[name]  # blocks of this sum have little to hand on
         return True
 
     def raised(self, shape: PipelineShape, bound_s: float) -> None:
@@ -221,13 +232,13 @@ class Shapes:
         known.bound_s = max(known.bound_s, bound_s)
         known.expected_s = max(known.expected_s, known.bound_s)
 
-    def _bound(self, shape: PipelineShape, level: int, hoped: str | None = None) -> float:
+    def _bound(self, shape: PipelineShape, level: int, kinds: Sequence[WindowKind] = ()) -> float:
         """Seconds that no plan of a shape can beat, with any schedule that is not pinned.
 
         Args:
             shape: of the pipeline.
             level: how close.
-            hoped: a sum that is taken to be higher than it is known to be.
+            kinds: runs that are taken to be higher than is known.
 
         Raises:
             ConstraintError: the shape does not fit the devices, the blocks or its schedule.
@@ -236,8 +247,9 @@ class Shapes:
         cluster = self.planner.rank_cluster(shape.size)
         assign_mesh(replace(self.planner.constraints, pipeline=None), cluster.mesh_shape)
         turn = self._turn(shape, level, cluster.num_devices)
-        if hoped is not None:
-            turn = turn.higher(hoped, _HIGHER)
+        if kinds:
+            body = self.planner.micro(shape.microbatches)[1].body
+            turn = hoped(turn, body, self.planner.work.names, kinds, _HIGHER)
         line = replace(
             cluster,
             mesh_shape=(shape.size, *cluster.mesh_shape),

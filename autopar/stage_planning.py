@@ -43,7 +43,7 @@ from autopar.solver.pins import with_roles
 from autopar.solver.pipeline_shape import PipelineShape, balanced_cuts, stage_mesh
 from autopar.solver.solve import KnownVariants, Solved, fits, in_other_flights, solve_step
 from autopar.solver.turn import Turn, floored, windowed
-from autopar.solver.windows import widened
+from autopar.solver.windows import WindowKind, widened
 from autopar.stage_menus import Aim
 
 __all__ = ["StagePlanner", "on_the_clock"]
@@ -192,20 +192,19 @@ class StagePlanner:
             self._turns[key] = self._floored(body, shape, parts=True)
         return self._turns[key]
 
-    def widen(self, shape: PipelineShape, name: str) -> None:
-        """Make `turn` higher by bounds of equal blocks that follow each other on a rank.
+    def widen(self, shape: PipelineShape, kind: WindowKind) -> None:
+        """Make `turn` higher by bounds of blocks that follow each other on a rank.
 
         Args:
             shape: of the pipeline.
-            name: of what is bounded, out of `turn.WIDE`.
+            kind: which are bounded, with a name out of `turn.WIDE`.
         """
         key = (shape.size, shape.microbatches)
         turn, body = self.turn(shape), self.micro(shape.microbatches)[1].body
-        if not body.repeats:
-            return
         if key not in self._wide:
-            self._wide[key] = self._floors(widened(body), shape, parts=True)
-        self._turns[key] = windowed(turn, self._wide[key], body, self.work.names, name)
+            wide = widened(body) if body.repeats else body
+            self._wide[key] = self._floors(wide, shape, parts=True)
+        self._turns[key] = windowed(turn, self._wide[key], body, self.work.names, kind)
 
     def one_turn(self, shape: PipelineShape) -> Turn:
         """The same from the step in one turn, for any number of turns: soon found, and lower."""

@@ -145,8 +145,8 @@ class Floors:
         self.cells = Cells(body)
         self._fed = dependents(body, "input", "seed")  # what is not, may run once a step
 
-    def of(self, blocks: Sequence[str]) -> list[dict[str, float]]:
-        """Lower bounds of blocks (FQNs, `core/cells.py`), each with what is around it.
+    def of(self, blocks: Sequence[str]) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+        """Lower bounds of blocks (FQNs, `core/cells.py`), and of what is around each.
 
         They are seconds of a step, all turns, by the names of `functionals`. A block that has all
         the ops of another one, and more, takes no less: found once. Where a gradient's op runs,
@@ -170,11 +170,8 @@ class Floors:
                 if like is not None:
                     known[name] = found[like][name]
             found[i] = known | self._found(parts[i], before, self.wanted.keys() - known.keys())
-        beside = (self._found(self._only(names), before, self.wanted) for names in around)
-        return [
-            {name: seconds + more[name] for name, seconds in found[i].items()}
-            for i, more in enumerate(beside)
-        ]
+        beside = [self._found(self._only(names), before, self.wanted) for names in around]
+        return [found[i] for i in range(len(blocks))], beside
 
     def _kinds(self, part: Step, before: Collection[str]) -> Counter[object]:
         """The ops of a part, as far as they matter to what it takes."""
@@ -183,21 +180,28 @@ class Floors:
             for op in part.ops.values()
         )
 
-    def of_run(self, blocks: Sequence[str], wanted: Collection[str]) -> dict[str, float]:
-        """Lower bounds of blocks that follow each other on one rank, without what is around them.
+    def of_run(
+        self, blocks: Sequence[str], wanted: Collection[str], around_last: bool = False
+    ) -> dict[str, float]:
+        """Lower bounds of blocks that follow each other on one rank.
 
         Args:
             blocks: FQNs.
             wanted: names of `functionals`.
+            around_last: with what is around the last of them; else without what is around any.
         """
         every = list(self.cells.members)
-        inside = {block: {n.name for n in self.cells.members[block]} for block in every}
-        own = set().union(*(inside[block] for block in blocks))
+        inside = [{n.name for n in self.cells.members[block]} for block in every]
         place = owners_of(self.body, self.cells, every, self.step)
-        place |= {n: i for i, block in enumerate(every) for n in inside[block]}
-        place |= dict.fromkeys(own, -1)
+        place |= {n: i for i, names in enumerate(inside) for n in names}
         for name in self._of_several(place):
             place.pop(name, None)
+        numbers = [every.index(block) for block in blocks]
+        own = set().union(*(inside[i] for i in numbers))
+        if around_last:
+            own |= self._around(place, inside)[numbers[-1]]
+        for name in own & place.keys():
+            place[name] = -1
         return self._found(self._only(own), self._before_others(place), wanted)
 
     def _found(

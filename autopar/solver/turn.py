@@ -8,7 +8,7 @@ below the line that joins them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -16,11 +16,11 @@ from autopar.core.graph import TracedModel
 from autopar.solver.floor import Floors, functionals, left_out
 from autopar.solver.ideal import BlockWork
 from autopar.solver.problem import Array
-from autopar.solver.windows import Window, between, runs_with, windows_of
+from autopar.solver.windows import Window, WindowKind, between, runs_with, windows_of
 
-__all__ = ["WIDE", "Turn", "floored", "windowed"]
+__all__ = ["WIDE", "Turn", "floored", "hoped", "windowed"]
 
-WIDE = ("step", "end", "after", "first")
+WIDE = ("step", "end", "after", "first", "turns", "onward")
 """What may be bounded of whole runs of blocks, too."""
 
 
@@ -33,12 +33,14 @@ class Turn:
         microbatches: of the step.
         ahead: forwards that a rank may begin ahead of its first gradient (`floor.left_out`).
         windows: of blocks that follow each other.
+        beside: of what is around each block, in `found`, where that is known apart.
     """
 
     found: Mapping[str, Array]
     microbatches: int
     ahead: int
     windows: tuple[Window, ...] = ()
+    beside: Mapping[str, Array] = field(default_factory=dict)
 
     @classmethod
     def exact(cls, microbatches: int, ahead: int, parts: Sequence[Array]) -> Turn:
@@ -90,21 +92,14 @@ class Turn:
         late = min(1.0, other.late / self.late) if self.late else 1.0
         less = {"one turn": share, "after": late, "first": late}
         found = {name: less.get(name, 1.0) * x for name, x in self.found.items()}
-        windows = (
-            replace(w, found={name: less.get(name, 1.0) * s for name, s in w.found.items()})
-            for w in self.windows
-        )
-        return replace(other, found=found, windows=tuple(windows))
+        windows = (replace(w, found=less.get(w.name, 1.0) * w.found) for w in self.windows)
+        return replace(other, found=found, windows=tuple(windows), beside={})
 
     def above(self, other: Turn) -> Turn:
         """The higher of two bounds, block by block."""
         assert (self.ahead, self.microbatches) == (other.ahead, other.microbatches)
         found = {name: np.maximum(x, other.found[name]) for name, x in self.found.items()}
         return replace(self, found=found, windows=self.windows + other.windows)
-
-    def higher(self, name: str, share: float) -> Turn:
-        """The bounds if one was higher by a share; in windows none is."""
-        return replace(self, found={**self.found, name: (1 + share) * self.found[name]})
 
     def runs(self, name: str) -> Array:
         """What each run of blocks takes on one rank, as `cuts.runs_of` lays them out."""
@@ -124,22 +119,48 @@ class Turn:
 
 
 def windowed(
-    turn: Turn, floors: Floors, traced: TracedModel, names: Sequence[str], wanted: str
+    turn: Turn, floors: Floors, traced: TracedModel, names: Sequence[str], kind: WindowKind
 ) -> Turn:
-    """With bounds of equal blocks that follow each other.
+    """With bounds of blocks that follow each other.
 
     Args:
         turn: bounds of the blocks.
-        floors: of a graph with as many of them as a window has (`windows.widened`).
+        floors: of a graph with as many of them as a window may have (`windows.widened`).
         traced: the folded model.
         names: FQN of every block of the model.
-        wanted: out of `WIDE`.
+        kind: which are bounded, with a name out of `WIDE`.
     """
-    found: list[Window] = []
-    for repeat, length, starts in windows_of(traced, names):
+    name, found = kind.name, list[Window]()
+    if kind.last:
+        blocks, start = list(floors.cells.members)[-kind.length :], len(names) - kind.length
+        inside_s = floors.of_run(blocks, [name], around_last=True)[name]
+        beside_s = turn.beside[name][start:-1].sum()
+        found.append(Window(kind.length, (start,), name, np.array([inside_s + beside_s])))
+    for repeat, length, starts in [] if kind.last else windows_of(traced, names, kind.length):
         blocks = [f"{repeat.container}.{repeat.first + i}" for i in range(length)]
-        found.append(Window(length, frozenset(starts), floors.of_run(blocks, [wanted])))
+        inside_s = floors.of_run(blocks, [name])[name]
+        beside = _sums(turn.beside[name], starts, length)
+        found.append(Window(length, tuple(starts), name, inside_s + beside))
     return replace(turn, windows=turn.windows + tuple(found))
+
+
+def hoped(
+    turn: Turn, traced: TracedModel, names: Sequence[str], kinds: Sequence[WindowKind], share: float
+) -> Turn:
+    """With windows as if these took more than their blocks, by a share; arguments as above."""
+    found: list[Window] = []
+    for kind in kinds:
+        runs = [(kind.length, [len(names) - kind.length])]
+        if not kind.last:
+            runs = [run[1:] for run in windows_of(traced, names, kind.length)]
+        for length, starts in runs:
+            seconds = (1 + share) * _sums(turn.found[kind.name], starts, length)
+            found.append(Window(length, tuple(starts), kind.name, seconds))
+    return replace(turn, windows=turn.windows + tuple(found))
+
+
+def _sums(seconds: Array, starts: Sequence[int], length: int) -> Array:
+    return np.array([seconds[start : start + length].sum() for start in starts])
 
 
 def floored(work: BlockWork, floors: Floors, microbatches: int, ahead: int, devices: int) -> Turn:
@@ -147,8 +168,12 @@ def floored(work: BlockWork, floors: Floors, microbatches: int, ahead: int, devi
     ideal = Turn.ideal(work, microbatches, ahead, devices)
     if not work.names:
         return ideal
-    rows = floors.of(work.held)
-    found = {name: np.array([row[name] for row in rows])[work.like] for name in rows[0]}
+    inside, beside = (
+        {name: np.array([row[name] for row in rows])[work.like] for name in rows[0]}
+        for rows in floors.of(work.held)
+    )
+    found = {name: seconds + beside[name] for name, seconds in inside.items()}
     if "inputs" in found:
         found["backward"] = found["inputs"] + found["weights"]
-    return replace(ideal, found={**ideal.found, **found}).above(ideal)
+    known = replace(ideal, found={**ideal.found, **found}).above(ideal)
+    return replace(known, beside=beside)

@@ -6,12 +6,16 @@ i to j take at least on one rank, b_k what block k does and w_k what the window 
 with it and is L blocks long,
 
     R(i, j) >= R(i, j - 1) + b_(j-1)        R(i, j) >= R(i, j - L) + w_(j-L)
+
+Windows are as long as suits the blocks of a rank: three for ranks of six, four for ranks of four.
+The last blocks of a model are one, too, with what is around the last of them, such as a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,10 +24,24 @@ from autopar.core.graph import Repeat, TracedModel
 from autopar.solver.cuts import runs_of
 from autopar.solver.problem import Array
 
-__all__ = ["Window", "between", "runs_with", "widened", "windows_of"]
+__all__ = ["Window", "WindowKind", "between", "kinds_for", "runs_with", "widened", "windows_of"]
 
-_PERIODS = 4  # blocks of a window, if as many periods do not have more
-_INNER = 4  # periods that stand for others in the graph of a window
+_LONGEST = 4  # blocks of a window: longer ones take long to solve
+_INNER = _LONGEST  # periods that stand for others in the graph of a window
+
+
+class WindowKind(NamedTuple):
+    """Which windows are bounded.
+
+    Attributes:
+        name: of what is bounded, out of `floor.functionals`.
+        length: blocks of each, or as many periods as have no more.
+        last: that of the last blocks, in place of those of equal ones.
+    """
+
+    name: str
+    length: int
+    last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +51,25 @@ class Window:
     Attributes:
         length: blocks of each.
         starts: first block of each.
-        found: seconds of a step of each, by the names of `floor.functionals`.
+        name: of what is bounded, out of `floor.functionals`.
+        found: seconds of a step of each, with what is around its blocks, (len(starts),).
     """
 
     length: int
-    starts: frozenset[int]
-    found: Mapping[str, float]
+    starts: tuple[int, ...]
+    name: str
+    found: Array
+
+
+def kinds_for(name: str, num_blocks: int, ranks: int) -> list[WindowKind]:
+    """Windows that count most of what blocks hand on inside of ranks that hold about as many."""
+    most = -(-num_blocks // ranks)
+    lengths: set[int] = set()
+    for held in (num_blocks // ranks, most):
+        counted = {n: held // n * (n - 1) for n in range(2, _LONGEST + 1) if n <= held}
+        lengths.update(sorted(counted, key=lambda n: (counted[n], n))[-1:])
+    inside = [WindowKind(name, length) for length in sorted(lengths)]
+    return inside + [WindowKind(name, n, last=True) for n in range(1, min(most, _LONGEST) + 1)]
 
 
 def runs_with(seconds: Array, name: str, windows: Sequence[Window]) -> Array:
@@ -50,17 +81,20 @@ def runs_with(seconds: Array, name: str, windows: Sequence[Window]) -> Array:
         windows: of some runs.
     """
     found = runs_of(seconds)
-    known = [w for w in windows if name in w.found]
+    known = [
+        (w.length, dict(zip(w.starts, w.found.tolist(), strict=True)))
+        for w in windows
+        if w.name == name
+    ]
     if not known:
         return found
     for end in range(1, len(found)):
         before = found[: end - 1, end - 1] + seconds[end - 1]
         found[: end - 1, end] = np.maximum(found[: end - 1, end], before)
-        for window in known:
-            start = end - window.length
-            if start in window.starts:
-                less = np.append(found[:start, start], 0.0)
-                value = less + window.found[name]
+        for length, values in known:
+            start = end - length
+            if start in values:
+                value = np.append(found[:start, start], 0.0) + values[start]
                 found[: start + 1, end] = np.maximum(found[: start + 1, end], value)
     return found
 
@@ -72,17 +106,20 @@ def between(first: Array, second: Array, share: float) -> Array:
     return np.where(ends, line, np.inf)
 
 
-def windows_of(traced: TracedModel, names: Sequence[str]) -> list[tuple[Repeat, int, list[int]]]:
+def windows_of(
+    traced: TracedModel, names: Sequence[str], longest: int
+) -> list[tuple[Repeat, int, list[int]]]:
     """The equal runs of a folded model: what repeats, blocks of each, and where they begin.
 
     Args:
         traced: folded, or without repeats.
         names: FQN of every block of the model.
+        longest: blocks of each at most, if a period does not have more.
     """
     found: list[tuple[Repeat, int, list[int]]] = []
     place = {name: i for i, name in enumerate(names)}
     for repeat in traced.repeats:
-        periods = min(max(1, _PERIODS // repeat.period), repeat.times)
+        periods = min(max(1, longest // repeat.period), repeat.times)
         length = periods * repeat.period
         firsts = range(repeat.first, repeat.first + repeat.times * repeat.period - length + 1)
         starts = [
