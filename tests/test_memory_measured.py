@@ -153,7 +153,9 @@ PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 # the last of two microbatches lets go of what was gathered for both
 _ABOVE = {"1f1b-zero1": 0.08}
-_QUICK = ("turns-zero0", "turns-zero3", "gpipe", "1f1b", "zero-bubble", "automatic")
+_QUICK = (
+    "turns-zero0", "turns-zero3", "gpipe", "1f1b", "zero-bubble", "zero-bubble-zero3", "automatic",
+)  # fmt: skip
 _DEEP = ("1f1b-of-4", "zero-bubble-of-4")
 
 

@@ -338,7 +338,21 @@ class Buffers:
             if (name, 0) in self.step.specs and self.step.is_hoisted(name):
                 factor = shard_factor(self.pricing.decision.storages[name], self.pricing.mesh)
                 held["received"] += self.rounded(spec.num_bytes // factor)
-        return dict(held)
+        held["sent"] += self._sent_once()
+        return {kind: num_bytes for kind, num_bytes in held.items() if num_bytes}
+
+    def _sent_once(self) -> int:
+        """What is sent in front of the turns, and held until they are over for that alone."""
+        made = {b for op in self.order[: self.first] for b, _ in self.created[op.name][0]}
+        total = 0
+        for send in self.step.sends:
+            if send.value[0] not in self.step.ops or not self.step.is_hoisted(send.value[0]):
+                continue
+            base = self.id(self.base(send.value))
+            kept = base not in made or self.is_read_from(self.first, base)
+            if not kept or self.pricing.moves(send.value, self._port(send)):
+                total += self.rounded(self.pricing.local_bytes(send.value, self._port(send)))
+        return total
 
     def hoisted_bytes(self) -> dict[str, int]:
         """What is computed before the microbatches and read by them, once for folded blocks."""
