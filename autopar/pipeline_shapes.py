@@ -49,7 +49,7 @@ class _Known:
     level: int = 0
     step_s: float | None = None
     why: str = ""
-    wide: list[WindowKind] = field(default_factory=list)  # whole runs that are bounded
+    wide: set[WindowKind] = field(default_factory=set)  # runs that are bounded, or tell nothing
 
 
 class Shapes:
@@ -211,20 +211,18 @@ class Shapes:
         hopes = {name: self._bound(shape, known.level, kinds) for name, kinds in left.items()}
         for name in sorted(WIDE, key=hopes.__getitem__, reverse=True):
             if hopes[name] <= enough_s:
-                return False
+                break
             each = {kind: self._bound(shape, known.level, [kind]) for kind in left[name]}
             best = max(each, key=each.__getitem__)
-            if each[best] > enough_s:
-                break
-        else:
-            return False
-        known.wide.append(best)
-        with suppress(Infeasible):  # planning says what is wrong
-            self.planner.widen(shape, best)
-        self.raised(shape, self._bound(shape, known.level))
-        if known.bound_s <= enough_s:
-            known.wide += left[name]  # blocks of this sum have little to hand on
-        return True
+            if each[best] <= enough_s:
+                continue
+            with suppress(Infeasible):  # planning says what is wrong
+                self.planner.widen(shape, best)
+            self.raised(shape, self._bound(shape, known.level))
+            # where one tells nothing, blocks of this sum have little to hand on
+            known.wide.update([best] if known.bound_s > enough_s else left[name])
+            return True
+        return False
 
     def raised(self, shape: PipelineShape, bound_s: float) -> None:
         """Note another bound of a shape."""

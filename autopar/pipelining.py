@@ -102,13 +102,13 @@ class _Search:
         if not self.known.holds_parameters(self.limit) or not self._may_pipeline():
             return self._plain()
         shapes = Shapes(self.planner, PipelinePin(), short=True)
-        far_s = self._far_s()
+        alone_s = self._alone_s()
         found: Plan | None = None
-        first = shapes.most_promising(far_s, planned=False) is not None
+        first = shapes.most_promising(_FAR * alone_s, planned=False) is not None
         if first:
             found = self._climb(shapes, math.inf)
-            if found is not None and _seconds(found) < far_s:  # none in one piece comes near
-                return self._reported(found, shapes, far_s / _FAR)
+            if found is not None and _seconds(found) < _FAR * alone_s:
+                return self._reported(found, shapes, alone_s)
         free = self.known.free(self.limit)
         small = fits(free, self.cluster, self.limit)
         plain = replace(free, memory_limit_bytes=self.limit) if small else None
@@ -127,10 +127,10 @@ class _Search:
             return self._against_limited(found, shapes)
         return self._reported(_or_raise(found or plain, None), shapes, free.solver.bound)
 
-    def _far_s(self) -> float:
-        """Seconds of pipelines much faster than any plan in one piece, which need none beside."""
+    def _alone_s(self) -> float:
+        """Seconds that no plan in one piece is below."""
         try:
-            return _FAR * self.planner.least_alone_s()
+            return self.planner.least_alone_s()
         except ConstraintError:
             return 0.0  # planning says what is wrong
 

@@ -536,8 +536,8 @@ def test_whole_runs_are_bounded_in_what_tells() -> None:
     known = shapes.known[shape]
     assert known.bound_s > close_s
     every = {kind for name in WIDE for kind in kinds_for(name, 14, 4)}
-    assert 0 < len(set(known.wide)) < len(every)
-    for kind in every - set(known.wide):
+    assert 0 < len(known.wide) < len(every)
+    for kind in every - known.wide:
         search.planner.widen(shape, kind)
     assert shapes._bound(shape, known.level) <= known.bound_s * (1 + 1e-2)
 

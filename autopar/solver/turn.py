@@ -130,17 +130,19 @@ def windowed(
         names: FQN of every block of the model.
         kind: which are bounded, with a name out of `WIDE`.
     """
-    name, found = kind.name, list[Window]()
     if kind.last:
-        blocks, start = list(floors.cells.members)[-kind.length :], len(names) - kind.length
-        inside_s = floors.of_run(blocks, [name], around_last=True)[name]
-        beside_s = turn.beside[name][start:-1].sum()
-        found.append(Window(kind.length, (start,), name, np.array([inside_s + beside_s])))
-    for repeat, length, starts in [] if kind.last else windows_of(traced, names, kind.length):
-        blocks = [f"{repeat.container}.{repeat.first + i}" for i in range(length)]
-        inside_s = floors.of_run(blocks, [name])[name]
-        beside = _sums(turn.beside[name], starts, length)
-        found.append(Window(length, tuple(starts), name, inside_s + beside))
+        runs = [(list(floors.cells.members)[-kind.length :], _last(names, kind))]
+    else:
+        runs = [
+            ([f"{repeat.container}.{repeat.first + i}" for i in range(length)], starts)
+            for repeat, length, starts in windows_of(traced, names, kind.length)
+        ]
+    found: list[Window] = []
+    for blocks, starts in runs:
+        inside_s = floors.of_run(blocks, [kind.name], around_last=kind.last)[kind.name]
+        apart = len(blocks) - 1 if kind.last else len(blocks)  # with what is around them
+        beside = _sums(turn.beside[kind.name], starts, apart)
+        found.append(Window(len(blocks), tuple(starts), kind.name, inside_s + beside))
     return replace(turn, windows=turn.windows + tuple(found))
 
 
@@ -150,13 +152,18 @@ def hoped(
     """With windows as if these took more than their blocks, by a share; arguments as above."""
     found: list[Window] = []
     for kind in kinds:
-        runs = [(kind.length, [len(names) - kind.length])]
+        runs = [(kind.length, _last(names, kind))]
         if not kind.last:
             runs = [run[1:] for run in windows_of(traced, names, kind.length)]
         for length, starts in runs:
             seconds = (1 + share) * _sums(turn.found[kind.name], starts, length)
             found.append(Window(length, tuple(starts), kind.name, seconds))
     return replace(turn, windows=turn.windows + tuple(found))
+
+
+def _last(names: Sequence[str], kind: WindowKind) -> list[int]:
+    """Where the window of the last blocks begins."""
+    return [len(names) - kind.length]
 
 
 def _sums(seconds: Array, starts: Sequence[int], length: int) -> Array:
