@@ -26,9 +26,8 @@ from autopar.scheduling import scheduled
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.meshes import meshes
 from autopar.solver.offers import Offers
-from autopar.solver.overlap import EXPOSED
+from autopar.solver.overlap import EXPOSED, NotBelow
 from autopar.solver.solve import KnownVariants, Solved, solve_step
-from autopar.solver.sums import NotBelow
 
 __all__ = ["OnePiece"]
 

@@ -10,6 +10,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from autopar.solver import fit
+from autopar.solver.branch import Part
 from autopar.solver.fit import Fit, MemorySearch
 from autopar.solver.ilp import Solution
 from autopar.solver.problem import ChoiceProblem, Row, evaluate
@@ -91,6 +93,28 @@ def test_plans_obey_the_limit_and_bounds_hold(seed: int) -> None:
     assert found.best.solution.objective >= optimum - 1e-6
     # branching on so few nodes goes on to the end
     assert found.best.solution.objective <= optimum * 1.011 + 1e-6
+
+
+def test_nothing_is_branched_on_for_a_bound_that_tells_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    branched: list[float] = []
+
+    def branch(root: Part, *_: object) -> float:
+        branched.append(root.bound)
+        return root.bound
+
+    monkeypatch.setattr(fit, "branch", branch)
+    for least, often in ((math.inf, True), (-math.inf, False)):
+        branched.clear()
+        for seed in range(6):
+            tight = Tight(np.random.default_rng(seed))
+            found = search(tight.problem, tight.rows, tight.limit)
+            found.start(math.inf)
+            found.finish(math.inf, least)
+            assert found.best is not None and found.best.peak <= tight.limit
+            assert found.bound <= tight.optimum(tight.problem) + 1e-6
+        assert bool(branched) == often
 
 
 @pytest.mark.parametrize("seed", range(6))

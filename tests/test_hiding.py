@@ -31,7 +31,14 @@ from autopar.solver.build import build_problem
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.meshes import meshes
 from autopar.solver.offers import Offers
-from autopar.solver.overlap import EXPOSED, Found, Weights, counted_seconds, least
+from autopar.solver.overlap import (
+    EXPOSED,
+    Found,
+    NotBelow,
+    Weights,
+    counted_seconds,
+    least,
+)
 from autopar.solver.pins import Pins
 from autopar.solver.problem import ChoiceProblem
 from autopar.solver.read_step import build_step
@@ -101,7 +108,7 @@ def test_sums_end_with_the_first_where_its_plan_is_doubtful(limited: bool, stops
     plans = [_Line(1.0, 4.0, 5.0), _Line(3.0, 1.0, 5.5)]
     asked: list[Found] = []
 
-    def search(weights: Weights, enough_s: float) -> Found:
+    def search(weights: Weights, enough_s: float, below_s: float) -> Found:
         found = min(
             plans,
             key=lambda p: weights.compute * p.compute_s + weights.hideable * p.hideable_s,
@@ -131,7 +138,7 @@ def test_sums_end_where_a_search_finds_none_less_than_known_plans() -> None:
     plans = [_Line(1.0, 4.0, 5.0), _Line(3.0, 1.0, 5.5), _Line(4.0, 4.0, 9.0)]
     asked: list[float] = []
 
-    def search(weights: Weights, enough_s: float) -> Found:
+    def search(weights: Weights, enough_s: float, below_s: float) -> Found:
         best = SimpleNamespace(price=plans[min(len(asked), 2)])
         memory = SimpleNamespace(best=best, free=best)
         asked.append(enough_s)
@@ -141,6 +148,27 @@ def test_sums_end_where_a_search_finds_none_less_than_known_plans() -> None:
     found = least(search, EXPOSED)
     assert len(asked) == 3
     assert found.variant.search.memory.best.price in plans[:2]
+
+
+@pytest.mark.parametrize(("below_s", "asked_s"), [(9.0, [9.0, 4.4]), (4.2, [4.2, 4.2])])
+def test_later_sums_must_be_below_the_best_plan(below_s: float, asked_s: list[float]) -> None:
+    """Where one has no plan that is, the search ends with what that says of all plans."""
+    plan = _Line(1.0, 4.0, 5.4)
+    asked: list[float] = []
+
+    def search(weights: Weights, enough_s: float, below_s: float) -> Found:
+        asked.append(below_s)
+        if len(asked) > 1:
+            raise NotBelow(4.1)
+        memory = SimpleNamespace(best=SimpleNamespace(price=plan), free=None)
+        variant: Any = SimpleNamespace(search=SimpleNamespace(memory=memory))
+        return Found(variant, 1.8)
+
+    found = least(search, EXPOSED, below_s=below_s)
+    assert counted_seconds(cast(Any, plan), EXPOSED) == pytest.approx(4.4)
+    assert asked == pytest.approx(asked_s)
+    assert found.variant.search.memory.best.price is plan
+    assert found.bound == 4.1 and found.t > 0
 
 
 @pytest.mark.parametrize("limited", [False, True])
@@ -157,7 +185,7 @@ def test_the_greatest_bound_is_found_from_anywhere(seed: int, first: float, limi
         others = plan.total_s - plan.compute_s - plan.hideable_s
         return others + weights.compute * plan.compute_s + weights.hideable * plan.hideable_s
 
-    def search(weights: Weights, enough_s: float) -> Found:
+    def search(weights: Weights, enough_s: float, below_s: float) -> Found:
         seen.append(weights.t)
         found = min(plans, key=lambda p: value(p, weights))
         best = SimpleNamespace(price=found)

@@ -285,8 +285,13 @@ class MemorySearch:
             self._round(free, _FIRST_ROUNDS, recombine=False)
         return self.best
 
-    def finish(self, beat: float) -> Fit | None:
-        """Raise the bound until it is near the best plan known, and find better ones on the way."""
+    def finish(self, beat: float, least: float = math.inf) -> Fit | None:
+        """Raise the bound until it is near the best plan known, and find better ones on the way.
+
+        Args:
+            beat: seconds of the best plan of another problem.
+            least: seconds from which on its bound tells nothing.
+        """
         self.beat = beat
         if self.limit >= UNLIMITED:
             return self.best  # there is nothing to put a price on
@@ -294,8 +299,8 @@ class MemorySearch:
             return None  # there is nothing to be near to
         if not self.done and not self._is_hopeless():
             self._round(self.rough(), _ROUNDS)
-        far = self.bound < self.target * (1 - _FAR)
-        if self._root is not None and not far and not self._proved(self.bound):
+        near = self.target * (1 - _FAR) <= self.bound < least
+        if self._root is not None and near and not self._proved(self.bound):
             bound = branch(
                 self._root,
                 lambda part, allowed: self._bounded(part, allowed, _PART_ROUNDS),

@@ -142,7 +142,8 @@ def _mixtures(
     first.variant.search.memory.seed(first.chosen)
     to_beat_s = min(below_s, best.seconds)
     first.variant.search.start(to_beat_s, best.search.memory.price)
-    first.variant.search.memory.finish(to_beat_s)
+    least_s = min(v.search.memory.bound for v in tried)
+    first.variant.search.memory.finish(to_beat_s, least_s)
     fewer = mixer.fewer(first)
     if fewer is None:
         return [first.variant]

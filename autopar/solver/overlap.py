@@ -16,6 +16,7 @@ is looked for with the lines that the plans found are in t (Kelley 1960, the cut
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,6 +29,7 @@ __all__ = [
     "EXPOSED",
     "Found",
     "Least",
+    "NotBelow",
     "Weights",
     "counted_seconds",
     "least",
@@ -70,6 +72,19 @@ class Found(NamedTuple):
     bound: float
 
 
+class NotBelow(Exception):
+    """No plan of use was found.
+
+    Attributes:
+        bound: seconds that none is below.
+        t: of the sum that says so.
+    """
+
+    def __init__(self, bound: float, t: float = 0.0) -> None:
+        super().__init__(f"no plan is below {bound} s")
+        self.bound, self.t = bound, t
+
+
 class Least(NamedTuple):
     """The plan of the least seconds, seconds that none is below, and t of the sum that says so."""
 
@@ -79,22 +94,28 @@ class Least(NamedTuple):
 
 
 def least(
-    search: Callable[[Weights, float], Found],
+    search: Callable[[Weights, float, float], Found],
     exposed: float,
     stop: Callable[[Found], bool] = lambda found: False,
     first: float = 0.0,
+    below_s: float = math.inf,
 ) -> Least:
     """The plan of the least seconds, and a bound of them.
 
     Args:
         search: solves the problem of some weights; once a plan is below the given seconds, its
-            bound is of no use, and it need not be close.
+            bound is of no use, and it need not be close; plans that are not below the seconds given
+            last are of no use.
         exposed: share of the seconds that may hide, which does not.
         stop: asked of the first plan before more sums are searched under a memory limit; True if
             they are not worth it.
         first: t of the sum to begin with: where the greatest bound is looked for.
+        below_s: seconds that the plan must stay below.
+
+    Raises:
+        NotBelow: none is.
     """
-    best = search(_at(first, exposed), 0.0)
+    best = search(_at(first, exposed), 0.0, below_s)
     bound, greatest, last = best.bound, first, first
     low, high = _sides(_line(best, exposed), first, None, None)
     memory = best.variant.search.memory
@@ -109,7 +130,13 @@ def least(
         if abs(t - last) < _SAME:
             break
         last = t
-        found = search(_at(t, exposed), bound)
+        try:
+            # a step takes no less than any of its sums
+            found = search(_at(t, exposed), bound, min(below_s, now_s))
+        except NotBelow as error:
+            if error.bound > bound:
+                bound, greatest = error.bound, t
+            break
         if found.bound > bound:
             bound, greatest = found.bound, t
         line = _line(found, exposed)

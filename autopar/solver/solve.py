@@ -168,7 +168,7 @@ def solve_step(
         ports=ports,
         known={} if known is None else known,
     )
-    search = SumSearch(variants, optimizer, without, below_s, proved_within)
+    search = SumSearch(variants, optimizer, without, proved_within)
 
     def as_plan(variant: Variant, bound: float) -> Plan:
         return _as_plan(variant, bound, exposed, planned, wanted, limit, optimizer)
@@ -180,9 +180,9 @@ def solve_step(
         return plan.solver.objective < below_s and doubts(plan)
 
     if traced.hoisted or ports is not None:
-        (best, bound), t, exposed = search(ALL), 0.0, 1.0
+        (best, bound), t, exposed = search(ALL, below_s=below_s), 0.0, 1.0
     else:
-        best, bound, t = least(search, exposed, stop, first)
+        best, bound, t = least(search, exposed, stop, first, below_s)
     fit = best.search.memory.best
     assert fit is not None
     return Solved(as_plan(best, bound), best, fit, t)

@@ -16,23 +16,10 @@ from autopar.errors import ConstraintError
 from autopar.solver.exclude import Excluded, exclude
 from autopar.solver.known import Variants, may_leave, variants_of
 from autopar.solver.mixture import Make, free_blocks, mixtures, uniform_checkpoints
-from autopar.solver.overlap import Found, Weights
+from autopar.solver.overlap import Found, NotBelow, Weights
 from autopar.solver.variant import Variant
 
-__all__ = ["NotBelow", "SumSearch"]
-
-
-class NotBelow(Exception):
-    """No plan of use was found.
-
-    Attributes:
-        bound: seconds that none is below.
-        t: of the sum that says so.
-    """
-
-    def __init__(self, bound: float, t: float = 0.0) -> None:
-        super().__init__(f"no plan is below {bound} s")
-        self.bound, self.t = bound, t
+__all__ = ["SumSearch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +28,15 @@ class SumSearch:
 
     Args:
         variants: makes the variants of the step.
-        optimizer, without, below_s, proved_within: see there.
+        optimizer, without, proved_within: see there.
     """
 
     variants: Variants
     optimizer: object
     without: Excluded | None
-    below_s: float
     proved_within: int | None
 
-    def __call__(self, weights: Weights, enough_s: float = 0.0) -> Found:
+    def __call__(self, weights: Weights, enough_s: float = 0.0, below_s: float = math.inf) -> Found:
         """The best plan of a sum; the search ends once one is below `enough_s`.
 
         Raises:
@@ -62,23 +48,30 @@ class SumSearch:
         traced, wanted = self.variants.traced, self.variants.wanted
         cluster = self.variants.offers.cluster
         kinds = variants_of(traced, cluster, wanted, self.optimizer)
-        tried = self._tried(kinds, make, enough_s, weights.t)
+        tried = self._tried(kinds, make, enough_s, below_s, weights.t)
         if self.without is None and len(tried) > 1 and _fastest(tried) > enough_s:
             uniform = uniform_checkpoints(traced, wanted.checkpoint, may_leave(cluster, wanted))
             free = free_blocks(traced, wanted.checkpoint)
-            tried += mixtures(tried, uniform, free, make, self.below_s)
+            tried += mixtures(tried, uniform, free, make, below_s)
         best = min(tried, key=lambda f: f.seconds)
         if best.search.memory.best is None:
-            raise _nothing(tried, self.below_s, weights.t)
+            raise _nothing(tried, below_s, weights.t)
         return Found(best, min(found.search.memory.bound for found in tried))
 
     def _tried(
-        self, kinds: Sequence[tuple[Checkpoint, object]], make: Make, enough_s: float, t: float
+        self,
+        kinds: Sequence[tuple[Checkpoint, object]],
+        make: Make,
+        enough_s: float,
+        below_s: float,
+        t: float,
     ) -> list[Variant]:
         """Searched variants of a step, not to the end where a plan is below `enough_s`."""
         tried: list[Variant] = []
         done: list[object] = []  # optimizers, where they are, that later kinds are no faster with
         for checkpoint, held in kinds:
+            if tried and _fastest(tried) <= enough_s:
+                break  # the least bound of all is below that
             if any(held is which for which in done):
                 continue
             if isinstance(held, Offloaded) and tried and _no_offload_beats(tried, held):
@@ -89,12 +82,12 @@ class SumSearch:
                 continue
             tried.append(found)
             price = max((f.search.memory.price for f in tried), default=0.0)
-            beat_s = min(self.below_s, _fastest(tried))
+            beat_s = min(below_s, _fastest(tried))
             fit = found.search.start(beat_s, price, self.proved_within)
             # what saves memory costs time: an unlimited plan is the fastest of this kind and of
             # those that come later
             free_s = found.search.memory.approximate().bound
-            if len(tried) == 1 and free_s >= self.below_s:
+            if len(tried) == 1 and free_s >= below_s:
                 raise NotBelow(free_s, t)
             if fit is not None and fit is found.search.memory.free:
                 if len(tried) == 1:
@@ -105,10 +98,14 @@ class SumSearch:
         if not tried:
             assert self.without is not None
             raise ConstraintError(f"the step has no {self.without.name}")
+        # another problem's, beyond which no bound raises that of all; or none is asked for
+        least_s = -math.inf if self.proved_within is None else math.inf
         for found in sorted(tried, key=lambda f: f.search.memory.bound):
             if _fastest(tried) <= enough_s:
                 break
-            found.search.memory.finish(min(self.below_s, _fastest(tried)))
+            memory = found.search.memory
+            memory.finish(min(below_s, _fastest(tried)), least_s)
+            least_s = min(least_s, memory.bound)
         return tried
 
 
