@@ -24,7 +24,7 @@ from autopar.codegen.turns import TurnProgram, emit_turns
 from autopar.core.flights import arrived
 from autopar.core.graph import TracedModel, output_paths, tensor_meta
 from autopar.core.plan import PipelinePlan, Plan
-from autopar.core.schedule import Action
+from autopar.core.schedule import Action, closing_action
 from autopar.runtime.inductor import compile_parts
 from autopar.runtime.pipeline_mesh import PipelineMesh, own_plan
 from autopar.runtime.pipeline_run import PARTS, PipelineResult, PipelineRun
@@ -120,10 +120,10 @@ class PipelinedStep:
         """
         if self.backend == "inductor":
             return frozenset()  # Inductor has a schedule of its own
-        kind = "W" if any(a.kind == "I" for order in self.orders for a in order) else "B"
-        last = self.orders[rank][-1]
-        closes = last.kind == kind and "last" in programs[last.stage].parts
-        return frozenset([last] if closes else [])
+        last = closing_action(self.orders, rank)
+        if last is None or "last" not in programs[last.stage].parts:
+            return frozenset()
+        return frozenset([last])
 
     def _executed(self) -> tuple[str, ...]:
         """Names of the parts that a step runs, in the order in which values flow."""
