@@ -7,7 +7,6 @@ the op's local form is appended. What the backward reads of the forward is saved
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from autopar.codegen.passes.order import copied
 from autopar.codegen.passes.sites import Key
 from autopar.codegen.redistribute import emit_redistribution
 from autopar.core.blocks import Block, Blocks
-from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info, resolve
+from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info, op_nodes, resolve
 from autopar.core.late_module import late_module
 from autopar.core.placement import Layout, Replicate, local_shape
 from autopar.core.plan import CommBytes, Plan
@@ -204,8 +203,7 @@ class Emitter:
     def joint(self) -> list[tuple[fx.Node | None, OutputSpec, Layout]]:
         """Write the joint graph; its outputs."""
         self.inputs = self._inputs()
-        nodes = [n for n in self.traced.graph.nodes if n.op == "call_function"]
-        nodes = [n for n in nodes if n.target is not operator.getitem]
+        nodes = op_nodes(self.traced.graph.nodes)
         for phase in ("forward", "backward"):
             self.builder.phase = phase
             for node in nodes:
@@ -243,10 +241,7 @@ class Emitter:
         if self.fusion.kernels:
             fuse(graph, self.fusion, self.builder.fake_mode)
         tangents = {spec.node for spec, _ in inputs if spec.kind == "tangent"}
-        context = program_pass.PassContext(
-            plan=self.plan, coords=self.builder.coords, group_names=self.builder.group_names
-        )
-        program_pass.run_passes(graph, context, tangents)
+        self._added_passes(graph, tangents)
         run_last_passes(graph, passes)
         joint = late_module(graph)
         forward, backward = split_phases(graph, len(self.results), tangents)
@@ -277,6 +272,13 @@ class Emitter:
             pieces=self.plan.piece_counts() if pieces is None else pieces,
             calls=self.plan.symmetric_calls() if calls is None else calls,
         )
+
+    def _added_passes(self, graph: fx.Graph, tangents: Collection[str]) -> None:
+        """Run the passes of other packages."""
+        context = program_pass.PassContext(
+            plan=self.plan, coords=self.builder.coords, group_names=self.builder.group_names
+        )
+        program_pass.run_passes(graph, context, tangents)
 
     def _inputs(self) -> list[tuple[InputSpec, Layout]]:
         by_node = {spec.node: spec for spec in self.traced.inputs}

@@ -23,6 +23,7 @@ from autopar.core.graph import (
     TracedModel,
     dependents,
     node_info,
+    op_nodes,
     producer,
     tensor_meta,
 )
@@ -68,8 +69,7 @@ class _Cutter:
     def __init__(self, traced: TracedModel, starts: Sequence[str]) -> None:
         self.traced = traced
         self.named = traced.nodes()
-        self.nodes = [n for n in traced.graph.nodes if n.op == "call_function"]
-        self.nodes = [n for n in self.nodes if n.target is not operator.getitem]
+        self.nodes = op_nodes(traced.graph.nodes)
         self.specs = {s.node: s for s in traced.inputs}
         self.count = len(starts) + 1
         cells = Cells(traced)
@@ -215,10 +215,9 @@ class _Cutter:
     def _collect(self) -> None:
         """Ops of each stage with the shared ones that they read; values that cross."""
         self.crossing: dict[fx.Node, set[int]] = defaultdict(set)
-        for node in self.traced.graph.nodes:
-            if node.op == "call_function" and node.target is not operator.getitem:
-                if node.name in self.stage and node not in self.taken_apart:
-                    self._need(node, self.stage[node.name])
+        for node in self.nodes:
+            if node.name in self.stage and node not in self.taken_apart:
+                self._need(node, self.stage[node.name])
         for stage, extras in enumerate(self.extra):
             for _, path, _ in extras:
                 self._need(path[-1], stage)
