@@ -186,13 +186,12 @@ class _Cutter:
     def _split_gradients(self) -> None:
         """Take apart sums of contributions from several stages; each stage sums its own."""
         owners = {s.target: self.stage.get(s.node, 0) for s in self.traced.parameters()}
-        nodes = {n.name: n for n in self.traced.graph.nodes}
         self.dropped: set[str] = set()
         self.taken_apart: set[fx.Node] = set()
         for spec in self.traced.outputs:
             if spec.kind != "gradient" or spec.node is None:
                 continue
-            owner, node = owners[spec.target], nodes[spec.node]
+            owner, node = owners[spec.target], self.named[spec.node]
             if self._is_shared(node):
                 continue
             parts: dict[int, list[list[fx.Node]]] = defaultdict(list)
@@ -221,15 +220,14 @@ class _Cutter:
         for stage, extras in enumerate(self.extra):
             for _, path, _ in extras:
                 self._need(path[-1], stage)
-        nodes = {n.name: n for n in self.traced.graph.nodes}
         for given in self.traced.parameters():
-            if not any(nodes[given.node] in needs for needs in self.needs):
-                self.needs[0].add(nodes[given.node])  # nobody reads it
+            if not any(self.named[given.node] in needs for needs in self.needs):
+                self.needs[0].add(self.named[given.node])  # nobody reads it
         for spec in self.traced.outputs:
             if spec.node is not None and not (
                 spec.kind == "gradient" and spec.target in self.dropped
             ):
-                self._need(nodes[spec.node], self._output_stage(spec))
+                self._need(self.named[spec.node], self._output_stage(spec))
 
     def _output_stage(self, spec: OutputSpec) -> int:
         node = self.named[str(spec.node)]
