@@ -7,7 +7,6 @@ the op's local form is appended. What the backward reads of the forward is saved
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from autopar.codegen.passes import check_passes, run_last_passes, run_passes
 from autopar.codegen.passes.order import copied
 from autopar.codegen.passes.sites import Key
 from autopar.codegen.redistribute import emit_redistribution
+from autopar.codegen.traffic import check_traffic, count_collectives
 from autopar.core.blocks import Block, Blocks
 from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info, op_nodes, resolve
 from autopar.core.late_module import late_module
@@ -36,7 +36,7 @@ from autopar.core.recompute import recomputed
 from autopar.core.strategy import op_call
 from autopar.errors import AutoparError, PlanMismatchError
 
-__all__ = ["Emitter", "Program", "check_traffic", "count_collectives", "emit", "written"]
+__all__ = ["Emitter", "Program", "emit", "written"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,22 +67,6 @@ class Program:
         Their sum is the plan's; a bucket counts once, where the plan counts each of its members.
         """
         return count_collectives(self.joint.graph)
-
-
-def count_collectives(graph: fx.Graph) -> tuple[CommBytes, ...]:
-    """Sum of the buffers of a graph's collectives, per mesh axis and kind."""
-    size: Counter[tuple[int, str]] = Counter()
-    count: Counter[tuple[int, str]] = Counter()
-    for node in graph.nodes:
-        sent = node.meta.get("collective") or node.meta.get("overlapped")
-        if sent is not None:
-            kind, axis, num_bytes, times = sent
-            size[axis, kind] += num_bytes * times
-            count[axis, kind] += times
-    return tuple(
-        CommBytes(axis=axis, kind=kind, num_bytes=size[axis, kind], count=n)
-        for (axis, kind), n in sorted(count.items())
-    )
 
 
 def emit(
@@ -140,15 +124,6 @@ def written(
     emitter = Emitter(traced, plan, coords, group_names, device, chosen)
     emitter.write()
     return emitter
-
-
-def check_traffic(found: tuple[CommBytes, ...], plan: Plan) -> None:
-    """A program must move the bytes that its plan says."""
-    if found != plan.predicted.comm_bytes:
-        raise AutoparError(
-            f"the emitted program moves {found}, the plan says {plan.predicted.comm_bytes}: this "
-            "is a defect of autopar"
-        )
 
 
 def axis_group_names(mesh_shape: Sequence[int]) -> list[str]:

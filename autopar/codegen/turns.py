@@ -23,12 +23,13 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from autopar.codegen.emit import Emitter, check_traffic, count_collectives
+from autopar.codegen.emit import Emitter
 from autopar.codegen.fusion import GENERATED, Fusion, fuse
 from autopar.codegen.parts import Cutter, Part, Parts, behind, inputs_first
 from autopar.codegen.passes import check_passes, phase_of, run_last_passes
 from autopar.codegen.passes.sites import Key
 from autopar.codegen.redistribute import emit_redistribution
+from autopar.codegen.traffic import check_traffic, count_collectives
 from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info, op_nodes, resolve
 from autopar.core.late_module import late_module
 from autopar.core.placement import Layout
