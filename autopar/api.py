@@ -185,8 +185,8 @@ def parallelize(
     check_backend(backend)
     _check_world(mesh)
     guard_optimizers()
-    numbers = (precision, reduce_dtype)
-    given, parsed, base = _agreed_settings(model, mesh, plan, constraints, seed, numbers, passes)
+    dtypes = (precision, reduce_dtype)
+    given, parsed, base = _agreed_settings(model, mesh, plan, constraints, seed, dtypes, passes)
     if given is not None:
         precision, reduce_dtype = given.precision, given.reduce_dtype
     if example_inputs is None and parsed.pipeline is None:
@@ -195,20 +195,19 @@ def parallelize(
     planner = Planner(
         model,
         mesh,
-        given,
-        parsed,
-        limit,
-        optimizer,
-        loss_fn,
-        cluster,
-        cache,
-        precision,
-        reduce_dtype,
-        backend,
-        passes,
-        Fusion.parse(fusion, torch.device(mesh.device_type)),
+        given=given,
+        constraints=parsed,
+        memory_limit=limit,
+        optimizer=optimizer,
+        loss_fn=loss_fn,
+        cluster=cluster,
+        cache=cache,
+        precision=precision,
+        reduce_dtype=reduce_dtype,
+        backend=backend,
+        passes=passes,
+        fusion=Fusion.parse(fusion, torch.device(mesh.device_type)),
     )
-
     create = partial(planner.hold, init_weights=init_weights, base=base)
     module = ParallelModule(model, planner.compile, mesh, create, base)
     if example_inputs is not None:
@@ -260,7 +259,7 @@ def _agreed_settings(
     plan: Plan | str | Path | None,
     constraints: ConstraintsLike,
     seed: int | None,
-    numbers: tuple[str | None, str | None],
+    dtypes: tuple[str | None, str | None],
     passes: Collection[str] | None,
 ) -> tuple[Plan | None, Constraints, int]:
     """Plan, constraints and seed; all ranks stop where one has an error or another model."""
@@ -272,10 +271,10 @@ def _agreed_settings(
         check_devices(model, mesh.device_type)
         given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
         parsed = Constraints.parse(constraints)
-        low_dtype(numbers[0])
-        sum_dtype(numbers[1])
+        low_dtype(dtypes[0])
+        sum_dtype(dtypes[1])
         check_passes(passes)
-        _check_precision(given, *numbers)
+        _check_precision(given, *dtypes)
         extended = extensions.digest()
     except (AutoparError, OSError) as error:
         failure = error
@@ -285,7 +284,7 @@ def _agreed_settings(
     if given is not None:
         mine["the plan"] = given.digest()
     mine["the constraints"] = parsed.to_dict()
-    mine["the precision"], mine["reduce_dtype"] = numbers
+    mine["the precision"], mine["reduce_dtype"] = dtypes
     mine["what extends autopar"] = extended
     mine["the passes"] = None if passes is None else sorted(passes)
     agree(failure, mine)

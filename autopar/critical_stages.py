@@ -1,4 +1,4 @@
-"""Plans those stages of a pipeline anew that the longest way through its schedule runs through.
+"""Plans anew those stages of a pipeline that are on the critical path of its schedule.
 
 At first all stages are planned for the same: a second of a turn counts what it adds to a step of
 equal stages (`Flight.waits`). But the ranks that begin and that end a step stand idle between, so
@@ -6,13 +6,13 @@ what they do once costs a step more than what they do at each turn; and the rank
 at a turn sets the pace of all. So, as long as the step gets shorter,
 
 1. the schedule is run on the clock, and what the last action to end waited for is followed back to
-   the start (`PipelineSimulation.longest_way`);
-2. of the stages on that way, those where it ends and begins and the one with most actions on it are
-   planned for what the way counts: so many forwards, input and weight gradients, and what runs once
-   in front of all or behind all. A way that is made shorter leaves others, so a stage goes half of
-   the way from the weights that it was planned for, and if that helps, all of it; else a quarter,
-   or all where a turn may take less. One with which the step would hardly be shorter even if it
-   took no more than the bounds of its blocks stays as it is;
+   the start (`PipelineSimulation.critical_path`);
+2. of the stages on that path, those where it ends and begins and the one with most actions on it
+   are planned for what the path counts: so many forwards, input and weight gradients, and what runs
+   once in front of all or behind all. A path that is made shorter leaves others, so a stage goes
+   half of the way from the weights that it was planned for, and if that helps, all of it; else a
+   quarter, or all where a turn may take less. One with which the step would hardly be shorter even
+   if it took no more than the bounds of its blocks stays as it is;
 3. a stage keeps the layouts of what it exchanges with others. Where those that it receives cost
    much, it chooses them, and the stages before are planned to send them.
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CriticalStages"]
 
-_HALF = 0.5  # of the way from the weights of a stage to those of the longest way
+_HALF = 0.5  # of the way from the weights of a stage to those of the critical path
 _LEAST = 1e-3  # of the step: what an exchange of plans must save
 _NEAR = 0.02  # of the least that a turn can take
 _MOST = 64  # exchanges
@@ -84,20 +84,20 @@ class CriticalStages:
         return transfer_seconds(self.parts.crossings(), plans, p.cluster, p.shape.size)
 
     def _critical(self) -> list[tuple[int, Waits, bool]]:
-        """Stages to plan anew, what the longest way counts, and whether it is longest in them.
+        """Stages to plan anew, what the critical path counts, and whether most of it is in them.
 
         That is how often their parts are on it, beside once in each turn or step.
         """
         size, turns = self.pipeliner.shape.size, self.pipeliner.shape.microbatches
         last = max(range(size), key=self.time.ends_s.__getitem__)
-        way = [s.action for s in self.time.simulated.longest_way(last)]
-        counts = Counter((a.stage, a.kind) for a in way)
-        runs = Counter(a.stage for a in way)
-        first = way[0].stage % size
+        path = [s.action for s in self.time.simulated.critical_path(last)]
+        counts = Counter((a.stage, a.kind) for a in path)
+        runs = Counter(a.stage for a in path)
+        first = path[0].stage % size
         longest = max(runs, key=lambda s: (runs[s], -s))
         ends = sorted((s for s in runs if s % size == last), reverse=True)
         found: list[tuple[int, Waits, bool]] = []
-        for stage in dict.fromkeys([*ends, longest, way[0].stage]):
+        for stage in dict.fromkeys([*ends, longest, path[0].stage]):
             prepare, finish = stage % size == first, stage % size == last
             whole = counts[stage, "B"]
             shares = Waits(
@@ -110,8 +110,8 @@ class CriticalStages:
             found.append((stage, shares, stage == longest))
         return found
 
-    def _on_way(self, plan: Plan, counts: Waits) -> float:
-        """Seconds of the longest way in a stage."""
+    def _on_path(self, plan: Plan, counts: Waits) -> float:
+        """Seconds of the critical path in a stage."""
         phases, turns = plan.predicted.phases, self.pipeliner.shape.microbatches
         once_s = counts.prepare * phases["prepare"] + counts.finish * phases["finish"]
         parts = (phases["forward"], phases["input"], phases["weight"])
@@ -136,8 +136,8 @@ class CriticalStages:
 
         Args:
             stage: to plan anew.
-            counts: of the longest way.
-            paces: it has most actions on that way.
+            counts: of the critical path.
+            paces: it has most actions on that path.
         """
         if self._at_best(stage) >= self.time.step_s * (1 - _LEAST):
             return False
@@ -149,9 +149,9 @@ class CriticalStages:
             aims = self._towards(stage, counts, 1.0)
             wanted = self._wanted(stage, aims[stage])
             return self._tried(aims) or (wanted is not None and self._tried(aims | wanted))
-        # the less the weights change, the less the way does
-        now_s = self._on_way(self.plans[stage], counts)
-        if plans is None or now_s - self._on_way(plans[stage], counts) < _LEAST * self.time.step_s:
+        # the less the weights change, the less the path does
+        now_s = self._on_path(self.plans[stage], counts)
+        if plans is None or now_s - self._on_path(plans[stage], counts) < _LEAST * self.time.step_s:
             return False
         return self._tried(self._towards(stage, counts, _HALF**2))
 
@@ -204,7 +204,7 @@ class CriticalStages:
         return False
 
     def _towards(self, stage: int, counts: Waits, share: float) -> dict[int, Aim]:
-        """Aims with other weights of one stage, some of the way to what the longest way counts."""
+        """Aims with other weights of one stage, on the way to what the critical path counts."""
         aim = self._between(self.plans[stage].solver.waits, counts, share)
         if aim == self.plans[stage].solver.waits:
             return dict(self.aims)
@@ -253,8 +253,8 @@ class CriticalStages:
             known = list(self.menus.of(stage, plan))
             aim = self._between(plan.solver.waits, counts, 1.0)
             if all(aim != other.solver.waits for other in known):
-                now_s = min(self._on_way(other, counts) for other in known)
-                promised[stage] = now_s - self._on_way(self._bounded(stage, plan), counts)
+                now_s = min(self._on_path(other, counts) for other in known)
+                promised[stage] = now_s - self._on_path(self._bounded(stage, plan), counts)
                 aims[stage] = Aim(aim, self._sent(stage))
         stage = max(promised, key=promised.__getitem__, default=-1)
         if promised.get(stage, 0.0) < _LEAST * self.time.step_s:

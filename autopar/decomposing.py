@@ -28,7 +28,7 @@ from autopar.cost_model import Cluster
 from autopar.cost_model.collectives import CollectiveKind
 from autopar.cost_model.simulator import Simulation, simulate
 
-__all__ = ["Trial", "decomposed", "look"]
+__all__ = ["Trial", "decomposed", "form_of"]
 
 _COUNTS = (2, 3, 4, 6, 8)
 _MOST_TRIALS = 4
@@ -149,7 +149,7 @@ def _promising(before: Trial, plan: Plan, cluster: Cluster) -> list[_Group]:
     for site in find_sites(before.graph):
         # what leaves a stage is known by another name in each stage
         if key_of(site.start)[0] in plan.nodes:
-            alike[look(site)].append(site)
+            alike[form_of(site)].append(site)
     found: list[tuple[_Group, set[fx.Node]]] = []
     for sites in alike.values():
         hidden = [shares.get(key_of(site.start), 0.0) for site in sites]
@@ -175,7 +175,7 @@ def _promising(before: Trial, plan: Plan, cluster: Cluster) -> list[_Group]:
     return chosen
 
 
-def look(site: Site) -> Hashable:
+def form_of(site: Site) -> Hashable:
     """What sites that are alike have in common."""
     _, axis, kind = key_of(site.start)
     products = tuple(

@@ -34,8 +34,6 @@ from autopar.report.explained import Explanation, Resolved, render_explanation
 
 __all__ = ["Explanation", "Resolved", "explain", "render_explanation"]
 
-_UNLIMITED = 1 << 62
-
 
 def explain(
     plan: Plan,
@@ -190,6 +188,7 @@ def _stand_in(plan: Plan, param: str) -> str:
 
 def _resolved(found: Explanation, whole: Plan, traced: TracedModel) -> Explanation:
     from autopar.solver.exclude import Excluded
+    from autopar.solver.fit import UNLIMITED
     from autopar.solver.offers import Offers
     from autopar.solver.solve import solve
 
@@ -224,7 +223,7 @@ def _resolved(found: Explanation, whole: Plan, traced: TracedModel) -> Explanati
     return replace(
         found,
         runner_up=again(pins, limit, excluded),
-        unlimited=again(plan.constraints, _UNLIMITED),
+        unlimited=again(plan.constraints, UNLIMITED),
         unpinned=again({}, limit) if plan.constraints else None,
     )
 

@@ -18,8 +18,6 @@ from autopar.errors import InfeasiblePlanError
 
 __all__ = ["FrontierPoint", "frontier", "render_frontier"]
 
-_UNLIMITED = 1 << 62
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierPoint:
@@ -42,10 +40,12 @@ def frontier(
     Returns:
         Points by falling limit; every plan is faster than those behind it.
     """
+    from autopar.solver.fit import UNLIMITED  # a frontier that is only drawn needs no solver
+
     if points < 2:
         raise ValueError(f"a frontier has at least 2 points, got {points}")
     plans = step_plans(model, cluster, example_inputs, **options)
-    free = plans.under(_UNLIMITED)
+    free = plans.under(UNLIMITED)
     most = free.predicted.peak_memory_bytes
     found = [FrontierPoint(limit_bytes=most, plan=free)]
     try:

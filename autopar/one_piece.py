@@ -82,11 +82,7 @@ class OnePiece:
         # looked at where a step without one is fastest
         given = reversed(meshes(self.cluster, self.constraints))
         for cluster in sorted(given, key=lambda c: self.free_s.get(c.mesh_shape, 0.0)):
-            own = cluster.mesh_shape == self.cluster.mesh_shape
-            # it is kept where joining its axes gains nothing to speak of
-            joined = best is not None and best.mesh_shape != self.cluster.mesh_shape
-            margin = 1 + _JOINED * (own and joined) - _JOINED * (not own and not joined)
-            to_beat_s = min(below_s, _objective(best) * margin)
+            to_beat_s = min(below_s, self._to_beat_s(cluster, best))
             free_s = self.free_s.get(cluster.mesh_shape, 0.0)
             if free_s >= to_beat_s:
                 bound = min(bound, free_s)
@@ -110,6 +106,16 @@ class OnePiece:
         if best is None:
             raise min(refused, key=lambda error: error.required_bytes or 0)
         return _proved(best, bound)
+
+    def _to_beat_s(self, cluster: Cluster, best: Plan | None) -> float:
+        """What a plan on a mesh must stay below."""
+        if best is None:
+            return math.inf
+        own = cluster.mesh_shape == self.cluster.mesh_shape
+        joined = best.mesh_shape != self.cluster.mesh_shape
+        # the mesh as given is kept where joining its axes gains nothing to speak of
+        margin = 1 + _JOINED * (own and joined) - _JOINED * (not own and not joined)
+        return best.solver.objective * margin
 
     def best(self, limit: int, plan: Plan | None = None) -> Plan:
         """A plan within the limit with what its program hides, or a faster one.
@@ -222,7 +228,3 @@ def _proved(plan: Plan, bound: float) -> Plan:
     bound = min(bound, objective)
     gap = 1 - bound / objective if objective else 0.0
     return replace(plan, solver=replace(plan.solver, bound=bound, gap=gap))
-
-
-def _objective(plan: Plan | None) -> float:
-    return math.inf if plan is None else plan.solver.objective

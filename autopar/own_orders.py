@@ -66,10 +66,8 @@ def fastest_orders(
     """
     fixed = [] if known is None else [known]
     if not quick:
-        fixed.append(least_held(len(plans), microbatches))
-    if not quick and microbatches >= len(plans):
-        fixed.append(actions("zero-bubble", len(plans), microbatches))
-    ways = [_Way(*way) for way in _ways(len(plans), microbatches, quick)]
+        fixed.extend(_standard(len(plans), microbatches))
+    ways = _ways(len(plans), microbatches, quick)
     loads = tuple(rank_load(plan, limit) for plan in plans)
 
     def timed(orders: Orders) -> _Timed:
@@ -103,8 +101,21 @@ def fastest_orders(
     return None
 
 
+def _standard(ranks: int, microbatches: int) -> Iterator[Orders]:
+    """Orders that do not depend on seconds."""
+    yield least_held(ranks, microbatches)
+    if microbatches >= ranks:
+        yield actions("zero-bubble", ranks, microbatches)
+
+
 class _Way(NamedTuple):
-    """How orders are made, and how often their budgets were cut by what they were over."""
+    """How orders are made by list scheduling.
+
+    Attributes:
+        warmup: forwards that each rank begins with.
+        patience: see `list_schedule`.
+        tightened: how often budgets were cut by what the orders were over.
+    """
 
     warmup: tuple[int, ...]
     patience: float
@@ -120,8 +131,8 @@ class _Timed(NamedTuple):
     loads: Sequence[RankLoad] = ()
 
 
-def _ways(ranks: int, microbatches: int, quick: bool) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Forwards to begin with, and patience."""
+def _ways(ranks: int, microbatches: int, quick: bool) -> Iterator[_Way]:
+    """How much to begin with, and when to wait."""
     most = most_ahead(ranks, microbatches)
     # later ranks have less to fill, and what they begin early delays the first gradients
     shares = (1.0, None) if quick else (1.0, None, 0.5, 0.0)
@@ -131,7 +142,7 @@ def _ways(ranks: int, microbatches: int, quick: bool) -> Iterator[tuple[tuple[in
             low = min(microbatches, ranks - r)
             part = 1 - r / ranks if share is None else share
             found.append(low + round(part * (high - low)))
-        yield tuple(found), patience
+        yield _Way(tuple(found), patience)
 
 
 def _excess(plans: Sequence[Plan], orders: Orders, limit: int) -> list[int]:

@@ -79,12 +79,21 @@ def may_fold(model: nn.Module, constraints: Constraints) -> bool:
 
 
 class Planner:
-    """Compiles a step for each input signature of one parallel module."""
+    """Compiles a step for each input signature of one parallel module.
+
+    Args:
+        model: the user's.
+        mesh: of all ranks.
+        given: the plan of the first step; None: it is solved.
+        constraints, memory_limit, optimizer, loss_fn, cluster, cache, precision, reduce_dtype,
+            backend, passes, fusion: as for `autopar.parallelize`, parsed and agreed by all ranks.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         mesh: DeviceMesh,
+        *,
         given: Plan | None,
         constraints: Constraints,
         memory_limit: int | None,
@@ -93,15 +102,15 @@ class Planner:
         cluster: Cluster | None,
         cache: bool,
         precision: str | None,
-        reduce_dtype: str | None = None,
-        backend: str = "eager",
-        passes: Collection[str] | None = None,
-        fusion: Fusion | None = None,
+        reduce_dtype: str | None,
+        backend: str,
+        passes: Collection[str] | None,
+        fusion: Fusion,
     ) -> None:
         # Inductor has a pass of its own for that, and takes no op that writes to its operand
         without = {"in_place"} if backend == "inductor" else set()
         self.passes = tuple(name for name in check_passes(passes) if name not in without)
-        self.fusion = fusion or Fusion.parse(None, torch.device(mesh.device_type))
+        self.fusion = fusion
         self.model = model
         self.mesh = mesh
         self.first = given

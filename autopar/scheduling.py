@@ -28,6 +28,7 @@ from autopar.codegen.turns import TurnWriter
 from autopar.core.collector import paused_collector
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
+from autopar.core.schedule import closing_action, split_stages
 from autopar.core.timeline import PlannedMove, PlannedOp, rounded
 from autopar.cost_model import Cluster
 from autopar.cost_model.simulator import Simulation, node_seconds, simulate
@@ -126,10 +127,9 @@ def _scheduled_stages(plan: Plan, traced: TracedModel) -> Plan:
     assert p is not None
     parts = staged_as_planned(traced, p)
     orders = p.actions()
-    splits = any(action.kind == "I" for order in orders for action in order)
-    # a rank that has other stages still to run reduces a stage's gradients when all are done
-    ends = [order[-1] for order in orders]
-    closing = {end.stage for end in ends if end.kind == ("W" if splits else "B")}
+    splits = bool(split_stages(orders))
+    ends = (closing_action(orders, rank) for rank in range(len(orders)))
+    closing = {end.stage for end in ends if end is not None}
     cluster, fusion = Cluster.from_dict(plan.cluster), Fusion.of(plan)
     tried: dict[int, _Tried] = {}  # equal stages of a folded graph share nodes
     alike: dict[int, list[int]] = {}

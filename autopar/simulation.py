@@ -75,15 +75,12 @@ def simulate(
     plan = with_symmetric_calls(plan, whole, passes)
     program = emit(whole, plan, first, passes=passes, fusion=fused)
     trainable = {spec.target for spec in whole.parameters() if spec.trainable}
-    local = [
-        (_local_bytes(plan, name), plan.dtypes[name]) for name in plan.parameters
-        if name in trainable
-    ]  # fmt: skip
+    held = [(_local_bytes(plan, n), plan.dtypes[n]) for n in plan.parameters if n in trainable]
     optimizer = Offloaded(plan.optimizer) if plan.offload == "optimizer" else plan.optimizer
     return simulate_program(
         program.joint.graph,
         described,
-        parameter_bytes=local,
+        parameter_bytes=held,
         optimizer=optimizer if plan.training else None,
         times=_database(described) if ops else None,
     )

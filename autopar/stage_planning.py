@@ -135,7 +135,7 @@ class StagePlanner:
         return Pipeliner(self, shape, cuts, cluster, orders, free, below_s, alone).run(time)
 
     def suited(self, plan: Plan) -> Plan:
-        """The plan with stages for what the longest way through its schedule counts.
+        """The plan with stages for what the critical path of its schedule counts.
 
         Args:
             plan: of a pipeline of this step without recomputation or offload.

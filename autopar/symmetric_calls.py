@@ -34,10 +34,11 @@ from autopar.core.plan import PipelinePlan, Plan
 from autopar.cost_model import Cluster
 from autopar.cost_model.collectives import axis_geometry
 from autopar.cost_model.simulator import simulate
-from autopar.decomposing import Trial, look
+from autopar.decomposing import Trial, form_of
 
 __all__ = ["with_symmetric_calls"]
 
+_PARTS = ("prepare", "forward", "backward", "input", "weight", "finish")  # of a stage
 _MOST_TRIALS = 4
 _LEAST = 1e-4  # of the step, to be saved: less is beyond what is predicted
 
@@ -106,9 +107,6 @@ def _stages(
     return tuple(found)
 
 
-_PARTS = ("prepare", "forward", "backward", "input", "weight", "finish")
-
-
 def _marked(plan: Plan, graph: fx.Graph, run: Run, cluster: Cluster) -> Plan:
     """`plan` with the sites of `graph` marked whose calls make what `run` simulates faster."""
     if plan.symmetric_calls():
@@ -152,7 +150,7 @@ def _promising(plan: Plan, graph: fx.Graph, before: Trial, cluster: Cluster) -> 
         key = key_of(site.start)
         # what leaves a stage is known by another name in each stage
         if key[0] in plan.nodes and _is_near(cluster, key[1]) and can_be_called(site):
-            alike[look(site), counts.get(key, 1)].append(site)
+            alike[form_of(site), counts.get(key, 1)].append(site)
     found = []
     for sites in alike.values():
         (first, *_) = sites

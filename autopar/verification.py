@@ -14,7 +14,6 @@ from autopar.codegen.emit import Program, emit
 from autopar.codegen.stage_unfolding import unfolded_plan
 from autopar.core.graph import InputSpec, TracedModel
 from autopar.core.ops import RANDOM
-from autopar.core.placement import Layout
 from autopar.core.plan import Plan
 from autopar.errors import PlanMismatchError
 from autopar.runtime.lockstep import mesh_coords, run_lockstep
@@ -111,6 +110,13 @@ def verify(
         found = run_stages(traced, plan.pipeline, whole, passes=passes, fusion=fusion)
         # beside the loss, a step in microbatches returns nothing
         expected = {k: v for k, v in expected.items() if k[0] != "output" or k in found}
+    return _compared(found, expected)
+
+
+def _compared(
+    found: Mapping[tuple[str, str], Tensor], expected: Mapping[tuple[str, str], Tensor]
+) -> Verification:
+    """The error of each tensor, by kind and name; one that is missing counts as zeros."""
     errors: dict[str, dict[str, float]] = {"output": {}, "gradient": {}, "buffer": {}}
     largest = max(
         (float(v.norm()) for (kind, _), v in expected.items() if kind == "gradient"), default=0.0
@@ -284,8 +290,3 @@ def _roots(
         scalars = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad and not x.dim()]
         return [(x, torch.ones_like(x)) for x in scalars]
     return [(leaves[index], tangent) for index, tangent in tangents.items()]
-
-
-def layout_of(program: Program, node: str) -> Layout:
-    """Layout of a placeholder of a program."""
-    return next(layout for spec, layout in program.inputs if spec.node == node)

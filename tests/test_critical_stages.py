@@ -1,4 +1,4 @@
-"""Stages that are planned anew for what the longest way through their schedule counts."""
+"""Stages that are planned anew for what the critical path of their schedule counts."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def planner_of(traced: TracedModel, cluster: Cluster) -> StagePlanner:
     return StagePlanner(traced, cluster, Constraints(), None, "adamw", Offers(cluster))
 
 
-# --- the longest way --------------------------------------------------------------------------
+# --- the critical path ------------------------------------------------------------------------
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble", "interleaved"])
-def test_the_longest_way_has_no_gaps(schedule: str, seed: int) -> None:
+def test_the_critical_path_has_no_gaps(schedule: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     p, chunks = int(rng.integers(2, 5)), 2 if schedule == "interleaved" else 1
     m = p * int(rng.integers(1, 4))
@@ -77,14 +77,14 @@ def test_the_longest_way_has_no_gaps(schedule: str, seed: int) -> None:
     for transfer_s in (0.0, 0.3):
         found = simulate_pipeline(orders, seconds, transfer_s, begin_s=begin)
         for rank, end_s in enumerate(found.finish_s()):
-            way = found.longest_way(rank)
-            assert way[-1].end_s == end_s and way[-1].rank == rank
-            assert way[0].start_s == begin[way[0].rank]
-            waits = [b.start_s - a.end_s for a, b in pairwise(way)]
+            path = found.critical_path(rank)
+            assert path[-1].end_s == end_s and path[-1].rank == rank
+            assert path[0].start_s == begin[path[0].rank]
+            waits = [b.start_s - a.end_s for a, b in pairwise(path)]
             assert all(wait >= -1e-12 for wait in waits)
             if not transfer_s:
                 assert max(waits, default=0.0) <= 1e-12
-            for a, b, wait in zip(way, way[1:], waits, strict=False):
+            for a, b, wait in zip(path, path[1:], waits, strict=False):
                 assert wait <= 1e-12 or a.rank != b.rank  # only what is on its way takes longer
 
 

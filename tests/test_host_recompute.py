@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.codegen.emit import emit
 from autopar.codegen.passes.lifetimes import Lifetimes
-from autopar.core.block_kinds import as_checkpoint, kinds_of, strongest
+from autopar.core.block_kinds import as_checkpoint, kinds_of
 from autopar.core.blocks import Block, Blocks
 from autopar.core.constraints import Constraints
 from autopar.core.folding import unfolded
@@ -141,6 +141,12 @@ def test_gradients_on_real_ranks(pins: dict[str, Any]) -> None:
 
 
 # --- what leaves, and what stays -----------------------------------------------------------------
+def kinds_in(plan: Plan) -> set[str]:
+    """The kinds of recomputation that some block has."""
+    checkpoint = plan.checkpoint
+    return {checkpoint} if isinstance(checkpoint, str) else set(checkpoint.values())
+
+
 def sent(traced: TracedModel, checkpoint: Any) -> list[str]:
     graph = recomputed(traced, checkpoint).graph
     return [n.all_input_nodes[0].name for n in graph.nodes if n.target is TO_HOST]
@@ -195,10 +201,6 @@ def test_devices_send_nothing_from_host_memory(pins: dict[str, Any]) -> None:
         if node.startswith("from_host_of_"):
             (away,) = plan.nodes[node.replace("from_host", "to_host", 1)].outputs
             assert plan.nodes[node].inputs == (away,)
-
-
-def test_host_is_the_strongest_kind() -> None:
-    assert strongest({"a.0": "full", "a.1": "host", "a.2": "none"}) == "host"
 
 
 # --- memory --------------------------------------------------------------------------------------
@@ -288,7 +290,7 @@ def test_it_is_chosen_where_nothing_else_fits() -> None:
     full, host = (plans[kind].predicted.peak_memory_bytes for kind in ("full", "host"))
     limit = (full + host) // 2
     plan = planned(deep(), devices(1), limit, pipeline="none")
-    assert strongest(plan.checkpoint) == "host"
+    assert "host" in kinds_in(plan)
     assert plan.predicted.peak_memory_bytes <= limit < full
     assert plan.predicted.host_bytes > 0
     # not where the host's memory is the device's, nor where nothing may leave the device
@@ -310,7 +312,7 @@ def test_a_smaller_limit_is_never_faster() -> None:
     found = [planned(deep(), slow_link, limit, pipeline="none") for limit in limits]
     seconds = [plan.predicted.step_time_s for plan in found]
     assert seconds == sorted(seconds)
-    assert strongest(found[-1].checkpoint) == "host"
+    assert "host" in kinds_in(found[-1])
     for limit, plan in zip(limits, found, strict=True):
         assert plan.predicted.peak_memory_bytes <= limit
 

@@ -193,16 +193,16 @@ class Builder:
         full = [*local[: src.dim], size * local[src.dim], *local[src.dim + 1 :]]
         return self.call(aten.reshape.default, moved, full)
 
-    def rotate(self, x: fx.Node, axis: int, steps: int = 1) -> fx.Node:
-        """Send to the rank `steps` further along the ring of `axis`, receive from behind."""
+    def rotate(self, x: fx.Node, axis: int) -> fx.Node:
+        """Send to the next rank along the ring of `axis`, receive from the one before."""
         size = self.mesh_shape[axis]
         if size == 1:
             return x
         me = self.coords[axis]
         shape = self.shape(x)
         count = shape[0]
-        outgoing = [count if rank == (me + steps) % size else 0 for rank in range(size)]
-        incoming = [count if rank == (me - steps) % size else 0 for rank in range(size)]
+        outgoing = [count if rank == (me + 1) % size else 0 for rank in range(size)]
+        incoming = [count if rank == (me - 1) % size else 0 for rank in range(size)]
         return self._collective(
             "send_recv", axis, self._num_bytes(x), c10d.all_to_all_single.default,
             self.contiguous(x), incoming, outgoing, self.group_names[axis],

@@ -7,8 +7,6 @@ the op's local form is appended. What the backward reads of the forward is saved
 
 from __future__ import annotations
 
-import operator
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +26,9 @@ from autopar.codegen.passes import check_passes, run_last_passes, run_passes
 from autopar.codegen.passes.order import copied
 from autopar.codegen.passes.sites import Key
 from autopar.codegen.redistribute import emit_redistribution
+from autopar.codegen.traffic import check_traffic, count_collectives
 from autopar.core.blocks import Block, Blocks
-from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info, resolve
+from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info, op_nodes, resolve
 from autopar.core.late_module import late_module
 from autopar.core.placement import Layout, Replicate, local_shape
 from autopar.core.plan import CommBytes, Plan
@@ -37,7 +36,7 @@ from autopar.core.recompute import recomputed
 from autopar.core.strategy import op_call
 from autopar.errors import AutoparError, PlanMismatchError
 
-__all__ = ["Emitter", "Program", "check_traffic", "count_collectives", "emit", "written"]
+__all__ = ["Emitter", "Program", "emit", "written"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,22 +67,6 @@ class Program:
         Their sum is the plan's; a bucket counts once, where the plan counts each of its members.
         """
         return count_collectives(self.joint.graph)
-
-
-def count_collectives(graph: fx.Graph) -> tuple[CommBytes, ...]:
-    """Sum of the buffers of a graph's collectives, per mesh axis and kind."""
-    size: Counter[tuple[int, str]] = Counter()
-    count: Counter[tuple[int, str]] = Counter()
-    for node in graph.nodes:
-        sent = node.meta.get("collective") or node.meta.get("overlapped")
-        if sent is not None:
-            kind, axis, num_bytes, times = sent
-            size[axis, kind] += num_bytes * times
-            count[axis, kind] += times
-    return tuple(
-        CommBytes(axis=axis, kind=kind, num_bytes=size[axis, kind], count=n)
-        for (axis, kind), n in sorted(count.items())
-    )
 
 
 def emit(
@@ -143,15 +126,6 @@ def written(
     return emitter
 
 
-def check_traffic(found: tuple[CommBytes, ...], plan: Plan) -> None:
-    """A program must move the bytes that its plan says."""
-    if found != plan.predicted.comm_bytes:
-        raise AutoparError(
-            f"the emitted program moves {found}, the plan says {plan.predicted.comm_bytes}: this "
-            "is a defect of autopar"
-        )
-
-
 def axis_group_names(mesh_shape: Sequence[int]) -> list[str]:
     """Stand-ins for the process groups of the axes."""
     return [f"axis{i}" for i in range(len(mesh_shape))]
@@ -204,8 +178,7 @@ class Emitter:
     def joint(self) -> list[tuple[fx.Node | None, OutputSpec, Layout]]:
         """Write the joint graph; its outputs."""
         self.inputs = self._inputs()
-        nodes = [n for n in self.traced.graph.nodes if n.op == "call_function"]
-        nodes = [n for n in nodes if n.target is not operator.getitem]
+        nodes = op_nodes(self.traced.graph.nodes)
         for phase in ("forward", "backward"):
             self.builder.phase = phase
             for node in nodes:
@@ -243,10 +216,7 @@ class Emitter:
         if self.fusion.kernels:
             fuse(graph, self.fusion, self.builder.fake_mode)
         tangents = {spec.node for spec, _ in inputs if spec.kind == "tangent"}
-        context = program_pass.PassContext(
-            plan=self.plan, coords=self.builder.coords, group_names=self.builder.group_names
-        )
-        program_pass.run_passes(graph, context, tangents)
+        self._added_passes(graph, tangents)
         run_last_passes(graph, passes)
         joint = late_module(graph)
         forward, backward = split_phases(graph, len(self.results), tangents)
@@ -277,6 +247,13 @@ class Emitter:
             pieces=self.plan.piece_counts() if pieces is None else pieces,
             calls=self.plan.symmetric_calls() if calls is None else calls,
         )
+
+    def _added_passes(self, graph: fx.Graph, tangents: Collection[str]) -> None:
+        """Run the passes of other packages."""
+        context = program_pass.PassContext(
+            plan=self.plan, coords=self.builder.coords, group_names=self.builder.group_names
+        )
+        program_pass.run_passes(graph, context, tangents)
 
     def _inputs(self) -> list[tuple[InputSpec, Layout]]:
         by_node = {spec.node: spec for spec in self.traced.inputs}

@@ -32,6 +32,7 @@ from autopar.core.graph import (
     Value,
     dependents,
     node_info,
+    op_nodes,
     resolve,
     tensor_meta,
 )
@@ -130,8 +131,7 @@ class _Localiser:
         return next((v.device for v in found if v is not None), torch.device("cpu"))
 
     def run(self) -> Microbatch:
-        calls = [n for n in self.traced.graph.nodes if n.op == "call_function"]
-        calls = [n for n in calls if n.target is not operator.getitem]
+        calls = op_nodes(self.traced.graph.nodes)
         self.body = [n for n in calls if not self._is_prologue(n)]
         self._placeholders()
         for node in self.body:

@@ -23,7 +23,7 @@ from autopar.codegen.fusion import Fusion, fuse
 from autopar.codegen.fusion.rewriter import Rewriter
 from autopar.core.blocks import Blocks
 from autopar.core.fused import FusedShares, Inside, Share
-from autopar.core.graph import TracedModel, Value, node_info, resolve
+from autopar.core.graph import TracedModel, Value, node_info, op_nodes, resolve
 from autopar.core.placement import Layout, Replicate
 from autopar.core.plan import NodePlan, Plan, Prediction, SolverReport
 from autopar.core.strategy import OpCall, op_call
@@ -59,11 +59,10 @@ def fused_shares(traced: TracedModel, fusion: Fusion) -> FusedShares:
 def _single_device(traced: TracedModel) -> Plan:
     """Everything on one device."""
     nodes = {}
-    for node in traced.graph.nodes:
-        if node.op == "call_function" and node.target is not operator.getitem:
-            call = op_call(node, 1)
-            ends = (_WHOLE,) * len(call.operands), (_WHOLE,) * len(call.outputs)
-            nodes[node.name] = NodePlan(inputs=ends[0], outputs=ends[1], variants=("",))
+    for node in op_nodes(traced.graph.nodes):
+        call = op_call(node, 1)
+        ends = (_WHOLE,) * len(call.operands), (_WHOLE,) * len(call.outputs)
+        nodes[node.name] = NodePlan(inputs=ends[0], outputs=ends[1], variants=("",))
     nothing = Prediction(
         step_time_s=0.0, compute_time_s=0.0, comm_time_s=0.0, peak_memory_bytes=0, memory={},
         comm_bytes=(),
@@ -101,10 +100,9 @@ class _Finder:
         self.phases = {n.name: node_info(traced, n).phase for n in traced.graph.nodes}
         self.calls: dict[str, OpCall] = {}
         self.operands: dict[str, tuple[Value, ...]] = {}
-        for node in traced.graph.nodes:
-            if node.op == "call_function" and node.target is not operator.getitem:
-                call = self.calls[node.name] = op_call(node, 1)
-                self.operands[node.name] = tuple(resolve(n) for n in call.nodes)
+        for node in op_nodes(traced.graph.nodes):
+            call = self.calls[node.name] = op_call(node, 1)
+            self.operands[node.name] = tuple(resolve(n) for n in call.nodes)
         self.order = {name: i for i, name in enumerate(self.calls)}
         self.emitter = Emitter(traced, _single_device(traced), [0], None, torch.device("cpu"))
         self.emitter.joint()

@@ -209,8 +209,7 @@ def batch_bytes(traced: TracedModel, micro: Microbatch) -> int:
     """Bytes of the user's inputs, and of what is computed from them before the turns."""
     given = [s for s in traced.inputs if s.kind == "input"]
     total = sum(math.prod(s.shape) * s.dtype.itemsize for s in given)
-    output = next(n for n in reversed(micro.prologue.graph.nodes) if n.op == "output")
-    for node in output.all_input_nodes:
+    for node in micro.prologue.graph.output_node().all_input_nodes:
         if node.op != "placeholder":
             value = node.meta["val"] if "val" in node.meta else _item(node)
             total += value.numel() * value.element_size()

@@ -23,14 +23,14 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from autopar.codegen import program_pass
-from autopar.codegen.emit import Emitter, check_traffic, count_collectives
+from autopar.codegen.emit import Emitter
 from autopar.codegen.fusion import GENERATED, Fusion, fuse
 from autopar.codegen.parts import Cutter, Part, Parts, behind, inputs_first
 from autopar.codegen.passes import check_passes, phase_of, run_last_passes
 from autopar.codegen.passes.sites import Key
 from autopar.codegen.redistribute import emit_redistribution
-from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info, resolve
+from autopar.codegen.traffic import check_traffic, count_collectives
+from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info, op_nodes, resolve
 from autopar.core.late_module import late_module
 from autopar.core.placement import Layout
 from autopar.core.plan import CommBytes, Plan
@@ -182,8 +182,7 @@ class _TurnEmitter(Emitter):
         self.completed = {}
         self.leaving: list[tuple[fx.Node, OutputSpec, Layout]] = []
         self.placed = self._inputs()
-        nodes = [n for n in self.traced.graph.nodes if n.op == "call_function"]
-        nodes = [n for n in nodes if n.target is not operator.getitem]
+        nodes = op_nodes(self.traced.graph.nodes)
         for part in ("prepare", "forward", "backward"):
             self.builder.phase = part
             for node in nodes:
@@ -219,11 +218,8 @@ class _TurnEmitter(Emitter):
     def of_all_turns(self, graph: fx.Graph, passes: Collection[str] | None) -> TurnProgram:
         """The program of all turns, from a graph whose arguments depend on the turn."""
         self._fuse(graph, self.fusion.kernels & {GENERATED})
-        context = program_pass.PassContext(
-            plan=self.plan, coords=self.builder.coords, group_names=self.builder.group_names
-        )
-        program_pass.run_passes(graph, context, ())
-        results = next(iter(reversed(graph.nodes))).args[0]
+        self._added_passes(graph, ())
+        results = graph.output_node().args[0]
         assert isinstance(results, (list, tuple))
         pairs = zip(results, self.leaving, strict=True)
         sent = [node for node, (_, spec, _) in pairs if _is_sent(spec)]

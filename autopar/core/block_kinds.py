@@ -29,7 +29,6 @@ __all__ = [
     "pinned_kinds",
     "pins_among",
     "read_checkpoint",
-    "strongest",
 ]
 
 Recomputation = Literal["none", "selective", "full", "host"]
@@ -180,13 +179,6 @@ def read_checkpoint(value: Any) -> Checkpoint:
         if _run(key) is None:
             raise ValueError(f"checkpoint of {key!r}: a plan names runs of blocks")
     return found
-
-
-def strongest(checkpoint: Checkpoint) -> str:
-    """The kind that saves most memory of those that some block has."""
-    kinds = [checkpoint] if isinstance(checkpoint, str) else checkpoint.values()
-    order: tuple[str, ...] = RECOMPUTATIONS
-    return max(kinds, key=order.index)
 
 
 def checkpoint_text(checkpoint: Checkpoint) -> str:

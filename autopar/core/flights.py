@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from autopar.core.schedule import Action, Orders, orders_of
+from autopar.core.schedule import Action, Orders, orders_of, split_stages
 
 __all__ = ["ALL", "ALONE", "INPUT", "NONE", "Flight", "Moment", "Others", "Waits", "arrived",
            "checked_orders", "flights", "in_any_order", "moments", "most", "parts_of"]  # fmt: skip
@@ -295,7 +295,7 @@ def _moved(others: Others, action: Action, by: int, stages: int) -> Others:
 def flights(orders: Orders) -> tuple[Flight, ...]:
     """What each stage holds at most, from the orders of all ranks."""
     stages = 1 + max((a.stage for order in orders for a in order), default=-1)
-    splits = {a.stage for order in orders for a in order if a.kind == "I"}
+    splits = split_stages(orders)
     best: list[dict[tuple[int, int], Others]] = [{} for _ in range(stages)]
     for rank in moments(orders):
         for moment in rank:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -10,7 +9,7 @@ from typing import Any, TypeVar
 from torch import fx
 
 from autopar.core.blocks import Block, Blocks, block_of
-from autopar.core.graph import Repeat, TracedModel, tensor_meta
+from autopar.core.graph import Repeat, TracedModel, op_nodes, tensor_meta
 from autopar.core.plan import Pieces, Plan
 from autopar.core.recompute import recomputed
 from autopar.errors import PlanMismatchError
@@ -143,7 +142,7 @@ def _pairs(folded: Blocks, whole: Blocks, shift: int) -> Iterator[tuple[fx.Node,
         if members is None:
             raise PlanMismatchError(f"the plan knows no {block.container}.{block.number}")
         where = f"in {block.container}.{block.number}"
-        yield from _zipped(where, _calls(nodes), _calls(members))
+        yield from _zipped(where, op_nodes(nodes), op_nodes(members))
 
 
 def _stand_in(folded: Blocks, block: Block) -> Block:
@@ -154,13 +153,9 @@ def _stand_in(folded: Blocks, block: Block) -> Block:
     return block
 
 
-def _calls(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    return [n for n in nodes if n.op == "call_function" and n.target is not operator.getitem]
-
-
 def _outside(blocks: Blocks) -> list[fx.Node]:
     graph = blocks.traced.graph
-    return [n for n in _calls(list(graph.nodes)) if n.name not in blocks.place]
+    return [n for n in op_nodes(list(graph.nodes)) if n.name not in blocks.place]
 
 
 def _zipped(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ __all__ = [
     "Value",
     "dependents",
     "node_info",
+    "op_nodes",
     "output_paths",
     "port_names",
     "producer",
@@ -262,6 +263,11 @@ def _tensors_in(value: Any) -> list[fx.Node]:
     elif not isinstance(value, (list, tuple)):
         return []
     return [node for item in value for node in _tensors_in(item)]
+
+
+def op_nodes(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Calls of ops, in order; a `getitem` only names one of an op's results."""
+    return [n for n in nodes if n.op == "call_function" and n.target is not operator.getitem]
 
 
 def resolve(node: fx.Node) -> Value:

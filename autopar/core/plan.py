@@ -114,7 +114,8 @@ class Plan:
             the solver's choice.
         buckets: how large buckets of collectives get.
         considered: the most promising pipelines that it was preferred to.
-        pieces: collectives that are cut into pieces (`codegen/passes/decompose.py`).
+        pieces: collectives that are cut into pieces, or may be one call with their products
+            (`codegen/passes/decompose.py`, `symmetric.py`).
         fusion: names of the fused kernels that its ops were priced in.
         excerpts: what a rank runs for one block of each kind; of a pipeline, of all its stages.
     """

@@ -57,8 +57,7 @@ def recomputed(traced: TracedModel, checkpoint: Checkpoint) -> TracedModel:
     graph = fx.Graph()
     twins: dict[fx.Node, fx.Node] = {}
     results = graph.graph_copy(traced.graph, twins)
-    old_output = next(iter(reversed(traced.graph.nodes)))
-    graph.output(results).meta = dict(old_output.meta)
+    graph.output(results).meta = dict(traced.graph.output_node().meta)
     info = dict(traced.info)
     names = {twin.name: node.name for node, twin in twins.items()}
     assert all(new == old for new, old in names.items()), "a copied graph keeps its names"

@@ -40,11 +40,13 @@ __all__ = [
     "Kind",
     "Orders",
     "actions",
+    "closing_action",
     "in_flight",
     "kinds_of",
     "orders_of",
     "pipeline_schedule",
     "schedules",
+    "split_stages",
 ]
 
 Kind: TypeAlias = Literal["F", "B", "I", "W"]
@@ -184,6 +186,21 @@ def _of_equal_stages(ranks: int, microbatches: int) -> tuple[str, ...]:
     ahead, loads = most_ahead(ranks, microbatches), [unit] * ranks
     none = [0.0] * (ranks - 1)
     return list_schedule(loads, microbatches, none, warmup=ahead, patience=1.0).kinds
+
+
+def split_stages(orders: Orders) -> set[int]:
+    """Stages whose backward is split into input and weight gradient."""
+    return {action.stage for order in orders for action in order if action.kind == "I"}
+
+
+def closing_action(orders: Orders, rank: int) -> Action | None:
+    """The last action of a rank, if it ends a backward.
+
+    Gradients of its stage may be reduced beside it; those of the rank's other stages are reduced
+    when all are done.
+    """
+    last = orders[rank][-1]
+    return last if last.kind == ("W" if split_stages(orders) else "B") else None
 
 
 def in_flight(orders: Orders) -> InFlight:

@@ -67,9 +67,8 @@ def slot_ops(
             continue
         key = slot.stage, slot.kind
         if key not in known:
-            often = 1 if slot.kind == "P" else pipeline.microbatches
             line = pipeline.stages[slot.stage].predicted.timeline
-            known[key] = _in_slot(line, _PARTS[slot.kind], often, slot.seconds)
+            known[key] = _in_slot(line, _PARTS[slot.kind], slot.seconds)
         yield slot, [o._replace(start_s=slot.start_s + o.start_s) for o in known[key]]
     for stage, last in lasts.items():
         end = ends.get(stage, last)
@@ -81,8 +80,8 @@ def slot_ops(
             yield end, found
 
 
-def _in_slot(timeline: Timeline, parts: Sequence[str], often: int, slot_s: float) -> list[SlotOp]:
-    """What a slot of so many seconds holds, from its start; `often` a step there is such a slot."""
+def _in_slot(timeline: Timeline, parts: Sequence[str], slot_s: float) -> list[SlotOp]:
+    """What a slot of so many seconds holds, from its start."""
     runs = list(_runs(timeline, parts))
     compute_s = sum(op.compute_s for op in runs)
     exposed_s = sum(_each(op, m.exposed_s, m) for op in runs for m in op.moves if _turns(op, m))

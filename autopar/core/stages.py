@@ -23,6 +23,7 @@ from autopar.core.graph import (
     TracedModel,
     dependents,
     node_info,
+    op_nodes,
     producer,
     tensor_meta,
 )
@@ -68,8 +69,7 @@ class _Cutter:
     def __init__(self, traced: TracedModel, starts: Sequence[str]) -> None:
         self.traced = traced
         self.named = traced.nodes()
-        self.nodes = [n for n in traced.graph.nodes if n.op == "call_function"]
-        self.nodes = [n for n in self.nodes if n.target is not operator.getitem]
+        self.nodes = op_nodes(traced.graph.nodes)
         self.specs = {s.node: s for s in traced.inputs}
         self.count = len(starts) + 1
         cells = Cells(traced)
@@ -186,13 +186,12 @@ class _Cutter:
     def _split_gradients(self) -> None:
         """Take apart sums of contributions from several stages; each stage sums its own."""
         owners = {s.target: self.stage.get(s.node, 0) for s in self.traced.parameters()}
-        nodes = {n.name: n for n in self.traced.graph.nodes}
         self.dropped: set[str] = set()
         self.taken_apart: set[fx.Node] = set()
         for spec in self.traced.outputs:
             if spec.kind != "gradient" or spec.node is None:
                 continue
-            owner, node = owners[spec.target], nodes[spec.node]
+            owner, node = owners[spec.target], self.named[spec.node]
             if self._is_shared(node):
                 continue
             parts: dict[int, list[list[fx.Node]]] = defaultdict(list)
@@ -215,22 +214,20 @@ class _Cutter:
     def _collect(self) -> None:
         """Ops of each stage with the shared ones that they read; values that cross."""
         self.crossing: dict[fx.Node, set[int]] = defaultdict(set)
-        for node in self.traced.graph.nodes:
-            if node.op == "call_function" and node.target is not operator.getitem:
-                if node.name in self.stage and node not in self.taken_apart:
-                    self._need(node, self.stage[node.name])
+        for node in self.nodes:
+            if node.name in self.stage and node not in self.taken_apart:
+                self._need(node, self.stage[node.name])
         for stage, extras in enumerate(self.extra):
             for _, path, _ in extras:
                 self._need(path[-1], stage)
-        nodes = {n.name: n for n in self.traced.graph.nodes}
         for given in self.traced.parameters():
-            if not any(nodes[given.node] in needs for needs in self.needs):
-                self.needs[0].add(nodes[given.node])  # nobody reads it
+            if not any(self.named[given.node] in needs for needs in self.needs):
+                self.needs[0].add(self.named[given.node])  # nobody reads it
         for spec in self.traced.outputs:
             if spec.node is not None and not (
                 spec.kind == "gradient" and spec.target in self.dropped
             ):
-                self._need(nodes[spec.node], self._output_stage(spec))
+                self._need(self.named[spec.node], self._output_stage(spec))
 
     def _output_stage(self, spec: OutputSpec) -> int:
         node = self.named[str(spec.node)]

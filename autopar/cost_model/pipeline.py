@@ -72,14 +72,14 @@ class PipelineSimulation:
             ends[span.rank] = max(ends[span.rank], span.end_s)
         return ends
 
-    def longest_way(self, rank: int) -> list[PipelineSpan]:
+    def critical_path(self, rank: int) -> list[PipelineSpan]:
         """What a rank's last action waited for, each waiting for the one before."""
         now = max((s for s in self.spans if s.rank == rank), key=lambda s: s.end_s, default=None)
-        way: list[PipelineSpan] = []
+        path: list[PipelineSpan] = []
         while now is not None:
-            way.append(now)
+            path.append(now)
             now = now.cause
-        return way[::-1]
+        return path[::-1]
 
 
 def simulate_pipeline(

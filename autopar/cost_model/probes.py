@@ -285,21 +285,27 @@ def _in_turns(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
     return run
 
 
-_Call = tuple[str, str, float, Callable[[], object]]
+_Call = tuple[str, str, float, Callable[[], object]]  # class, name, bytes in units of `x`, call
 
 
 def _calls(x: Tensor, y: Tensor, chosen: str) -> list[_Call]:
-    """Class, name, bytes in units of `x`, and call."""
+    """Those that `byte_probes` is asked for."""
+    gelu: _Call = ("special_gelu", "gelu", 2.0, lambda: aten.gelu.default(x))
+    if chosen == "held out":
+        return [*_common_calls(x, y), gelu, *_held_out_calls(x, y)]
+    others = _held_out_calls(x, y) if chosen == "all" else []
+    return [*_common_calls(x, y), gelu, *_measured_calls(x, y), *others]
+
+
+def _common_calls(x: Tensor, y: Tensor) -> list[_Call]:
+    """Of classes with one op, which curves are made of and checked on."""
     rows, width = x.shape
     seed = torch.zeros((), dtype=torch.int64, device=x.device)
     weight = y[0].contiguous()
-    _, mean, rstd = aten.native_layer_norm.default(x, [width], weight, weight, 1e-5)
     ids = torch.arange(rows, device=x.device).flip(0)
-    soft = aten._softmax.default(x, -1, False)
     labels = torch.zeros(rows, dtype=torch.int64, device=x.device)
     nll, lse = autopar_ops.token_nll.default(x, labels, -100)
-    backward_norm = [mean, rstd, weight, weight, [True, True, True]]
-    common: list[_Call] = [
+    return [
         ("lookup", "embedding", 2.0, lambda: aten.embedding.default(x, ids)),
         ("tanh", "tanh", 2.0, lambda: aten.tanh.default(x)),
         ("random", "dropout", 2.0,
@@ -313,20 +319,19 @@ def _calls(x: Tensor, y: Tensor, chosen: str) -> list[_Call]:
         ("transpose", "transpose", 2.0,
          lambda: aten.clone.default(x.t(), memory_format=torch.contiguous_format)),
     ]  # fmt: skip
+
+
+def _measured_calls(x: Tensor, y: Tensor) -> list[_Call]:
+    """What only curves are made of."""
+    width = x.shape[1]
+    weight = y[0].contiguous()
+    _, mean, rstd = aten.native_layer_norm.default(x, [width], weight, weight, 1e-5)
+    backward_norm = [mean, rstd, weight, weight, [True, True, True]]
+    soft = aten._softmax.default(x, -1, False)
     gelu_tanh = {"approximate": "tanh"}
     # runs, as masks have: where it is random, a processor takes most of the time to guess wrong
-    chosen_half = (torch.arange(width, device=x.device) < width // 2).repeat(rows, 1)
-    gelu: _Call = ("special_gelu", "gelu", 2.0, lambda: aten.gelu.default(x))
-    held_out: list[_Call] = [
-        ("pointwise", "sub", 3.0, lambda: aten.sub.Tensor(x, y)),
-        ("pointwise", "div", 3.0, lambda: aten.div.Tensor(x, y)),
-        ("special_sigmoid", "sigmoid", 2.0, lambda: aten.sigmoid.default(x)),
-        ("reduction", "mean rows", 1.0, lambda: aten.mean.dim(x, [1])),
-        ("softmax", "log_softmax", 2.0, lambda: aten._log_softmax.default(x, -1, False)),
-    ]
-    if chosen == "held out":
-        return [*common, gelu, *held_out]
-    measured: list[_Call] = [
+    chosen_half = (torch.arange(width, device=x.device) < width // 2).repeat(x.shape[0], 1)
+    return [
         ("pointwise", "add", 3.0, lambda: aten.add.Tensor(x, y)),
         ("pointwise", "mul", 3.0, lambda: aten.mul.Tensor(x, y)),
         ("pointwise", "relu", 2.0, lambda: aten.relu.default(x)),
@@ -349,7 +354,17 @@ def _calls(x: Tensor, y: Tensor, chosen: str) -> list[_Call]:
         ("norm_backward", "layer norm backward", 3.0,
          lambda: aten.native_layer_norm_backward.default(y, x, [width], *backward_norm)),
     ]  # fmt: skip
-    return [*common, gelu, *measured, *(held_out if chosen == "all" else [])]
+
+
+def _held_out_calls(x: Tensor, y: Tensor) -> list[_Call]:
+    """What curves are only checked on."""
+    return [
+        ("pointwise", "sub", 3.0, lambda: aten.sub.Tensor(x, y)),
+        ("pointwise", "div", 3.0, lambda: aten.div.Tensor(x, y)),
+        ("special_sigmoid", "sigmoid", 2.0, lambda: aten.sigmoid.default(x)),
+        ("reduction", "mean rows", 1.0, lambda: aten.mean.dim(x, [1])),
+        ("softmax", "log_softmax", 2.0, lambda: aten._log_softmax.default(x, -1, False)),
+    ]
 
 
 def geometric_mean(values: Sequence[float]) -> float:

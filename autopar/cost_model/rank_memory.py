@@ -4,11 +4,12 @@ Stages of a rank do not peak at once: while an action of stage s runs, the other
 schedule leaves them with. With n microbatches waiting for their backward, d for their weight
 gradients and u, w values on their way up and down,
 
-    between(s) = idle(s) + n waiting(s) + d delayed(s) + u up(s) + w down(s) + sums(s)
-    peak(rank) = max over its actions of  (between(s) - idle(s)) + top(s, action) + Σ_t≠s between(t)
+    between(s) = idle(s) + others(s) + sums(s)
+    others(s)  = n waiting(s) + d delayed(s) + u up(s) + w down(s)
+    peak(rank) = max over its actions of  top(s, action) + others(s) + Σ_t≠s between(t)
 
-where top is the highest moment of the action's own microbatch, `idle` included. The batch is held
-once a rank.
+where top is the highest moment of the action's own microbatch, `idle` and sums included. The batch
+is held once a rank.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def rank_memory(orders: Orders, held: Sequence[Held | None]) -> tuple[dict[str, 
 
 
 def rank_peak(orders: Orders, held: Sequence[Held], rank: int) -> dict[str, int]:
-    """Bytes by kind of one rank at its highest moment; arguments as for `rank_memory`.
+    """Bytes by kind of one rank at its highest moment.
 
     Args:
         orders: of each rank.

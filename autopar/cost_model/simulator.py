@@ -19,7 +19,7 @@ A call that sends and multiplies at once (`overlapped_calls.py`) begins when bot
 and takes both; what it takes longer than its ops is exposed.
 
 In a folded program a node of the block that stands for k counts k times: the blocks between run as
-this one does. Where that would hide more than C, hidden is C.
+this one does. Where that would hide more than C and what compute stands for copies, hidden is that.
 """
 
 from __future__ import annotations
@@ -234,17 +234,17 @@ def _issue(
 def _by_axis(
     sent: Iterable[tuple[fx.Node, Span]],
     exposed: Mapping[fx.Node, float],
-    compute_s: float,
+    most_s: float,
     num_axes: int,
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of collectives per mesh axis, all and exposed; hidden is at most `compute_s`."""
+    """Seconds of collectives per mesh axis, all and exposed; hidden is at most `most_s`."""
     whole, hidden = [0.0] * num_axes, [0.0] * num_axes
     for node, span in sent:
         assert isinstance(span.stream, int)
         whole[span.stream] += span.duration_s * span.times
         hidden[span.stream] += (span.duration_s - exposed[node]) * span.times
     total = sum(hidden)
-    share = min(1.0, compute_s / total) if total > 0 else 1.0
+    share = min(1.0, most_s / total) if total > 0 else 1.0
     return tuple(whole), tuple(a - share * h for a, h in zip(whole, hidden, strict=True))
 
 

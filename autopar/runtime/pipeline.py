@@ -24,7 +24,7 @@ from autopar.codegen.turns import TurnProgram, emit_turns
 from autopar.core.flights import arrived
 from autopar.core.graph import TracedModel, output_paths, tensor_meta
 from autopar.core.plan import PipelinePlan, Plan
-from autopar.core.schedule import Action
+from autopar.core.schedule import Action, closing_action
 from autopar.runtime.inductor import compile_parts
 from autopar.runtime.pipeline_mesh import PipelineMesh, own_plan
 from autopar.runtime.pipeline_run import PARTS, PipelineResult, PipelineRun
@@ -48,6 +48,7 @@ class PipelinedStep:
     Attributes:
         programs: by stage.
         compiled: what runs in place of parts as they were emitted, by stage and name.
+        returned: by index of the user output, the stage that yields it and a stand-in.
         updated: by pipeline rank, the buffers that its stages write: `(FQN, stand-in)`.
     """
 
@@ -87,17 +88,8 @@ class PipelinedStep:
         self.programs = {
             s: self.emit(turns, s, self.coords, groups) for s in self.stages_of(mesh.rank)
         }
-        self.results_at = {
-            int(spec.target): (s, spec.node)
-            for s, model in enumerate(turns[0].stages.models)
-            for spec in model.outputs
-            if spec.kind == "output" and spec.node is not None
-        }
-        self.shapes = {
-            index: turns[0].stages.models[s].nodes()[name].meta["val"]
-            for index, (s, name) in self.results_at.items()
-        }
         self.backend = backend
+        self.returned = _returned(turns[0])
         self.updated = self._updated(turns[0])
         self.closing = self.closing_of(mesh.rank, self.programs)
         self.compiled: Mapping[tuple[int, str], Callable[[list[Any]], Any]] = {}
@@ -128,10 +120,10 @@ class PipelinedStep:
         """
         if self.backend == "inductor":
             return frozenset()  # Inductor has a schedule of its own
-        kind = "W" if any(a.kind == "I" for order in self.orders for a in order) else "B"
-        last = self.orders[rank][-1]
-        closes = last.kind == kind and "last" in programs[last.stage].parts
-        return frozenset([last] if closes else [])
+        last = closing_action(self.orders, rank)
+        if last is None or "last" not in programs[last.stage].parts:
+            return frozenset()
+        return frozenset([last])
 
     def _executed(self) -> tuple[str, ...]:
         """Names of the parts that a step runs, in the order in which values flow."""
@@ -205,3 +197,12 @@ class PipelinedStep:
                 values of all else.
         """
         return PipelineRun(self, whole).run()
+
+
+def _returned(first: Staged) -> dict[int, tuple[int, torch.Tensor]]:
+    return {
+        int(spec.target): (stage, model.nodes()[spec.node].meta["val"])
+        for stage, model in enumerate(first.stages.models)
+        for spec in model.outputs
+        if spec.kind == "output" and spec.node is not None
+    }

@@ -270,8 +270,7 @@ class PipelineRun:
 
     def _share_outputs(self) -> None:
         """Every rank gets the outputs from the rank that has them."""
-        for index, (stage, _) in sorted(self.step.results_at.items()):
-            like = self.step.shapes[index]
+        for index, (stage, like) in sorted(self.step.returned.items()):
             value = self.result.outputs.get(index)
             if value is None:
                 value = torch.empty(like.shape, dtype=like.dtype, device=self.step.device)

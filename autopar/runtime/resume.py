@@ -88,20 +88,12 @@ def load_checkpoint(
     except CheckpointError as error:
         failure = error
     agreed(failure, {})
-    extra = ready.extra
     try:
-        if optimizer is not None:
-            names = parameter_names(module)
-            optimizer_state.restore(optimizer, names, extra["optimizer"], ready.states)
-        if scheduler is not None:
-            scheduler.load_state_dict(extra["scheduler"])
-        wanted = scaler or module.loss_scaler
-        if wanted is not None and extra["scaler"] is not None:
-            wanted.load_state_dict(extra["scaler"])
-        module.random_state = extra["random"]
+        _restore(ready, module, optimizer, scheduler, scaler)
     except Exception as error:
         failure = CheckpointError(f"{ready.folder}: {reason(error)}")
     agreed(failure, {})
+    extra = ready.extra
     return Checkpoint(folder=ready.folder, step=int(extra["step"]), data=extra["data"])
 
 
@@ -188,6 +180,26 @@ def _check_asked(
     for name, given in (("optimizer", optimizer), ("scheduler", scheduler), ("scaler", scaler)):
         if given is not None and extra[name] is None and getattr(given, "enabled", True):
             raise CheckpointError(f"the checkpoint was saved without {name}=")
+
+
+def _restore(
+    ready: _Ready,
+    module: ParallelModule,
+    optimizer: Optimizer | None,
+    scheduler: Any,
+    scaler: LossScaler | None,
+) -> None:
+    """Take up the state that is no parameter or buffer; the optimizer's tensors are read."""
+    extra = ready.extra
+    if optimizer is not None:
+        names = parameter_names(module)
+        optimizer_state.restore(optimizer, names, extra["optimizer"], ready.states)
+    if scheduler is not None:
+        scheduler.load_state_dict(extra["scheduler"])
+    wanted = scaler or module.loss_scaler
+    if wanted is not None and extra["scaler"] is not None:
+        wanted.load_state_dict(extra["scaler"])
+    module.random_state = extra["random"]
 
 
 def _read(ready: _Ready) -> None:

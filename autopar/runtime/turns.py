@@ -15,6 +15,7 @@ from autopar.codegen.turns import TURN, TurnProgram, emit_turns
 from autopar.core.graph import TracedModel
 from autopar.core.placement import Layout
 from autopar.core.plan import PipelinePlan
+from autopar.core.schedule import split_stages
 from autopar.runtime.lockstep import mesh_coords, run_lockstep
 from autopar.runtime.shards import assemble, take_shard
 
@@ -204,7 +205,7 @@ class _AllStages:
         ]
         self.values = [StageValues(p[0], self._runner(p)) for p in self.programs]
         self.results: dict[tuple[str, str], Tensor] = {}
-        self.splits = any(action.kind == "I" for order in pipeline.actions() for action in order)
+        self.splits = bool(split_stages(pipeline.actions()))
 
     def _runner(self, programs: Sequence[TurnProgram]) -> Run:
         def run(part: str, operands: list[Any]) -> Sequence[Any]:

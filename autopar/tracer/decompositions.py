@@ -314,51 +314,49 @@ def _var(
     return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
 
 
+_OF_TORCH = (
+    aten.mse_loss,
+    aten.mse_loss_backward,
+    aten.smooth_l1_loss,
+    aten.smooth_l1_loss_backward,
+    aten.huber_loss,
+    aten.huber_loss_backward,
+    aten.binary_cross_entropy,
+    aten.binary_cross_entropy_backward,
+    aten.binary_cross_entropy_with_logits,
+    aten.native_batch_norm,
+    aten.native_batch_norm_backward,
+    aten._native_batch_norm_legit,
+    aten._native_batch_norm_legit_functional,
+    aten._native_batch_norm_legit_no_training,
+    aten._batch_norm_with_update_functional,
+    aten.batch_norm_backward,
+    aten.std,
+    aten.std_mean,
+    aten.native_dropout_backward,
+    aten.split_with_sizes_copy,
+    aten.addcmul,
+    aten.addcdiv,
+    aten.glu_backward,
+    aten.l1_loss,
+    aten.soft_margin_loss,
+    aten.linalg_vector_norm,
+    aten.norm,
+    aten.im2col,
+    aten.rrelu_with_noise_functional,
+    aten.nll_loss_forward,
+    aten.nll_loss_backward,
+    aten.nll_loss2d_forward,
+    aten.nll_loss2d_backward,
+    aten.native_group_norm_backward,
+)
+"""Ops that torch's own decompositions write in others, all overloads of each."""
+
+
 @cache
 def decomposition_table() -> dict[Any, Callable[..., Any]]:
     """Decompositions applied below autograd."""
-    table: dict[Any, Callable[..., Any]] = dict(
-        get_decompositions(
-            [
-                aten.mse_loss,
-                aten.mse_loss_backward,
-                aten.smooth_l1_loss,
-                aten.smooth_l1_loss_backward,
-                aten.huber_loss,
-                aten.huber_loss_backward,
-                aten.binary_cross_entropy,
-                aten.binary_cross_entropy_backward,
-                aten.binary_cross_entropy_with_logits,
-                aten.native_batch_norm,
-                aten.native_batch_norm_backward,
-                aten._native_batch_norm_legit,
-                aten._native_batch_norm_legit_functional,
-                aten._native_batch_norm_legit_no_training,
-                aten._batch_norm_with_update_functional,
-                aten.batch_norm_backward,
-                aten.std,
-                aten.std_mean,
-                aten.native_dropout_backward,
-                aten.split_with_sizes_copy,
-                aten.addcmul,
-                aten.addcdiv,
-                aten.glu_backward,
-                aten.l1_loss,
-                aten.soft_margin_loss,
-                aten.linalg_vector_norm,
-                aten.norm,
-                aten.im2col,
-                aten.rrelu_with_noise_functional,
-                aten.nll_loss_forward,
-                aten.nll_loss_backward,
-                aten.nll_loss2d_forward,
-                aten.nll_loss2d_backward,
-                aten.native_group_norm_backward,
-                aten._to_copy,
-            ]
-        )
-    )
-    table.pop(aten._to_copy.default, None)
+    table: dict[Any, Callable[..., Any]] = dict(get_decompositions(_OF_TORCH))
     table.update(
         {
             aten.mean.dim: _mean_dim,

@@ -30,11 +30,9 @@ class RandomContext:
     def __init__(self, seed: Tensor) -> None:
         self.seed = seed
         self._next = 0
-        self.used = False
 
     def salt(self) -> int:
         self._next += 1
-        self.used = True
         return self._next
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -151,7 +151,6 @@ class _JointTrace:
         self.beside: tuple[int, ...] = ()
         self.grad_targets: list[str] = []
         self.output_kinds: list[OutputSpec] = []
-        self.tangent_specs: list[InputSpec] = []
         self.info: dict[str, NodeInfo] = {}
         self.plain: set[str] = set()  # inputs that are no tensors: their values are in the graph
         self.marks: list[Mark] = []
@@ -191,7 +190,7 @@ class _JointTrace:
         replay = Replay(gm, self.rng, torch.device("cpu"), self.calls, self.casts)
         with torch.set_grad_enabled(self.with_grad):
             results = replay.run(*flat)
-        user_outputs, updates = self._sort_outputs(gm, list(results))
+        user_outputs, updates = self._sort_outputs(list(results))
         self.marks += replay.marks
         outputs = [r for _, r in user_outputs]
         gradients = self._gradients(replay, specs, flat, outputs) if self.with_grad else []
@@ -206,7 +205,7 @@ class _JointTrace:
         return [*detached, *gradients]
 
     def _sort_outputs(
-        self, gm: fx.GraphModule, results: list[Any]
+        self, results: list[Any]
     ) -> tuple[list[tuple[int, Any]], list[tuple[str, Any]]]:
         """User outputs with their index, and buffer updates with their FQN."""
         signature = self.exported.graph_signature
@@ -237,7 +236,7 @@ class _JointTrace:
             return []
         tangents = []
         for index, result in differentiable:
-            # A tangent enters as a fresh tensor; `_finish` turns its node into a placeholder.
+            # A tangent enters as a fresh tensor; `lift_tangents` turns its node into a placeholder.
             tangent = torch.empty_like(result, requires_grad=False)
             last_node().meta["autopar_tangent"] = index
             tangents.append(tangent)
@@ -292,33 +291,14 @@ class _JointTrace:
         self.info = origins(graph, self.marks)
         inputs = self._named_inputs(gm, specs)
         join_constants(graph, inputs, self._constants(gm, inputs))
-        output = next(iter(reversed(graph.nodes)))
-        results = list(pytree.tree_leaves(output.args[0], is_leaf=lambda x: x is None))
-        outputs = tuple(
-            OutputSpec(
-                node=r.name if isinstance(r, fx.Node) else None,
-                kind=spec.kind,
-                target=spec.target,
-                constant=None if isinstance(r, fx.Node) else r,
-            )
-            for spec, r in zip(self.output_kinds, results, strict=True)
-        )
-        output.args = (tuple(results),)
+        outputs = self._flat_outputs(graph)
         clean(graph)
         simplify(graph, self.info)
         inputs = drop_unread(graph, inputs, self.plain)
         order = {n.name: i for i, n in enumerate(graph.nodes) if n.op == "placeholder"}
         inputs.sort(key=lambda s: order[s.node])
-        forward = {
-            arg
-            for spec, arg in zip(self.output_kinds, output.args[0], strict=True)
-            if spec.kind != "gradient" and isinstance(arg, fx.Node)
-        }
-        for node in graph.nodes:
-            if node.op == "call_function":
-                source = self.info[node.name].source if node.name in self.info else ""
-                refuse_random(node, source, self.capture.notes.lines)
-        note_phases(graph, self.info, forward)
+        self._refuse_random(graph)
+        note_phases(graph, self.info, self._results_of_forward(graph))
         parameters = {s.node for s in inputs if s.kind == "parameter"}
         if self.capture.dtype is not None:
             cast_last(graph, parameters)
@@ -330,7 +310,7 @@ class _JointTrace:
         return TracedModel(
             graph_module=gm,
             inputs=tuple(inputs),
-            outputs=renamed_outputs(outputs, output),
+            outputs=renamed_outputs(outputs, graph.output_node()),
             info=self.info,
             in_spec=self.exported.call_spec.in_spec,
             out_spec=self.capture.notes.out_spec,
@@ -340,6 +320,36 @@ class _JointTrace:
             tied=tuple(tied_parameters(self.model)),
             state_values=self._constants(gm, inputs),
         )
+
+    def _flat_outputs(self, graph: fx.Graph) -> tuple[OutputSpec, ...]:
+        """Let the graph return a flat tuple, and describe what stands in it."""
+        output = graph.output_node()
+        results = tuple(pytree.tree_leaves(output.args[0], is_leaf=lambda x: x is None))
+        output.args = (results,)
+        return tuple(
+            OutputSpec(
+                node=r.name if isinstance(r, fx.Node) else None,
+                kind=spec.kind,
+                target=spec.target,
+                constant=None if isinstance(r, fx.Node) else r,
+            )
+            for spec, r in zip(self.output_kinds, results, strict=True)
+        )
+
+    def _refuse_random(self, graph: fx.Graph) -> None:
+        for node in graph.nodes:
+            if node.op == "call_function":
+                source = self.info[node.name].source if node.name in self.info else ""
+                refuse_random(node, source, self.capture.notes.lines)
+
+    def _results_of_forward(self, graph: fx.Graph) -> set[fx.Node]:
+        results = graph.output_node().args[0]
+        assert isinstance(results, tuple)
+        return {
+            result
+            for spec, result in zip(self.output_kinds, results, strict=True)
+            if spec.kind != "gradient" and isinstance(result, fx.Node)
+        }
 
     def _named_inputs(self, gm: fx.GraphModule, specs: list[InputSpec]) -> list[InputSpec]:
         """Name the placeholders as their descriptors do; add those of seed, tangents, constants."""

@@ -210,7 +210,7 @@ class _Finder:
             base = source_of(source)
             if base in grown.members or source in self.done:
                 continue
-            if base in self.done or self._hoistable(base, grown, limit):
+            if base in self.done or self._hoistable(base, limit):
                 if self._hoist(source, grown, limit):
                     continue
             wider = self._with(grown, base, limit, depth - 1)
@@ -219,7 +219,7 @@ class _Finder:
             grown = wider
         return grown
 
-    def _hoistable(self, node: fx.Node, group: Group, limit: int) -> bool:
+    def _hoistable(self, node: fx.Node, limit: int) -> bool:
         return node.target in _HOISTED and self.position[node] <= limit
 
     def _hoist(self, node: fx.Node, group: Group, limit: int) -> bool:
@@ -230,7 +230,7 @@ class _Finder:
             view = stack.pop()
             if view in self.done or view in group.before:
                 continue
-            if view in group.members or not self._hoistable(view, group, limit):
+            if view in group.members or not self._hoistable(view, limit):
                 return False
             found[view] = None
             stack.extend(view.all_input_nodes)

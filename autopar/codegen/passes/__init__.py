@@ -119,21 +119,28 @@ def run_passes(
         graph = bucket(graph, sizes, block, budget, resident)
         if in_place:
             mark_in_place(graph, phase_of)
-    orders: dict[str, Callable[[], None]] = {
+    moves: dict[str, Callable[[], None]] = {
         "prefetch": lambda: _prefetch(graph, block, int((1 - _SCRATCH) * budget), resident),
         "early": lambda: _early(graph, budget, resident),
         "late": lambda: wait_late(graph, budget, resident),
     }
-    for name, run in orders.items():
+    for name, move in moves.items():
         if name in chosen:
-            before = {node: float(i) for i, node in enumerate(graph.nodes)}
-            run()
-            # a pass does not see all that another one, or a sum over microbatches, holds longer
-            if Lifetimes(graph, resident).peak_bytes > budget:
-                reorder(graph, before)
+            _moved_within(graph, move, budget, resident)
     if "late" in chosen and resident is None:  # parts in microbatches end with their own waits
         tell_last(graph, budget)
     return graph
+
+
+def _moved_within(
+    graph: fx.Graph, move: Callable[[], None], budget: int, resident: Mapping[str, int] | None
+) -> None:
+    """Let a pass move nodes, and put them back where more than `budget` is live then."""
+    before = {node: float(i) for i, node in enumerate(graph.nodes)}
+    move()
+    # a pass does not see all that another one, or a sum over microbatches, holds longer
+    if Lifetimes(graph, resident).peak_bytes > budget:
+        reorder(graph, before)
 
 
 def _prefetch(

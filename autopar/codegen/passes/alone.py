@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar.codegen.passes.decompose import rewrite
 from autopar.codegen.passes.order import copied, reorder, show_anew
+from autopar.codegen.passes.piece_writers import write_pieces
 from autopar.codegen.passes.sites import Reduction, Site, find_sites
 
 __all__ = ["cut_out", "in_pieces"]
@@ -34,7 +34,7 @@ def in_pieces(graph: fx.Graph, count: int) -> fx.Graph | None:
     trial = copied(graph)
     keys = {node: float(i) for i, node in enumerate(trial.nodes)}
     (site,) = find_sites(trial, alone=True)
-    made = rewrite(site, count, keys)
+    made = write_pieces(site, count, keys)
     reorder(trial, keys)
     show_anew(trial, made)
     return trial if made else None

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopar.codegen.passes.decompose import within
+from autopar.codegen.passes.budget import within_budget
 from autopar.codegen.passes.order import call_like, copied, erase, reorder, show_anew
 from autopar.codegen.passes.sites import (
     Gather,
@@ -64,7 +64,7 @@ def symmetric_memory(
     """
     if not keys:
         return graph
-    return within(graph, lambda trial, left: _replaced(trial, keys, left), budget, resident)
+    return within_budget(graph, lambda trial, left: _replaced(trial, keys, left), budget, resident)
 
 
 def _replaced(

@@ -112,7 +112,7 @@ def rms_norm(rewriter: Rewriter, root: fx.Node) -> bool:
     return rewriter.fused("rms_norm", root, (x, weight, match["eps"]), {0: root, 1: rstd})
 
 
-def _weight_products(rewriter: Rewriter, match: Match) -> tuple[fx.Node, fx.Node] | None:
+def _weight_products(match: Match) -> tuple[fx.Node, fx.Node] | None:
     """grad and weight behind g = grad · weight."""
     g = look_through(match["g"])
     if g.target is not _MUL or g.meta.get("phase") != match.root.meta.get("phase"):
@@ -159,7 +159,7 @@ def rms_norm_backward(rewriter: Rewriter, root: fx.Node) -> bool:
         return False
     if match["size"] != value_of(match["x"]).shape[-1]:
         return False
-    factors = _weight_products(rewriter, match)
+    factors = _weight_products(match)
     if factors is None or not rewriter.is_private(match.inner, {root}):
         return False
     grad, weight = factors
