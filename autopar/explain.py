@@ -24,6 +24,7 @@ from autopar.core.blocks import Block, block_of
 from autopar.core.constraints import Constraints
 from autopar.core.folding import every_instance
 from autopar.core.graph import TracedModel, port_names
+from autopar.core.made_for import check_made_for
 from autopar.core.placement import Layout
 from autopar.core.plan import Plan
 from autopar.core.timeline import PlannedOp
@@ -78,11 +79,7 @@ def explain(
         precision=plan.precision,
         reduce_dtype=plan.reduce_dtype,
     )
-    if traced.fingerprint() != plan.fingerprint:
-        raise PlanMismatchError(
-            f"the plan is for graph {plan.fingerprint}, this model and input trace to "
-            f"{traced.fingerprint()}: give the model and inputs that it was made for"
-        )
+    check_made_for(plan, traced)
     return _resolved(found, plan, traced)
 
 

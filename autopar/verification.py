@@ -15,7 +15,6 @@ from autopar.codegen.stage_unfolding import unfolded_plan
 from autopar.core.graph import InputSpec, TracedModel
 from autopar.core.ops import RANDOM
 from autopar.core.plan import Plan
-from autopar.errors import PlanMismatchError
 from autopar.runtime.lockstep import mesh_coords, run_lockstep
 from autopar.runtime.shards import assemble, take_shard
 from autopar.runtime.turns import Strided, run_stages
@@ -93,11 +92,6 @@ def verify(
         traced = trace(model, example_inputs, **options)
     if plan.repeats:
         folded = trace(model, example_inputs, **options, fold=True)
-        if folded.fingerprint() != plan.fingerprint:
-            raise PlanMismatchError(
-                f"the plan is for graph {plan.fingerprint}, this model and input trace to "
-                f"{folded.fingerprint()}"
-            )
         plan = unfolded_plan(plan, folded, traced)
     plan = with_symmetric_calls(plan, traced, passes)
     args, kwargs = normalize_inputs(example_inputs)

@@ -264,6 +264,66 @@ def test_plan_of_another_model(saved: Path, layers: int, width: int, word: str) 
         assert word in outcome.message
 
 
+class Block(nn.Module):
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.up, self.activation, self.down = nn.Linear(8, 16), activation, nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.activation(self.up(x)))
+
+
+class Blocks(nn.Module):
+    """So many equal blocks that they are folded; parameters do not tell activations apart."""
+
+    def __init__(self, activation: type[nn.Module] = nn.GELU) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(activation()) for _ in range(8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+OTHERS = [(nn.ReLU, 8), (nn.GELU, 16)]  # another graph of the same parameters, another batch
+
+
+@pytest.fixture(scope="module", params=[{"data": 2}, {"pipeline": {"size": 2, "microbatches": 2}}])
+def folded(request: pytest.FixtureRequest) -> Plan:
+    plan = autopar.plan(Blocks(), cluster(2), (torch.randn(8, 8),), constraints=request.param)
+    assert plan.repeats
+    return plan
+
+
+@pytest.mark.parametrize(("activation", "batch"), OTHERS)
+def test_folded_plan_of_another_graph(
+    folded: Plan, activation: type[nn.Module], batch: int
+) -> None:
+    model, inputs = Blocks(activation), (torch.randn(batch, 8),)
+    with pytest.raises(autopar.PlanMismatchError, match="or plan again"):
+        autopar.verify(folded, model, inputs)
+    if folded.pipeline is None:
+        with pytest.raises(autopar.PlanMismatchError, match="or plan again"):
+            autopar.simulate(folded, model, inputs)
+
+
+def use_folded_plan(rank: int, path: str, activation: type[nn.Module], batch: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    autopar.parallelize(Blocks(activation), mesh, (torch.ones(batch, 8),), plan=path)
+
+
+@pytest.mark.parametrize(("activation", "batch"), OTHERS)
+def test_folded_plan_of_another_graph_on_ranks(
+    folded: Plan, tmp_path: Path, activation: type[nn.Module], batch: int
+) -> None:
+    path = tmp_path / "plan.json"
+    folded.save(path)
+    for outcome in try_ranks(use_folded_plan, 2, str(path), activation, batch):
+        assert isinstance(outcome, RankError) and outcome.kind == "PlanMismatchError"
+        assert "or plan again" in outcome.message
+
+
 # --- ranks -------------------------------------------------------------------------------------
 def test_no_process_group() -> None:
     mesh = init_device_mesh.__doc__ and _FakeMesh()

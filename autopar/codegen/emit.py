@@ -30,11 +30,12 @@ from autopar.codegen.traffic import check_traffic, count_collectives
 from autopar.core.blocks import Block, Blocks
 from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info, op_nodes, resolve
 from autopar.core.late_module import late_module
+from autopar.core.made_for import check_made_for
 from autopar.core.placement import Layout, Replicate, local_shape
 from autopar.core.plan import CommBytes, Plan
 from autopar.core.recompute import recomputed
 from autopar.core.strategy import op_call
-from autopar.errors import AutoparError, PlanMismatchError
+from autopar.errors import AutoparError
 
 __all__ = ["Emitter", "Program", "emit", "written"]
 
@@ -113,11 +114,7 @@ def written(
 
     Arguments and errors are those of `emit`.
     """
-    if plan.fingerprint != traced.fingerprint():
-        raise PlanMismatchError(
-            f"the plan is for graph {plan.fingerprint}, this model and input traces to "
-            f"{traced.fingerprint()}: another model, input shape, dtype or version of the code"
-        )
+    check_made_for(plan, traced)
     traced = recomputed(traced, plan.checkpoint)
     device = torch.device(device)
     chosen = Fusion.parse(fusion, device)

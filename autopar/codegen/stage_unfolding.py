@@ -7,6 +7,7 @@ from dataclasses import replace
 from autopar.codegen.stages import Staged, staged_as_planned
 from autopar.core.folding import every_piece, stand_ins, unfolded
 from autopar.core.graph import InputSpec, OutputSpec, TracedModel
+from autopar.core.made_for import check_made_for
 from autopar.core.plan import Plan
 from autopar.core.recompute import recomputed
 from autopar.errors import PlanMismatchError
@@ -23,11 +24,13 @@ def unfolded_plan(plan: Plan, folded: TracedModel, whole: TracedModel) -> Plan:
         whole: the graph of the same model and input, not folded.
 
     Raises:
-        PlanMismatchError: the whole graph does not consist of what the folded one holds.
+        PlanMismatchError: the plan is of another graph, or the whole graph does not consist of
+            what the folded one holds.
     """
     given = plan.pipeline
     if given is None:
         return unfolded(plan, folded, whole)
+    check_made_for(plan, folded)
     twins = stand_ins(folded, whole)
     time = {mine: given.time[twin] for mine, twin in twins.items() if twin in given.time}
     made, real = (

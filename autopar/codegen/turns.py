@@ -32,10 +32,11 @@ from autopar.codegen.redistribute import emit_redistribution
 from autopar.codegen.traffic import check_traffic, count_collectives
 from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info, op_nodes, resolve
 from autopar.core.late_module import late_module
+from autopar.core.made_for import check_made_for
 from autopar.core.placement import Layout
 from autopar.core.plan import CommBytes, Plan
 from autopar.core.recompute import recomputed
-from autopar.errors import AutoparError, PlanMismatchError
+from autopar.errors import AutoparError
 
 __all__ = ["TURN", "TurnProgram", "TurnWriter", "emit_turns"]
 
@@ -120,11 +121,7 @@ class TurnWriter:
         fusion: Any = None,
     ) -> None:
         first = stages[0]
-        if plan.fingerprint != first.fingerprint():
-            raise PlanMismatchError(
-                f"the plan of the stage is for graph {plan.fingerprint}, this model and input make "
-                f"{first.fingerprint()}: another model, input shape, dtype or version of the code"
-            )
+        check_made_for(plan, first)
         chosen = Fusion.parse(fusion, torch.device(device))
         turns = stages if _may_depend(stages) else stages[:1]
         self._emitters = [

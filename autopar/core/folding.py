@@ -10,6 +10,7 @@ from torch import fx
 
 from autopar.core.blocks import Block, Blocks, block_of
 from autopar.core.graph import Repeat, TracedModel, op_nodes, tensor_meta
+from autopar.core.made_for import check_made_for
 from autopar.core.plan import Pieces, Plan
 from autopar.core.recompute import recomputed
 from autopar.errors import PlanMismatchError
@@ -91,8 +92,10 @@ def unfolded(plan: Plan, folded: TracedModel, whole: TracedModel) -> Plan:
         whole: the graph of the same model and input, not folded.
 
     Raises:
-        PlanMismatchError: the whole graph does not consist of what the folded one holds.
+        PlanMismatchError: the plan is of another graph, or the whole graph does not consist of
+            what the folded one holds.
     """
+    check_made_for(plan, folded)
     folded = recomputed(folded, plan.checkpoint)
     fingerprint = whole.fingerprint()
     whole = recomputed(whole, plan.checkpoint)
