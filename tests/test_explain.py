@@ -44,7 +44,7 @@ def rivals(name: str, pins: dict[str, Any]) -> dict[str, float]:
     # compute hides what may hide: the sum at t = 0 is what is searched
     step = replace(build_step(traced), weights=Weights(hideable=EXPOSED))
     roles = assign_mesh(wanted, MESH)
-    built = build_problem(traced, step, cluster(*MESH), Pins(wanted, roles, traced, step), "adamw")
+    built = build_problem(step, cluster(*MESH), Pins(wanted, roles, traced, step), "adamw")
     by_target = {spec.target: node for node, spec in step.parameters.items()}
     owner = built.classes[by_target.get(name, name)]
     found: dict[str, float] = {}

@@ -66,7 +66,7 @@ def _sums(traced: TracedModel, cluster: Cluster, weights: Weights) -> ChoiceProb
     wanted = Constraints()
     step = replace(build_step(traced), weights=weights)
     roles = assign_mesh(wanted, cluster.mesh_shape)
-    return build_problem(traced, step, cluster, Pins(wanted, roles, traced, step), "adamw").problem
+    return build_problem(step, cluster, Pins(wanted, roles, traced, step), "adamw").problem
 
 
 @pytest.mark.parametrize("weights", [Weights(0.01, 0.99), Weights(1.0, 0.1), Weights(0.3, 1.0)])
@@ -80,7 +80,7 @@ def test_other_weights_are_other_sums_of_the_same_terms(weights: Weights) -> Non
     roles, optimizer = assign_mesh(Constraints(), cluster.mesh_shape), "adamw"
     step = build_step(traced)
     pins = Pins(Constraints(), roles, traced, step)
-    built = build_problem(traced, step, cluster, pins, optimizer)
+    built = build_problem(step, cluster, pins, optimizer)
     again = built.weighted(weights).problem
     wanted = _sums(traced, cluster, weights)
     assert list(again.costs) == list(wanted.costs)

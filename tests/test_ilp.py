@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from autopar.solver.eliminate import minimise
 from autopar.solver.ilp import Infeasible, Prepared, solve_problem
-from autopar.solver.messages import MessagePassing, improve_bounds
+from autopar.solver.messages import MessagePassing
 from autopar.solver.problem import Array, ChoiceProblem, evaluate
 from autopar.solver.reduce import Reduced, _gain, _joined
 
@@ -85,7 +85,7 @@ def test_elimination_gives_up_before_its_tables_are_too_large() -> None:
 def test_bounds_that_are_resumed_equal_those_in_one_go(problem: ChoiceProblem, first: int) -> None:
     resumed = MessagePassing(problem)
     resumed.run(first, 1e-3)
-    found, whole = resumed.run(40, 1e-6), improve_bounds(problem, sweeps=40, tolerance=1e-6)
+    found, whole = resumed.run(40, 1e-6), MessagePassing(problem).run(40, 1e-6)
     assert (found.lower, found.upper) == (whole.lower, whole.upper)
     assert found.chosen == whole.chosen
 

@@ -73,7 +73,7 @@ def test_rows_are_never_below_the_priced_peak(name: str, mesh: tuple[int, ...], 
     step = build_step(traced)
     wanted = Constraints()
     pins = Pins(wanted, assign_mesh(wanted, mesh), traced, step)
-    built = build_problem(traced, step, cluster, pins, "adamw")
+    built = build_problem(step, cluster, pins, "adamw")
     liveness = Liveness(step, built, "adamw", cluster.device.allocation_granularity_bytes)
     rng = np.random.default_rng(0)
     for _ in range(4):

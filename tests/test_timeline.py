@@ -103,9 +103,7 @@ def test_an_unrolled_block_is_as_the_whole_graph() -> None:
     whole = trace(model, TEXT)
     wide = unfolded(plan, folded, whole)
     step = build_step(whole)
-    built = build_problem(
-        whole, step, where, Pins(pins, assign_mesh(pins, (2, 2)), whole, step), "adamw"
-    )
+    built = build_problem(step, where, Pins(pins, assign_mesh(pins, (2, 2)), whole, step), "adamw")
     chosen: dict[Any, int] = {}
     for name, owner in built.classes.items():
         if name in step.ops:
@@ -172,7 +170,7 @@ def test_other_states_cost_what_they_say() -> None:
     traced = trace(hw.Mlp(), hw.vectors())
     step, where = build_step(traced), cluster(2, 2)
     pins = Pins(Constraints(), assign_mesh(Constraints(), (2, 2)), traced, step)
-    built = build_problem(traced, step, where, pins, "adamw")
+    built = build_problem(step, where, pins, "adamw")
     chosen = dict.fromkeys(built.problem.costs, 0)
     chosen = {n: int(c.argmin()) for n, c in built.problem.costs.items()}
     base = evaluate(built.problem, chosen)

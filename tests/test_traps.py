@@ -37,7 +37,7 @@ def test_price_of_linked_layers_equals_the_objective() -> None:
     step = build_step(traced)
     wanted = Constraints()
     pins = Pins(wanted, assign_mesh(wanted, (2, 2)), traced, step)
-    built = build_problem(traced, step, where, pins, "adamw")
+    built = build_problem(step, where, pins, "adamw")
     ops = len(step.ops) + len(step.parameters)
     assert len(built.problem.costs) < 0.8 * ops  # middle layers share their choice
     full = solve_problem(built.problem)

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from autopar.core.graph import TracedModel
 from autopar.core.host import FROM_HOST, WITH_HOST
 from autopar.core.placement import Layout, Placement, Replicate, Shard, is_valid, shard_factor
 from autopar.core.strategy import TensorSpec
@@ -34,7 +33,6 @@ __all__ = ["StepProblem", "build_problem"]
 
 
 def build_problem(
-    traced: TracedModel,
     step: Step,
     cluster: Cluster,
     pins: Pins,
@@ -45,7 +43,7 @@ def build_problem(
     """States, costs and edges of a traced step on a cluster.
 
     Args:
-        traced, step: the step, read.
+        step: the step, read.
         cluster: prices.
         pins: what the constraints allow.
         optimizer: whose states count.

@@ -210,7 +210,7 @@ class Floors:
         if not wanted or not (part.ops or part.parameters):
             return dict.fromkeys(wanted, 0.0)
         whole = build_problem(
-            self.body, part, self.offers.cluster, self.pins, self.optimizer, None, self.offers
+            part, self.offers.cluster, self.pins, self.optimizer, None, self.offers
         ).problem
         ends = {
             frozenset((value[0], name))

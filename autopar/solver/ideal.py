@@ -38,7 +38,6 @@ class _Work(NamedTuple):
     block: int
     backward: bool
     at_turns: bool
-    inside: bool
     flops: float
     num_bytes: float
     lasting_bytes: float
@@ -112,7 +111,6 @@ class BlockWork:
         sums, lasting = set(step.gradients.values()), _lasting(step, fed)
         groups: dict[tuple[str, str, str], list[_Work]] = defaultdict(list)
         owners = owners_of(traced, self.cells, held, step)
-        inside = {n.name for block in held for n in self.cells.members[block]}
         for op in step.ops.values():
             kind = op_class(op.call)
             if kind == "view" or op.name not in owners:
@@ -128,7 +126,6 @@ class BlockWork:
                     owners[op.name],
                     op.backward,
                     at_turns,
-                    op.name in inside,
                     global_flops(op.call),
                     *_traffic(op, lasting, sums),
                     *shared,
@@ -150,20 +147,14 @@ class BlockWork:
         """Seconds of each block on one device, forward and backward."""
         return np.add(*self._seconds(self.groups, 1, 1))
 
-    def at_turns(
-        self, devices: int, microbatches: int, *, around: bool = False
-    ) -> tuple[Array, Array]:
+    def at_turns(self, devices: int, microbatches: int) -> tuple[Array, Array]:
         """Least seconds of the forward and of the backward of each block, at each turn.
 
         Args:
             devices: that share the work.
             microbatches: of a step.
-            around: count nothing inside the blocks.
         """
-        groups = {
-            key: [w for w in works if w.at_turns and not (around and w.inside)]
-            for key, works in self.groups.items()
-        }
+        groups = {key: [w for w in works if w.at_turns] for key, works in self.groups.items()}
         return self._seconds(groups, devices, microbatches)
 
     def _seconds(
@@ -174,13 +165,13 @@ class BlockWork:
         for (kind, dtype, kernel), works in groups.items():
             if works:
                 table = np.array(works, dtype=float)
-                num_bytes = table[:, 5] / split + table[:, 6] / devices
+                num_bytes = table[:, 4] / split + table[:, 5] / devices
                 seconds = compute_seconds_array(
-                    self.device, kind, dtype, table[:, 4] / split, num_bytes
+                    self.device, kind, dtype, table[:, 3] / split, num_bytes
                 )
                 if kernel:
-                    num_bytes = table[:, 7] / split + table[:, 8] / devices
-                    shared = kernel_seconds(self.device, kernel, dtype, num_bytes, table[:, 9])
+                    num_bytes = table[:, 6] / split + table[:, 7] / devices
+                    shared = kernel_seconds(self.device, kernel, dtype, num_bytes, table[:, 8])
                     seconds = np.minimum(seconds, shared)
                 np.add.at(found, (table[:, 1].astype(int), table[:, 0].astype(int)), seconds)
         return found[0, self.like], found[1, self.like]

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from autopar.solver.problem import Array, ChoiceProblem, Indices, evaluate
 
-__all__ = ["Bounds", "MessagePassing", "improve_bounds"]
+__all__ = ["Bounds", "MessagePassing"]
 
 _CHECK_EVERY = 5
 _FEWER = 0.7  # of the states: then the rest is left behind
@@ -384,8 +384,3 @@ class MessagePassing:
                 messages.restrict(keep)
         slow = self._sweeps > 1 and self.lower - previous <= 1e-5 * abs(self.lower)
         self._stalled = self._stalled + 1 if slow else 0
-
-
-def improve_bounds(problem: ChoiceProblem, *, sweeps: int = 200, tolerance: float = 1e-6) -> Bounds:
-    """Run message passing until the bounds meet (within `tolerance`, relative) or stall."""
-    return MessagePassing(problem).run(sweeps, tolerance)

@@ -97,9 +97,9 @@ class Pins:
         self.gradients = find_gradients(step, self.by_weight)
         shapes = [spec.shape for spec in step.inputs.values() if spec.kind == "input"]
         self.rows = next((shape[:1] for shape in shapes if shape), ())
-        self._check_attention(traced)
+        self._check_attention()
 
-    def _check_attention(self, traced: TracedModel) -> None:
+    def _check_attention(self) -> None:
         mode = self.constraints.sequence
         if mode in (None, "none"):
             return
@@ -124,7 +124,7 @@ class Pins:
                 self.gradients[op.name].kinds(candidate, len(self.roles)), None
             )
         if op.forward and is_attention(op):
-            return self._attention_allows(op, candidate)
+            return self._attention_allows(candidate)
         return True
 
     def prefer(self, op: Op, candidates: list[Candidate]) -> list[Candidate]:
@@ -186,7 +186,7 @@ class Pins:
         }[self.constraints.tensor_mode]
         return tensor in allowed
 
-    def _attention_allows(self, op: Op, candidate: Candidate) -> bool:
+    def _attention_allows(self, candidate: Candidate) -> bool:
         for axis in self.sequence_axes:
             q = candidate.inputs[0][axis]
             if self.constraints.sequence == "ulysses" and not (q.is_shard and q.dim == 1):

@@ -71,7 +71,7 @@ class Variant:
             pins = Pins(wanted, roles, graph, step)
         else:
             graph, step, pins = like.graph, replace(like.step, weights=weights), like.pins
-        built = build_problem(graph, step, offers.cluster, pins, optimizer, ports, offers)
+        built = build_problem(step, offers.cluster, pins, optimizer, ports, offers)
         search = Search(step, offers, built, optimizer, pins, limit)
         return cls(traced, checkpoint, graph, step, pins, search)
 
