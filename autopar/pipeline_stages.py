@@ -15,23 +15,22 @@ import numpy as np
 
 from autopar.codegen.stages import batch_bytes, flying
 from autopar.core.flights import ALONE, flights, in_any_order
-from autopar.core.folding import every_instance
 from autopar.core.graph import TracedModel
 from autopar.core.placement import Layout
-from autopar.core.plan import NodePlan, PipelinePlan, Plan, SolverReport
-from autopar.core.schedule import AUTOMATIC, Kind, Orders, kinds_of
+from autopar.core.plan import NodePlan, Plan
+from autopar.core.schedule import AUTOMATIC, Kind, Orders
 from autopar.core.transfers import port_of
 from autopar.cost_model import Cluster
 from autopar.cost_model.pipeline import simulate_pipeline
 from autopar.cost_model.rank_memory import rank_memory, rank_peak
 from autopar.cost_model.stages import (
-    PipelinedTime,
     action_seconds,
     pipelined_time,
     transfer_seconds,
 )
 from autopar.errors import ConstraintError, InfeasiblePlanError
 from autopar.own_orders import fastest_orders, least_seconds
+from autopar.pipeline_plan import plan_of_stages
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.pipeline_shape import PipelineShape
 from autopar.solver.solve import fits
@@ -156,7 +155,7 @@ class Pipeliner:
         highest = max(memory, key=lambda kinds: sum(kinds.values()))
         clock = pipelined_time(shifted, self.orders, transfer_s, highest)
         peaks = tuple(sum(kinds.values()) for kinds in memory)
-        found = self._assembled(time, self.cuts, shifted, clock, peaks)
+        found = plan_of_stages(self, time, shifted, clock, peaks)
         if not fits(found, self.cluster, UNLIMITED) and (not self.free or self.below_s is not None):
             raise host_is_short(
                 self.cluster, self.limit, found.predicted.host_bytes,
@@ -329,64 +328,6 @@ class Pipeliner:
                     if name in settled:
                         found[twin] = settled[name]
         return found
-
-    # --- the plan ------------------------------------------------------------------------------
-    def _assembled(
-        self,
-        time: Mapping[str, NodePlan],
-        cuts: tuple[str, ...],
-        plans: Sequence[Plan],
-        clock: PipelinedTime,
-        peaks: tuple[int, ...],
-    ) -> Plan:
-        shape, size = self.shape, self.shape.size
-        step_s = clock.predicted.step_time_s
-        slowest = max(plans, key=lambda p: p.predicted.step_time_s)
-        # of one stage; of several, those behind the first only hold for what it sends them
-        bound = plans[0].solver.bound if len(plans) == 1 else 0.0
-        unlike = list({p.fingerprint: p for p in plans}.values())
-        merged: dict[str, Layout] = {}
-        for p in plans:
-            merged.update(p.parameters)
-        named = {s.target: None for s in self.traced.parameters()}
-        order = every_instance(named, self.traced.repeats)
-        return replace(
-            slowest,
-            fingerprint=self.traced.fingerprint(),
-            nodes={},
-            inputs={},
-            checkpoint=self.parts.checkpoint(plans),
-            parameters={name: merged[name] for name in order},
-            shapes={k: v for p in plans for k, v in p.shapes.items()},
-            dtypes={k: v for p in plans for k, v in p.dtypes.items()},
-            modes={k: v for p in plans for k, v in p.modes.items()},
-            constraints=self.planner.constraints.to_dict(),
-            memory_limit_bytes=self.limit,
-            repeats=self.traced.repeats,
-            predicted=clock.predicted,
-            solver=SolverReport(
-                status="bounded" if size > 1 else slowest.solver.status,
-                objective=step_s,
-                bound=min(bound, step_s),
-                gap=max(0.0, 1 - bound / step_s) if step_s else 0.0,
-                seconds=sum(p.solver.seconds for p in unlike),
-                variables=sum(p.solver.variables for p in unlike),
-                constraints=sum(p.solver.constraints for p in unlike),
-            ),
-            pipeline=PipelinePlan(
-                size=size,
-                chunks=shape.chunks,
-                microbatches=shape.microbatches,
-                schedule=shape.schedule,
-                cuts=cuts,
-                time=time,
-                stages=tuple(plans),
-                bubble=clock.bubble,
-                slots=clock.slots,
-                peaks=peaks,
-                orders=kinds_of(self.orders) if self.automatic else (),
-            ),
-        )
 
 
 def _settled(model: TracedModel, plan: Plan) -> dict[str, Layout]:

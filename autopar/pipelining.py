@@ -8,22 +8,20 @@ was listed is the bound of the plan: nothing that the search ranges over is fast
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
+from functools import cached_property
 
 from autopar.codegen.fusion import Fusion
 from autopar.core.collector import paused_collector
 from autopar.core.constraints import NO_PIPELINE, Constraints, PipelinePin, assign_mesh
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
-from autopar.core.schedule import AUTOMATIC
-from autopar.core.units import format_bytes, format_seconds
+from autopar.core.units import format_bytes
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError
+from autopar.fitting_cuts import FittingCuts
 from autopar.pipeline_shapes import Shapes
-from autopar.pipeline_stages import Stopped
-from autopar.solver.memory_cuts import RECOMPUTED, RankBytes, cuts_within
 from autopar.solver.pipeline_shape import PipelineShape
 from autopar.solver.solve import fits
 from autopar.stage_planning import StagePlanner, on_the_clock
@@ -35,8 +33,6 @@ _GAIN = 0.05  # what a pipeline must save unasked: stage programs overlap less t
 _SCHEDULE_GAIN = 0.01  # what a schedule other than 1F1B must promise to be planned
 _MOST = 2  # shapes that are planned unasked
 _LARGE = 4  # shapes that turn out not to fit, before no more are tried
-_RECUTS = 3  # times that a shape that is too large is cut anew
-_SPARE = 0.05  # of the limit, for what is only estimated
 _FAR = 0.75  # of what a plan in one piece takes at least: faster pipelines are planned without it
 _PROVED = 0.01  # shapes whose bounds are nearer to the best plan are not planned
 
@@ -85,16 +81,14 @@ class _Search:
         self.kernels = known.kernels
         self.limit = limit
         self.refused: AutoparError | None = None
-        self.large: list[PipelineShape] = []  # that do not fit as they are
-        self.full: dict[PipelineShape, dict[int, RankBytes]] = {}  # ranks that were too large
-        self.cuts: dict[PipelineShape, list[tuple[str, ...]]] = {}  # with which one may fit, tried
-        self._planner: StagePlanner | None = None
 
-    @property
+    @cached_property
     def planner(self) -> StagePlanner:
-        if self._planner is None:
-            self._planner = self.known.planner(self.limit)
-        return self._planner
+        return self.known.planner(self.limit)
+
+    @cached_property
+    def cuts(self) -> FittingCuts:
+        return FittingCuts(self.planner)
 
     # --- which plan ----------------------------------------------------------------------------
     def unasked(self) -> Plan:
@@ -191,19 +185,19 @@ class _Search:
         best: Plan | None = None
         here: PipelineShape | None = None
         planned = 0
-        while planned < _MOST and len({shape.size for shape in self.large}) < _LARGE:
+        while planned < _MOST and len({shape.size for shape in self.cuts.large}) < _LARGE:
             below_s = min(limit_s, _seconds(best) * (1 - _PROVED))
             shape = shapes.most_promising(below_s)
             if shape is None:
                 break
-            found = self._fitting(shape, shapes, min(limit_s, _seconds(best)))
+            found = self.cuts.fitting(shape, shapes, min(limit_s, _seconds(best)))
             if found is not None:
                 shapes.planned(shape, found)
             # also one that is given up
-            planned += shape not in self.large and not shapes.is_open(shape)
+            planned += shape not in self.cuts.large and not shapes.is_open(shape)
             if _seconds(found) < _seconds(best):
                 here, best = shape, found
-        if best is None and self.large:
+        if best is None and self.cuts.large:
             known_s = (
                 limit_s if math.isfinite(limit_s) else _limit(self.known.free_program(self.limit))
             )
@@ -241,61 +235,15 @@ class _Search:
         p = plan.pipeline
         return plan if p is None or p.size == 1 or not _is_free(plan) else self.planner.suited(plan)
 
-    def _fitting(self, shape: PipelineShape, shapes: Shapes, below_s: float) -> Plan | None:
-        """The plan of a shape without recomputation; None where it does not fit, or is slower.
-
-        Automatic orders first: they wait least, and 1F1B holds least; then both with stages that
-        are planned for their own seconds, which may hold less, too.
-        """
-        cut = self._cut(shape)
-        waits_least = [s for s in shapes.schedules(cut) if s.schedule == AUTOMATIC]
-        alone = (False, True) if shape.size > 1 else (False,)
-        for own, each in itertools.product(alone, (*waits_least, cut)):
-            try:
-                return self.planner.plan(each, free=True, below_s=below_s, alone=own)
-            except Stopped as stopped:
-                if not stopped.kinds:
-                    shapes.settle(shape, f"takes {format_seconds(stopped.least_s)} at least")
-                    return None
-                peak_bytes = sum(stopped.kinds.values())
-                run = self.planner.work.run_of(stopped.cuts, stopped.rank)
-                known = self.full.setdefault(shape, {})
-                known[stopped.rank] = RankBytes.of(run, stopped.kinds, peak_bytes)
-            except (ConstraintError, InfeasiblePlanError) as error:
-                shapes.impossible(shape, error)
-                return None
-        if not self._recut(shape, shapes):
-            self.large.append(shape)
-            shapes.too_large(shape, peak_bytes)
-        return None
-
-    def _cut(self, shape: PipelineShape) -> PipelineShape:
-        """The shape with the cuts with which it is expected to fit, if it was too large."""
-        return replace(shape, cuts=self.cuts[shape][-1]) if shape in self.cuts else shape
-
-    def _recut(self, shape: PipelineShape, shapes: Shapes) -> bool:
-        """Find cuts with which a shape that was too large may fit; False if there are none."""
-        tried = self.cuts.get(shape, [])
-        if shape.size == 1 or len(tried) == _RECUTS:
-            return False
-        sure = int(self.limit * (1 - _SPARE))
-        work, turn = self.planner.work, self.planner.turn(shape)
-        found = cuts_within(work, shape, turn, self.full[shape], sure, recompute=0.0)
-        if found is None or found[1] in tried:
-            return False
-        self.cuts[shape] = [*tried, found[1]]
-        shapes.expect(shape, found[0])
-        return True
-
     def _limited(self, shapes: Shapes, below_s: float) -> Plan | None:
         """The plan with recomputation of the smallest shape that is too large without.
 
         Those that take `below_s` seconds or more without a limit stay for later.
         """
-        free = {shape: self.planner.plan(shape, free=True) for shape in self.large}
-        fast = [shape for shape in self.large if _seconds(free[shape]) < below_s]
+        free = {shape: self.planner.plan(shape, free=True) for shape in self.cuts.large}
+        fast = [shape for shape in self.cuts.large if _seconds(free[shape]) < below_s]
         for shape in sorted(fast, key=lambda s: free[s].predicted.peak_memory_bytes):
-            self.large.remove(shape)
+            self.cuts.large.remove(shape)
             found = self._planned(shape, shapes)
             if found is not None:
                 shapes.planned(shape, found)
@@ -305,62 +253,20 @@ class _Search:
     def _planned(self, shape: PipelineShape, shapes: Shapes) -> Plan | None:
         """The plan of a shape within the limit."""
         try:
-            whole = shape.size == 1 and shape.microbatches == 1
-            if whole:
+            if shape.size == 1 and shape.microbatches == 1:
                 return self._plain()
             found = self.planner.plan(shape)
-            return found if _is_free(found) else self._evened(shape, found, None)
+            return found if _is_free(found) else self.cuts.evened(shape, found, None)
         except ConstraintError as error:
             shapes.impossible(shape, error)
             self.refused = self.refused or error
         except InfeasiblePlanError as error:
-            evened = self._evened(shape, None, error)
+            evened = self.cuts.evened(shape, None, error)
             if evened is not None:
                 return evened
             shapes.settle(shape, f"needs {format_bytes(error.required_bytes or 0)}")
             self.refused = self.refused or error
         return None
-
-    def _evened(
-        self, shape: PipelineShape, found: Plan | None, error: InfeasiblePlanError | None
-    ) -> Plan | None:
-        """The plan of a shape whose ranks memory binds, or that with cuts that even it out.
-
-        Where more microbatches wait for their backward, fewer blocks leave less to recompute.
-
-        Args:
-            shape: of the pipeline.
-            found: its plan, if it has one.
-            error: that says which stage does not fit, if one does not.
-        """
-        if shape.size == 1 or shape.chunks > 1 or shape.cuts is not None:
-            return found
-        free = self.planner.plan(shape, free=True)
-        assert free.pipeline is not None
-        cuts, work = free.pipeline.cuts, self.planner.work
-        known = {
-            rank: RankBytes.of(work.run_of(cuts, rank), part.predicted.memory, peak)
-            for rank, (part, peak) in enumerate(
-                zip(free.pipeline.stages, free.pipeline.peaks, strict=True)
-            )
-        }
-        share = RECOMPUTED if self.constraints.checkpoint is None else 0.0
-        refused: dict[int, tuple[int, int]] = {}
-        for _ in range(_RECUTS):
-            if error is not None and error.stage is not None:
-                refused[error.stage] = work.run_of(cuts, error.stage)
-            turn = self.planner.turn(shape)
-            other = cuts_within(
-                work, shape, turn, known, self.limit, recompute=share, refused=refused
-            )
-            if other is None or other[0] >= _seconds(found) or other[1] == cuts:
-                break
-            cuts = other[1]
-            try:
-                return _faster(found, self.planner.plan(replace(shape, cuts=cuts)))
-            except InfeasiblePlanError as again:
-                error = again
-        return found
 
     def _reported(self, plan: Plan, shapes: Shapes, plain_bound_s: float) -> Plan:
         """The plan with its bound, and with what it was preferred to."""
@@ -382,9 +288,9 @@ class _Search:
 
 
 def _is_free(plan: Plan) -> bool:
-    """True for a plan that neither recomputes nor offloads; a limit may bind its layouts."""
-    stages = plan.pipeline.stages if plan.pipeline is not None else ()
-    return all(p.checkpoint == "none" and p.offload == "none" for p in stages)
+    """True for a pipeline that neither recomputes nor offloads; a limit may bind its layouts."""
+    assert plan.pipeline is not None
+    return all(p.checkpoint == "none" and p.offload == "none" for p in plan.pipeline.stages)
 
 
 def _seconds(plan: Plan | None) -> float:

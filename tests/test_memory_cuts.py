@@ -102,13 +102,13 @@ def test_a_shape_that_is_too_large_waits_for_its_turn_with_other_cuts(
     while not shapes.is_close(shape):
         shapes.closer(shape)
     before = shapes.known[shape].expected_s
-    assert search._fitting(shape, shapes, math.inf) is None
+    assert search.cuts.fitting(shape, shapes, math.inf) is None
     assert shapes.is_open(shape)
     (seconds,) = expected
     assert shapes.known[shape].expected_s == max(before, seconds) > 0
-    found = search._fitting(shape, shapes, math.inf)
+    found = search.cuts.fitting(shape, shapes, math.inf)
     assert found is not None and found.pipeline is not None
-    assert [found.pipeline.cuts] == search.cuts[shape]
+    assert [found.pipeline.cuts] == search.cuts.tried[shape]
     assert max(peaks(found)) <= limit
     assert blocks_of(found)[0] < blocks_of(found)[1]
 
@@ -132,7 +132,7 @@ def test_stages_are_planned_for_their_own_seconds_where_others_do_not_fit(
         return plan(self, shape, alone=alone, **given)
 
     monkeypatch.setattr(StagePlanner, "plan", full)
-    found = search._fitting(shape, shapes, math.inf)
+    found = search.cuts.fitting(shape, shapes, math.inf)
     assert tried == [("automatic", False), ("1f1b", False), ("automatic", True)]
     assert found is not None and found.pipeline is not None
     assert {stage.solver.waits for stage in found.pipeline.stages} == {ALONE}

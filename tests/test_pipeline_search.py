@@ -128,7 +128,7 @@ def test_no_recomputation_is_planned_where_a_pipeline_is_too_slow_without_any() 
     free = _Search(known, UNLIMITED).planner.plan(shape)
     limit = int(0.95 * free.predicted.peak_memory_bytes)
     search = _Search(known, limit)
-    search.large.append(shape)
+    search.cuts.large.append(shape)
     shapes = Shapes(search.planner, PipelinePin(), short=True)
     assert search._limited(shapes, free.predicted.step_time_s) is None
     found = search._limited(shapes, math.inf)
