@@ -252,7 +252,7 @@ class Planner:
             )
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = error
-        agree(failure, {} if traced is None else _describe(traced))
+        agree(failure, {} if traced is None else _describe(traced), "plan a step")
         assert traced is not None
         return traced
 

@@ -527,6 +527,24 @@ def test_a_rank_that_plans_alone_does_not_wait_for_ever() -> None:
     assert isinstance(stayed, RankError) and stayed.kind != "Timeout", stayed
 
 
+def different_batch_at_first(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    module = autopar.parallelize(hw.Mlp(), mesh, hw.vectors(), constraints={"data": 2})
+    module.train_step(**hw.vectors(8 + 4 * (rank == 1)))
+
+
+def test_no_rank_waits_where_one_alone_has_a_step_to_plan() -> None:
+    """All know at once: the timeout of five minutes is not waited for."""
+    first, second = try_ranks(different_batch_at_first, 2, timeout=100)
+    for outcome, did, other in (
+        (first, "compare their batches", "rank 1 to plan a step"),
+        (second, "plan a step", "rank 0 to compare their batches"),
+    ):
+        assert isinstance(outcome, RankError) and outcome.kind == "AutoparError", outcome
+        for word in (f"came to {did}", other, "another shape"):
+            assert word in outcome.message
+
+
 def solved_on_each_rank(rank: int) -> bool:
     """Every rank makes the plan itself; how long the solver took is no difference."""
     mesh = init_device_mesh("cpu", (2,))

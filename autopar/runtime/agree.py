@@ -18,25 +18,30 @@ from autopar.runtime.lost import lost_text
 __all__ = ["agree", "agreed", "reason", "wait_for_all"]
 
 _PATIENCE_S = 300.0
+_UNLIKE = (
+    "Is this rank's batch of another shape, dtype or structure than theirs, or the module in "
+    "another mode? Pass batches of equal global shape on every rank."
+)
 _calls = itertools.count()
 
 
-def agree(error: Exception | None, mine: Mapping[str, Any]) -> None:
+def agree(error: Exception | None, mine: Mapping[str, Any], what: str = "agree") -> None:
     """Compare `mine` over all ranks of the world; every rank calls this, failed or not.
 
     Args:
         error: what this rank is about to raise.
         mine: what must be equal everywhere, by name, most telling first.
+        what: the ranks are about to do.
 
     Raises:
         Exception: `error`, where there is one.
-        AutoparError: another rank failed, holds something else, or does not come within
-            `$AUTOPAR_TIMEOUT_S` seconds (default 300).
+        AutoparError: another rank failed, holds something else, is about to do something else, or
+            does not come within `$AUTOPAR_TIMEOUT_S` seconds (default 300).
     """
     text = None if error is None else f"{type(error).__name__}: {error}"
     everyone: list[Any] = [(text, dict(mine))]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        wait_for_all()
+        wait_for_all(what)
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (text, dict(mine)))
     if error is not None:
@@ -79,27 +84,35 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def wait_for_all() -> None:
+def wait_for_all(what: str) -> None:
     """A barrier that ends: where one rank alone has something to compile, the rest never come.
 
+    Args:
+        what: the ranks are about to do.
+
     Raises:
-        AutoparError: the others do not come within `$AUTOPAR_TIMEOUT_S` seconds (default 300).
+        AutoparError: others are about to do something else, or do not come within
+            `$AUTOPAR_TIMEOUT_S` seconds (default 300).
     """
     call, rank, world = next(_calls), dist.get_rank(), dist.get_world_size()
     store = default_store()
     keys = [f"autopar/agree/{call}/{other}" for other in range(world)]
-    store.set(keys[rank], "here")
+    store.set(keys[rank], what)
     patience = float(os.environ.get("AUTOPAR_TIMEOUT_S", _PATIENCE_S))
     try:
         store.wait(keys, timedelta(seconds=patience))
     except RuntimeError as error:  # torch's DistStoreError
-        missing = [str(other) for other in range(world) if not store.check([keys[other]])]
+        missing = ", ".join(str(r) for r in range(world) if not store.check([keys[r]]))
         raise AutoparError(
-            f"rank {rank} waited {patience:g} s for ranks {', '.join(missing)} to plan the same "
-            "step. Is this batch of another shape, dtype or structure than theirs, or the module "
-            "in another mode? Pass batches of equal global shape on every rank. Set "
-            "AUTOPAR_TIMEOUT_S where ranks may be further apart."
+            f"rank {rank} waited {patience:g} s for ranks {missing} to {what}. {_UNLIKE} "
+            "Set AUTOPAR_TIMEOUT_S where ranks may be further apart."
         ) from error
+    everyone = [told.decode() for told in store.multi_get(keys)]
+    other = next((r for r, told in enumerate(everyone) if told != what), None)
+    if other is not None:
+        raise AutoparError(
+            f"rank {rank} came to {what}, rank {other} to {everyone[other]}. {_UNLIKE}"
+        )
 
 
 def _difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:

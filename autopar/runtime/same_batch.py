@@ -48,7 +48,7 @@ def check_same_batch(args: Any, kwargs: Any) -> None:
     store, rank, key = default_store(), dist.get_rank(), f"autopar/batch/{next(_calls)}"
     if rank == 0:
         store.set(f"{key}/first", _packed(mine))
-    wait_for_all()
+    wait_for_all("compare their batches")
     first = mine if rank == 0 else _unpacked(store.get(f"{key}/first"))
     other = next((name for name in mine if not _near(mine[name], first[name])), None)
     if other is not None:
@@ -59,7 +59,7 @@ def check_same_batch(args: Any, kwargs: Any) -> None:
             "load shares with model.shard_dataloader(loader)"
         )
         store.compare_set(f"{key}/other", "", told)
-    wait_for_all()
+    wait_for_all("compare their batches")
     if store.check([f"{key}/other"]):
         raise AutoparError(store.get(f"{key}/other").decode())
     if rank == 0:
