@@ -6,6 +6,7 @@ __all__ = [
     "AutoparError",
     "CheckpointError",
     "ConstraintError",
+    "FrozenValueWarning",
     "InfeasiblePlanError",
     "LostRankError",
     "PlanMismatchError",
@@ -74,6 +75,10 @@ class UnsupportedOpWarning(UserWarning):
 
 class UncheckedWarning(UserWarning):
     """The model checks values and raises; the parallel program leaves the check out."""
+
+
+class FrozenValueWarning(UserWarning):
+    """The model's forward changes or draws numbers that are constants of the parallel program."""
 
 
 class SymmetricMemoryWarning(UserWarning):

@@ -22,6 +22,7 @@ from autopar.tracer.diagnose import (
     refuse_mixed,
     refuse_vmap,
 )
+from autopar.tracer.frozen_values import putting_back, warn_of_frozen
 from autopar.tracer.no_grad import mark_no_grad
 from autopar.tracer.precision import call_in
 from autopar.tracer.spelled import Spelled
@@ -53,6 +54,7 @@ class Notes:
 
     out_spec: Any = None
     dropped: Sequence[str] = ()
+    frozen: Sequence[str] = ()
 
     def __init__(self) -> None:
         self.lines: dict[str, str] = {}
@@ -80,16 +82,8 @@ class Capture(nn.Module):
         self.notes = Notes()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.autopar_loss_fn is None:
-            output = call_in(self.dtype, self.wrapped, args, kwargs)
-        else:
-            if "target" not in kwargs and not args:
-                raise TraceError(
-                    f"loss_fn= needs a target, and the inputs are {', '.join(kwargs)}: pass it as "
-                    "the keyword target, or as the last positional input"
-                )
-            target = kwargs.pop("target") if "target" in kwargs else args[-1]
-            output = self._with_loss(args, kwargs, target)
+        with putting_back(self.wrapped) as self.notes.frozen:
+            output = self._called(args, kwargs)
         register_dataclasses(output)
         leaves, self.notes.out_spec = pytree.tree_flatten(output)
         self.notes.dropped = [
@@ -98,6 +92,17 @@ class Capture(nn.Module):
             if not isinstance(x, (Tensor, int, float, bool, str, type(None)))
         ]
         return [x if isinstance(x, (Tensor, int, float, bool)) else None for x in leaves]
+
+    def _called(self, args: Any, kwargs: Any) -> Any:
+        if self.autopar_loss_fn is None:
+            return call_in(self.dtype, self.wrapped, args, kwargs)
+        if "target" not in kwargs and not args:
+            raise TraceError(
+                f"loss_fn= needs a target, and the inputs are {', '.join(kwargs)}: pass it as "
+                "the keyword target, or as the last positional input"
+            )
+        target = kwargs.pop("target") if "target" in kwargs else args[-1]
+        return self._with_loss(args, kwargs, target)
 
     def _with_loss(self, args: Any, kwargs: Any, target: Any) -> Any:
         loss_fn = self.autopar_loss_fn
@@ -148,6 +153,7 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
     except Exception as error:
         raise TraceError(explain_failure(capture.wrapped, error, lines)) from error
     warn_of(checks)
+    warn_of_frozen(capture.notes.frozen)
     return exported
 
 
