@@ -184,7 +184,7 @@ def parallelize(
     limit = _limit(memory_limit)
     check_backend(backend)
     _check_world(mesh)
-    guard_optimizers()
+    guard_optimizers(model)
     dtypes = (precision, reduce_dtype)
     given, parsed, base = _agreed_settings(model, mesh, plan, constraints, seed, dtypes, passes)
     if given is not None:

@@ -18,7 +18,7 @@ from autopar.core.constraints import Constraints, assign_mesh
 from autopar.core.plan import Plan
 from autopar.runtime.same_batch import check_same_batch
 from tests import handwritten as hw
-from tests.dist import RankError, try_ranks
+from tests.dist import RankError, run_ranks, try_ranks
 
 
 def cluster(devices: int = 4) -> Any:
@@ -525,6 +525,29 @@ def test_a_rank_that_plans_alone_does_not_wait_for_ever() -> None:
         assert word in left.message
     # its partner is in a collective, which fails when the process is gone
     assert isinstance(stayed, RankError) and stayed.kind != "Timeout", stayed
+
+
+def optimizer_first(rank: int) -> tuple[str, list[bool]]:
+    model, inputs = hw.Mlp(), hw.vectors()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mesh = init_device_mesh("cpu", (2,))
+    module = autopar.parallelize(model, mesh, inputs, constraints={"data": 2})
+    module.train_step(**inputs)
+    with pytest.raises(autopar.AutoparError) as caught:
+        optimizer.step()
+    before = [p.clone() for p in model.parameters()]
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    output = model(**inputs)  # the plain module may be trained beside
+    (output if isinstance(output, Tensor) else output["loss"]).backward()
+    optimizer.step()
+    changed = [not a.equal(b) for a, b in zip(before, model.parameters(), strict=True)]
+    return str(caught.value), changed
+
+
+def test_an_optimizer_of_the_plain_module_does_not_train_nothing() -> None:
+    for text, changed in run_ranks(optimizer_first, 2):
+        assert "layers.0.0.weight is one" in text and "module.parameters()" in text
+        assert any(changed)
 
 
 def different_batch_at_first(rank: int) -> None:

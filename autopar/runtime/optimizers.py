@@ -2,17 +2,21 @@
 
 `torch.optim.LBFGS` takes products over all parameters, and a rank of a pipeline has some of them.
 It puts plain zeros for the gradient of a frozen parameter, which do not go with DTensors. Neither
-do the states of `transformers.Adafactor`, which are plain.
+do the states of `transformers.Adafactor`, which are plain. One that was made from the plain module
+would train nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.errors import AutoparError
 from autopar.runtime.stage_gradients import is_of_a_stage
@@ -21,18 +25,39 @@ __all__ = ["guard_optimizers"]
 
 _READS_ALL_PARAMETERS = (torch.optim.LBFGS,)
 _MAKES_PLAIN_STATES = {"transformers.optimization.Adafactor"}  # by name: it may not be installed
+_plain: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
 _WORKING = "torch.optim.AdamW, SGD or another one that works element by element, or autopar.AdamW"
 
 
+def guard_optimizers(model: nn.Module) -> None:
+    """Check every optimizer of this process before its steps.
+
+    Args:
+        model: the plain module, whose parameters get no gradients from the parallel one.
+    """
+    _register()
+    for name, parameter in model.named_parameters():
+        _plain[parameter] = name
+
+
 @cache
-def guard_optimizers() -> None:
-    """Check every optimizer of this process before its steps; once is enough."""
+def _register() -> None:
     register_optimizer_step_pre_hook(_check)
 
 
 def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     name = type(optimizer).__name__
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    has_closure = len(args) > 1 or kwargs.get("closure") is not None  # which makes gradients
+    if not has_closure and all(p.grad is None for p in parameters):
+        plain = next((_plain[p] for p in parameters if p in _plain), None)
+        if plain is not None:
+            raise AutoparError(
+                f"torch.optim.{name} has no gradients, and was made from the plain module, of "
+                f"whose parameters {plain} is one. The parallel module has parameters of its own: "
+                "make the optimizer from those, module.parameters() of what autopar.parallelize "
+                "returns."
+            )
     if isinstance(optimizer, _READS_ALL_PARAMETERS):
         if any(is_of_a_stage(p) for p in parameters):
             raise AutoparError(
