@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -54,6 +55,7 @@ __all__ = [
     "register_dataclasses",
     "storage_users",
     "symbolic_mode",
+    "without_onednn",
 ]
 
 _MEETING = timedelta(seconds=60)
@@ -285,3 +287,17 @@ def _holds_tensors(value: Any) -> bool:
     inside = pytree.tree_leaves([getattr(value, field.name) for field in fields])
     made = all(field.init for field in fields)  # else it could not be made again
     return made and any(isinstance(x, Tensor) or _holds_tensors(x) for x in inside)
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """Let ATen call no op of oneDNN's own, such as its LSTM.
+
+    `torch.backends.mkldnn.flags` does more: it warns, and fixes a precision that was a default.
+    """
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)

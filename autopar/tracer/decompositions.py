@@ -21,6 +21,7 @@ from autopar.tracer.formulas import (
     addbmm,
     affine_grid,
     bilinear,
+    det,
     embedding_bag_backward,
     exponential,
     glu,
@@ -33,6 +34,7 @@ from autopar.tracer.formulas import (
     randint_from,
     randperm,
     rot90,
+    slogdet,
     trace,
     uniform,
     vdot,
@@ -364,6 +366,8 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
             aten.var_mean.correction: _var_mean,
             aten.var.correction: _var,
             aten.vdot.default: vdot,
+            aten._linalg_det.default: det,
+            aten._linalg_slogdet.default: slogdet,
             aten._embedding_bag_backward.default: embedding_bag_backward,
         }
     )

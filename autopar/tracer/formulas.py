@@ -18,6 +18,7 @@ __all__ = [
     "addbmm",
     "affine_grid",
     "bilinear",
+    "det",
     "embedding_bag_backward",
     "exponential",
     "glu",
@@ -30,6 +31,7 @@ __all__ = [
     "randint_from",
     "randperm",
     "rot90",
+    "slogdet",
     "trace",
     "uniform",
     "vdot",
@@ -41,6 +43,38 @@ aten = torch.ops.aten
 
 def vdot(x: Tensor, y: Tensor) -> Tensor:
     return (x.conj() * y).sum()
+
+
+def _lu(a: Tensor) -> tuple[Tensor, Tensor]:
+    """LU and pivots of A, or of its transpose where A is contiguous, as its derivative has it.
+
+    ATen's calls factor the transpose by the strides of each run, to save a copy. Backward takes its
+    choice from those of the trace, and a rank may have others; `linalg_lu_factor_ex` minds neither.
+    """
+    transposed = a.is_contiguous() and not a.is_complex()
+    factors, pivots, _ = torch.linalg.lu_factor_ex(a.mT if transposed else a)
+    return factors, pivots
+
+
+def _sign_of_permutation(pivots: Tensor, dtype: torch.dtype) -> Tensor:
+    """The determinant of P: -1 for each row that is exchanged with another."""
+    own = torch.arange(1, pivots.shape[-1] + 1, dtype=pivots.dtype, device=pivots.device)
+    return (1 - 2 * (pivots != own).to(dtype)).prod(-1)
+
+
+def det(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`_linalg_det` of A (…, N, N): the determinant (…), LU and pivots."""
+    factors, pivots = _lu(a)
+    diagonal = factors.diagonal(0, -2, -1)
+    return _sign_of_permutation(pivots, a.dtype) * diagonal.prod(-1), factors, pivots
+
+
+def slogdet(a: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`_linalg_slogdet` of A (…, N, N): sign (…), logarithm of the rest (…), LU and pivots."""
+    factors, pivots = _lu(a)
+    diagonal = factors.diagonal(0, -2, -1)
+    sign = _sign_of_permutation(pivots, a.dtype) * diagonal.sgn().prod(-1)
+    return sign, diagonal.abs().log().sum(-1), factors, pivots
 
 
 def addbmm(
