@@ -17,6 +17,7 @@ from autopar._compat import register_dataclasses
 from autopar.errors import TraceError
 from autopar.tracer.checks import drop_assertions, passing_checks, warn_of
 from autopar.tracer.diagnose import (
+    SYMBOLIC,
     explain_failure,
     refuse_data_dependent,
     refuse_mixed,
@@ -53,6 +54,7 @@ class Notes:
 
     out_spec: Any = None
     dropped: Sequence[str] = ()
+    numbers: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         self.lines: dict[str, str] = {}
@@ -92,6 +94,7 @@ class Capture(nn.Module):
             output = self._with_loss(args, kwargs, target)
         register_dataclasses(output)
         leaves, self.notes.out_spec = pytree.tree_flatten(output)
+        self.notes.numbers = tuple(i for i, x in enumerate(leaves) if isinstance(x, SYMBOLIC))
         self.notes.dropped = [
             type(x).__name__
             for x in leaves

@@ -317,6 +317,7 @@ class _JointTrace:
             training=self.with_grad,
             loss_index=self.loss_index,
             beside=self.beside,
+            numbers=self.capture.notes.numbers,
             tied=tuple(tied_parameters(self.model)),
             state_values=self._constants(gm, inputs),
         )
