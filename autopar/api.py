@@ -28,6 +28,7 @@ from autopar.runtime.module import ParallelModule
 from autopar.runtime.optimizers import guard_optimizers
 from autopar.runtime.state import check_devices
 from autopar.step_plans import StepPlans
+from autopar.tracer.accepted import check_model
 from autopar.tracer.precision import low_dtype, sum_dtype
 from autopar.tracer.trace import normalize_inputs
 
@@ -267,7 +268,11 @@ def _agreed_settings(
     parsed = Constraints()
     failure: Exception | None = None
     extended = ""
+    mine: dict[str, Any] = {"the model's class": type(model).__name__}
     try:
+        check_model(model)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            mine[name] = (tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
         check_devices(model, mesh.device_type)
         given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
         parsed = Constraints.parse(constraints)
@@ -278,9 +283,6 @@ def _agreed_settings(
         extended = extensions.digest()
     except (AutoparError, OSError) as error:
         failure = error
-    mine: dict[str, Any] = {"the model's class": type(model).__name__}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        mine[name] = (tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
     if given is not None:
         mine["the plan"] = given.digest()
     mine["the constraints"] = parsed.to_dict()

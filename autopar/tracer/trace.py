@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from autopar.core.collector import paused_collector
 from autopar.core.graph import InputSpec, NodeInfo, OutputSpec, Repeat, TracedModel, output_paths
 from autopar.errors import TraceError
+from autopar.tracer.accepted import check_model
 from autopar.tracer.capture import PREFIX, Capture, export, normalize_inputs
 from autopar.tracer.cleanup import (
     clean,
@@ -36,6 +37,7 @@ from autopar.tracer.decompositions import REPLACEMENTS, decomposition_table
 from autopar.tracer.diagnose import (
     refuse_hooks,
     refuse_random,
+    refuse_sparse,
     refusing_tensor_hooks,
 )
 from autopar.tracer.fanout import insert_fanouts
@@ -85,8 +87,10 @@ def trace(
             over ranks, and to their parameter's dtype behind; None leaves it to the solver.
 
     Raises:
-        TraceError: the forward depends on data, or is not capturable; names file and line.
+        TraceError: the forward depends on data, or is not capturable; names file and line. Or
+            `model` is none that `check_model` takes.
     """
+    check_model(model)
     repeats = find_repeats(model) if fold else ()
     if repeats:
         options = {
@@ -108,6 +112,8 @@ def trace(
         refuse_hooks(model)
     with calls.recording(), refusing_tensor_hooks():
         exported = export(capture, args, kwargs)
+    if with_grad:
+        refuse_sparse(exported, model)
     traced = _JointTrace(capture, exported, with_grad, loss, calls, sum_dtype(reduce_dtype)).run()
     return replace(traced, precision=precision or "fp32", reduce_dtype=reduce_dtype)
 
