@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from autopar._compat import register_dataclasses
 from autopar.errors import TraceError
+from autopar.tracer.calls import check_loss_fn, explain_call
 from autopar.tracer.checks import drop_assertions, passing_checks, warn_of
 from autopar.tracer.diagnose import (
     SYMBOLIC,
@@ -116,12 +117,7 @@ def _to_meta(value: Any) -> Any:
 
 
 def export(capture: Capture, args: Any, kwargs: Any) -> Any:
-    loss_fn = capture.autopar_loss_fn
-    if isinstance(loss_fn, nn.Module) and (own := [n for n, _ in loss_fn.named_parameters()]):
-        raise TraceError(
-            f"loss_fn has parameters of its own, {', '.join(own)}, which would not be trained: "
-            "make it a part of the model, whose forward then returns the loss"
-        )
+    check_loss_fn(capture.autopar_loss_fn)
     register_dataclasses((args, kwargs))
     on_meta = any(p.is_meta for p in capture.parameters())
     if on_meta:
@@ -149,7 +145,9 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
     except TraceError:
         raise
     except Exception as error:
-        raise TraceError(explain_failure(capture.wrapped, error, lines)) from error
+        refused = explain_call(capture.wrapped, capture.autopar_loss_fn, args, kwargs)
+        text = refused or explain_failure(capture.wrapped, error, lines)
+        raise TraceError(text) from error
     warn_of(checks)
     return exported
 
