@@ -20,6 +20,7 @@ from autopar.core.constraints import NO_PIPELINE, Constraints
 from autopar.core.plan import Plan
 from autopar.core.units import parse_bytes
 from autopar.cost_model import Cluster
+from autopar.cost_model.memory import check_optimizer
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.planning import Planner, traced_for
 from autopar.runtime.agree import agree
@@ -69,7 +70,8 @@ def plan(
         example_inputs: tuple or dict of tensors with the global batch.
         constraints: what to pin; the rest is chosen.
         memory_limit: bytes per device, or "16GiB"; default: the device's memory.
-        optimizer: torch optimizer class or name, whose states count in memory.
+        optimizer: torch optimizer class or name, whose states count in memory; a class that is
+            unknown counts as Adam's, with a warning.
         loss_fn: `loss_fn(output, target)` for a model that returns no loss; `target` is then
             the keyword input of that name or the last positional one. A module without parameters,
             such as `nn.CrossEntropyLoss(weight=...)`, will do. Predictions need no target.
@@ -121,6 +123,7 @@ def step_plans(
     """Plans of one training step under memory limits, one or several; else arguments as `plan`."""
     described = cluster if isinstance(cluster, Cluster) else Cluster.from_mesh(cluster)
     parsed = Constraints.parse(constraints)
+    check_optimizer(optimizer)
     traced = traced_for(
         model,
         example_inputs,
@@ -184,6 +187,7 @@ def parallelize(
     _check_arguments(model, mesh)
     limit = _limit(memory_limit)
     check_backend(backend)
+    check_optimizer(optimizer)
     _check_world(mesh)
     guard_optimizers()
     dtypes = (precision, reduce_dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -544,6 +545,27 @@ def test_ranks_may_each_plan() -> None:
 def test_arguments_of_another_kind(mesh: Any, limit: Any, word: str) -> None:
     with pytest.raises(autopar.AutoparError, match=word):
         autopar.parallelize(hw.Mlp(), mesh or _FakeMesh(), hw.vectors(), memory_limit=limit)
+
+
+def test_an_unknown_name_of_an_optimizer_is_refused() -> None:
+    with pytest.raises(autopar.AutoparError, match=r"unknown.*mean 'adam' or 'adamw'"):
+        autopar.plan(hw.Mlp(), cluster(2), hw.vectors(), optimizer="adamm")
+    mesh: Any = _FakeMesh()
+    with pytest.raises(autopar.AutoparError, match="'adamm' is unknown"):
+        autopar.parallelize(hw.Mlp(), mesh, hw.vectors(), optimizer="adamm")
+
+
+class Novel(torch.optim.SGD):
+    """An optimizer that nobody knows the states of."""
+
+
+def test_an_unknown_class_of_optimizer_warns_once() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plan = autopar.plan(hw.Mlp(), cluster(2), hw.vectors(), optimizer=Novel, cache=False)
+        autopar.simulate(plan, hw.Mlp(), hw.vectors())
+    told = [w for w in caught if "'novel' is unknown" in str(w.message)]
+    assert len(told) == 1
 
 
 @pytest.mark.parametrize(("mode", "kind"), [("2d", "square"), ("3d", "cube")])
