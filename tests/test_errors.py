@@ -202,6 +202,14 @@ def test_sizes_that_do_not_divide(constraints: Any) -> None:
     assert "15" in str(caught.value) and "divide" in str(caught.value)
 
 
+@pytest.mark.parametrize("batch", [7, 1, 0])
+def test_a_batch_that_data_ranks_do_not_divide(batch: int) -> None:
+    with pytest.raises(autopar.ConstraintError) as caught:
+        autopar.plan(hw.Mlp(), cluster(), hw.vectors(batch), constraints={"data": 4})
+    for word in (f"the batch of {batch} is not divided by 4", f"x [{batch}, 16]", "multiple of 4"):
+        assert word in str(caught.value)
+
+
 # --- plan files --------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
