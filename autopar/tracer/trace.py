@@ -87,8 +87,8 @@ def trace(
             over ranks, and to their parameter's dtype behind; None leaves it to the solver.
 
     Raises:
-        TraceError: the forward depends on data, or is not capturable; names file and line. Or
-            `model` is none that `check_model` takes.
+        TraceError: no model for `check_model`, or the forward depends on data, or is not
+            capturable; names file and line.
     """
     check_model(model)
     repeats = find_repeats(model) if fold else ()
@@ -112,8 +112,6 @@ def trace(
         refuse_hooks(model)
     with calls.recording(), refusing_tensor_hooks():
         exported = export(capture, args, kwargs)
-    if with_grad:
-        refuse_sparse(exported, model)
     traced = _JointTrace(capture, exported, with_grad, loss, calls, sum_dtype(reduce_dtype)).run()
     return replace(traced, precision=precision or "fp32", reduce_dtype=reduce_dtype)
 
@@ -164,6 +162,8 @@ class _JointTrace:
     def run(self) -> TracedModel:
         gm = self.exported.graph_module
         check_no_input_mutation(self.exported)
+        if self.with_grad:
+            refuse_sparse(self.exported, self.model)
         specs, self.plain = input_specs(self.exported, self.model)
         self.casts = lift_casts(gm.graph, self.capture.dtype)
         prepare_graph(gm)
