@@ -20,6 +20,7 @@ from autopar.core.constraints import NO_PIPELINE, Constraints
 from autopar.core.plan import Plan
 from autopar.core.units import parse_bytes
 from autopar.cost_model import Cluster
+from autopar.cost_model.memory import check_optimizer
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.planning import Planner, traced_for
 from autopar.runtime.agree import agree
@@ -28,6 +29,7 @@ from autopar.runtime.module import ParallelModule
 from autopar.runtime.optimizers import guard_optimizers
 from autopar.runtime.state import check_devices
 from autopar.step_plans import StepPlans
+from autopar.tracer.accepted import check_model
 from autopar.tracer.precision import low_dtype, sum_dtype
 from autopar.tracer.trace import normalize_inputs
 
@@ -68,7 +70,8 @@ def plan(
         example_inputs: tuple or dict of tensors with the global batch.
         constraints: what to pin; the rest is chosen.
         memory_limit: bytes per device, or "16GiB"; default: the device's memory.
-        optimizer: torch optimizer class or name, whose states count in memory.
+        optimizer: torch optimizer class or name, whose states count in memory; a class that is
+            unknown counts as Adam's, with a warning.
         loss_fn: `loss_fn(output, target)` for a model that returns no loss; `target` is then
             the keyword input of that name or the last positional one. A module without parameters,
             such as `nn.CrossEntropyLoss(weight=...)`, will do. Predictions need no target.
@@ -120,6 +123,7 @@ def step_plans(
     """Plans of one training step under memory limits, one or several; else arguments as `plan`."""
     described = cluster if isinstance(cluster, Cluster) else Cluster.from_mesh(cluster)
     parsed = Constraints.parse(constraints)
+    check_optimizer(optimizer)
     traced = traced_for(
         model,
         example_inputs,
@@ -183,6 +187,7 @@ def parallelize(
     _check_arguments(model, mesh)
     limit = _limit(memory_limit)
     check_backend(backend)
+    check_optimizer(optimizer)
     _check_world(mesh)
     guard_optimizers(model)
     dtypes = (precision, reduce_dtype)
@@ -267,7 +272,11 @@ def _agreed_settings(
     parsed = Constraints()
     failure: Exception | None = None
     extended = ""
+    mine: dict[str, Any] = {"the model's class": type(model).__name__}
     try:
+        check_model(model)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            mine[name] = (tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
         check_devices(model, mesh.device_type)
         given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
         parsed = Constraints.parse(constraints)
@@ -278,9 +287,6 @@ def _agreed_settings(
         extended = extensions.digest()
     except (AutoparError, OSError) as error:
         failure = error
-    mine: dict[str, Any] = {"the model's class": type(model).__name__}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        mine[name] = (tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
     if given is not None:
         mine["the plan"] = given.digest()
     mine["the constraints"] = parsed.to_dict()

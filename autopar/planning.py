@@ -34,6 +34,7 @@ from autopar.runtime.pipeline_mesh import PipelineMesh, check_ascending, own_pla
 from autopar.runtime.state import materialize
 from autopar.step_plans import StepPlans
 from autopar.symmetric_calls import with_symmetric_calls
+from autopar.tracer.accepted import check_model
 from autopar.tracer.fold import find_repeats
 from autopar.tracer.trace import trace
 
@@ -51,6 +52,7 @@ def traced_for(
     reduce_dtype: str | None = None,
 ) -> TracedModel:
     """The graph that `plan` solves for these arguments: folded where the pins allow it."""
+    check_model(model)
     return trace(
         model,
         example_inputs,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,14 @@ def test_sizes_that_do_not_divide(constraints: Any) -> None:
     with pytest.raises(autopar.ConstraintError) as caught:
         autopar.plan(odd, cluster(), (torch.randn(7, 15),), constraints=constraints)
     assert "15" in str(caught.value) and "divide" in str(caught.value)
+
+
+@pytest.mark.parametrize("batch", [7, 1, 0])
+def test_a_batch_that_data_ranks_do_not_divide(batch: int) -> None:
+    with pytest.raises(autopar.ConstraintError) as caught:
+        autopar.plan(hw.Mlp(), cluster(), hw.vectors(batch), constraints={"data": 4})
+    for word in (f"the batch of {batch} is not divided by 4", f"x [{batch}, 16]", "multiple of 4"):
+        assert word in str(caught.value)
 
 
 # --- plan files --------------------------------------------------------------------------------
@@ -585,6 +594,27 @@ def test_ranks_may_each_plan() -> None:
 def test_arguments_of_another_kind(mesh: Any, limit: Any, word: str) -> None:
     with pytest.raises(autopar.AutoparError, match=word):
         autopar.parallelize(hw.Mlp(), mesh or _FakeMesh(), hw.vectors(), memory_limit=limit)
+
+
+def test_an_unknown_name_of_an_optimizer_is_refused() -> None:
+    with pytest.raises(autopar.AutoparError, match=r"unknown.*mean 'adam' or 'adamw'"):
+        autopar.plan(hw.Mlp(), cluster(2), hw.vectors(), optimizer="adamm")
+    mesh: Any = _FakeMesh()
+    with pytest.raises(autopar.AutoparError, match="'adamm' is unknown"):
+        autopar.parallelize(hw.Mlp(), mesh, hw.vectors(), optimizer="adamm")
+
+
+class Novel(torch.optim.SGD):
+    """An optimizer that nobody knows the states of."""
+
+
+def test_an_unknown_class_of_optimizer_warns_once() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plan = autopar.plan(hw.Mlp(), cluster(2), hw.vectors(), optimizer=Novel, cache=False)
+        autopar.simulate(plan, hw.Mlp(), hw.vectors())
+    told = [w for w in caught if "'novel' is unknown" in str(w.message)]
+    assert len(told) == 1
 
 
 @pytest.mark.parametrize(("mode", "kind"), [("2d", "square"), ("3d", "cube")])

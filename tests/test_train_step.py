@@ -129,4 +129,4 @@ def test_the_scalar_called_loss_is_trained_and_another_sum_is_refused(microbatch
         assert off < 1e-12
         if microbatches == 1:
             assert "['penalty']" in summed and "['loss'] alone" in summed
-            assert "['total'], ['penalty']" in unnamed and "`loss`" in unnamed
+            assert "output['total'], output['penalty']" in unnamed and "`loss`" in unnamed

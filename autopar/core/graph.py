@@ -158,6 +158,7 @@ class TracedModel:
         loss_index: position of the scalar loss among the user outputs, if there is one.
         beside: positions of outputs beside the loss that depend on parameters, of which the
             gradients hold no part.
+        numbers: positions of outputs that are Python numbers made of tensors; a step returns None.
         tied: FQNs that share storage with a parameter, `(alias, owner)`.
         state_values: tensors lifted from the code, by FQN.
         repeats: blocks that the graph holds once for many; empty for a graph to run. A container
@@ -189,6 +190,7 @@ class TracedModel:
     batch_bytes: int = 0
     reduce_dtype: str | None = None
     beside: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:

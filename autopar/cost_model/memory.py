@@ -11,23 +11,51 @@ arrives for an op is live before its outputs are.
 
 from __future__ import annotations
 
+import difflib
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from autopar.cost_model.profile import ClusterError
+from autopar.errors import AutoparError
 
 __all__ = [
     "Offloaded",
     "PeakMemory",
     "ScheduledOp",
+    "check_optimizer",
     "dtype_bytes",
     "levels",
     "optimizer_name",
     "optimizer_state_bytes",
     "peak_bytes",
 ]
+
+# states of the size of the parameter, and options that each add one
+_STATES = {
+    "adadelta": 2,
+    "adagrad": 1,
+    "adam": 2,
+    "adamax": 2,
+    "adamw": 2,
+    "asgd": 1,
+    "lion": 1,
+    "muon": 1,
+    "nadam": 2,
+    "radam": 2,
+    "rmsprop": 1,
+    "rprop": 2,
+    "sgd": 0,
+    "sparseadam": 2,
+}
+_OPTIONS = {
+    "adam": ("amsgrad",),
+    "adamw": ("amsgrad",),
+    "rmsprop": ("momentum", "centered"),
+    "sgd": ("momentum",),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +235,7 @@ def optimizer_state_bytes(
         **options: constructor arguments that add states: momentum, amsgrad, centered.
 
     Returns:
-        Bytes; an unknown optimizer counts as two states, with a warning.
+        Bytes; an unknown optimizer counts as two states, with one warning.
     """
     if optimizer is None or isinstance(optimizer, Offloaded):
         return 0
@@ -217,12 +245,35 @@ def optimizer_state_bytes(
         return _adafactor_states(numel, shape) * dtype_bytes(dtype)
     count = _state_count(name, settings)
     if count is None:
-        warnings.warn(
-            f"optimizer {name!r} is unknown: counting two states per parameter, as Adam has",
-            stacklevel=2,
-        )
+        _warn_of_unknown(name)
         count = 2
     return count * numel * dtype_bytes(dtype)
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Asked of what a user names: a class may be unknown, a string is then a mistake.
+
+    Raises:
+        AutoparError: a name that is no optimizer's.
+    """
+    known = sorted({*_STATES, "adafactor"})
+    if isinstance(optimizer, str) and optimizer.lower() not in known:
+        name = optimizer.lower()
+        near = difflib.get_close_matches(name, [k for k in known if k[:1] == name[:1]], n=2)
+        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise AutoparError(
+            f"optimizer {optimizer!r} is unknown.{hint} Known are {', '.join(known)}. Of another "
+            "optimizer pass the class, which counts as two states per parameter, as Adam has."
+        )
+
+
+@cache
+def _warn_of_unknown(name: str) -> None:
+    """Once for each name: the states of every parameter are asked for many times."""
+    warnings.warn(
+        f"optimizer {name!r} is unknown: counting two states per parameter, as Adam has",
+        stacklevel=3,
+    )
 
 
 def optimizer_name(optimizer: object) -> str:
@@ -244,24 +295,9 @@ def _optimizer_name(optimizer: object) -> tuple[str, dict[str, object]]:
 
 def _state_count(name: str, settings: Mapping[str, object]) -> int | None:
     """States of the size of the parameter, from torch.optim's sources; None if unknown."""
-    momentum, centered = bool(settings.get("momentum")), bool(settings.get("centered"))
-    counts = {
-        "sgd": momentum,
-        "rmsprop": 1 + momentum + centered,
-        "adagrad": 1,
-        "adadelta": 2,
-        "adamax": 2,
-        "asgd": 1,
-        "rprop": 2,
-        "lion": 1,
-        "muon": 1,
-        "nadam": 2,
-        "radam": 2,
-        "sparseadam": 2,
-    }
-    if name in ("adam", "adamw"):
-        return 2 + bool(settings.get("amsgrad"))
-    return None if name not in counts else int(counts[name])
+    if name not in _STATES:
+        return None
+    return _STATES[name] + sum(bool(settings.get(option)) for option in _OPTIONS.get(name, ()))
 
 
 def _adafactor_states(numel: int, shape: Sequence[int] | None) -> int:

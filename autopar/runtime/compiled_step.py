@@ -13,7 +13,8 @@ from autopar._compat import register_dataclasses
 from autopar.codegen.emit import Program
 from autopar.codegen.fusion import Fusion
 from autopar.codegen.partition import whole_step
-from autopar.core.graph import TracedModel, output_paths
+from autopar.core.graph import TracedModel
+from autopar.core.loss import position_of_loss
 from autopar.core.plan import Plan
 from autopar.errors import AutoparError
 from autopar.runtime.inductor import CompiledProgram
@@ -23,7 +24,6 @@ __all__ = [
     "in_one_piece",
     "input_signature",
     "kept_outputs",
-    "position_of_loss",
     "tensors_in_order",
 ]
 
@@ -105,30 +105,3 @@ def in_one_piece(traced: TracedModel, program: Program) -> fx.GraphModule | None
     except AutoparError:  # told when train_step is called
         return None
     return whole_step(program.joint.graph, kept_outputs(program, loss))
-
-
-def position_of_loss(traced: TracedModel) -> int:
-    """The index of the loss among the user outputs.
-
-    Raises:
-        AutoparError: there is none, or one of several scalars that none of them is named.
-    """
-    if traced.loss_index is not None:
-        return traced.loss_index
-    nodes, paths = traced.nodes(), output_paths(traced.out_spec)
-    values = {
-        int(s.target): nodes[s.node].meta["val"]
-        for s in traced.outputs
-        if s.kind == "output" and s.node
-    }
-    scalars = [paths[i] for i, v in values.items() if not v.dim() and v.is_floating_point()]
-    if len(scalars) > 1:
-        raise AutoparError(
-            f"train_step needs one scalar loss, and the model returns {len(scalars)} scalars: "
-            f"{', '.join(scalars)}. Return the one to train in a field `loss`, or pass loss_fn= to "
-            "autopar.parallelize, which gets the output and returns it."
-        )
-    raise AutoparError(
-        "train_step needs a scalar loss among the model's outputs; pass loss_fn= to "
-        "autopar.parallelize, or labels to the model"
-    )

@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar._compat import dtensor_like, module_has_hooks
+from autopar.core.loss import position_of_loss
 from autopar.core.placement import Layout
 from autopar.core.plan import Plan
 from autopar.errors import AutoparError
 from autopar.runtime.children import adopt, as_in, modes
-from autopar.runtime.compiled_step import CompiledStep, input_signature, position_of_loss
+from autopar.runtime.compiled_step import CompiledStep, input_signature
 from autopar.runtime.data import ShardedLoader
 from autopar.runtime.gradients import clip_gradients
 from autopar.runtime.local_step import step_on_shares
@@ -247,10 +248,16 @@ class ParallelModule(StateModule):
         on autograd's own nodes (`register_multi_grad_hook`) need `forward` and `backward`.
 
         Raises:
-            AutoparError: the model has no scalar loss; pass `loss_fn=` to `parallelize`.
+            AutoparError: there is no scalar loss to train (the text says why), the module is in
+                evaluation mode, or gradients are switched off.
         """
         if not self.training:
             raise AutoparError("train_step in evaluation mode; call .train() first")
+        if not torch.is_grad_enabled():
+            raise AutoparError(
+                "train_step under torch.no_grad() or inference_mode(), where there are no "
+                "gradients; call it outside, or call the module itself for its output"
+            )
         step = self._step_for(args, kwargs)
         index = position_of_loss(step.traced)
         if isinstance(step, CompiledStep) and step.traced.training and not self._has_hooks():

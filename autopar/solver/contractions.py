@@ -21,6 +21,7 @@ __all__ = [
     "find_gradients",
     "is_attention",
     "kind_on_axis",
+    "undivided_batch",
 ]
 
 aten = torch.ops.aten
@@ -135,6 +136,24 @@ def _batch_dim(op: Op, weight_index: int) -> int:
     labels = str(op.call.args[0]).split("->")[0].split(",")
     activation, weight = labels[1 - weight_index], labels[weight_index]
     return next((dim for dim, label in enumerate(activation) if label not in weight), 0)
+
+
+def undivided_batch(contraction: Contraction, ranks: int, step: Step) -> str:
+    """The batch that so many data ranks cannot share evenly, and what would do; "" if they can."""
+    size = contraction.op.call.operands[contraction.activation_index].shape[contraction.batch_dim]
+    if ranks == 1 or (size and size % ranks == 0):
+        return ""
+    given = [s for s in step.inputs.values() if s.kind == "input" and s.shape]
+    sizes = ", ".join(f"{s.target} {list(s.shape)}" for s in given[:3])
+    same = any(s.shape[0] == size for s in given)
+    what = f"the batch of {size}" if same else f"its batch dim of {size}"
+    turn = " in a microbatch" if step.in_turns else ""
+    next_size = max(ranks, size + -size % ranks)
+    return (
+        f"{what}{turn} is not divided by {ranks} ranks (inputs: {sizes}). Pass a batch that is a "
+        f"multiple of {ranks}, such as {next_size}, or split data over a number of ranks that "
+        "divides the batch."
+    )
 
 
 def kind_on_axis(contraction: Contraction, candidate: Candidate, axis: int) -> str:

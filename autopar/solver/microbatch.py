@@ -18,6 +18,7 @@ import numpy as np
 
 from autopar.core.blocks import Blocks
 from autopar.core.graph import TracedModel, Value, dependents, resolve
+from autopar.core.loss import missing_loss
 from autopar.core.placement import Layout, Partial, Placement
 from autopar.core.plan import NodePlan
 from autopar.cost_model import Cluster
@@ -47,7 +48,7 @@ def split_in_time(traced: TracedModel, cluster: Cluster, microbatches: int) -> d
     """
     if microbatches > 1 and (traced.loss_index is None or not traced.training):
         raise ConstraintError(
-            "microbatches need a training step with a scalar loss; pass loss_fn= or labels"
+            f"microbatches need a training step with a scalar loss: {missing_loss(traced)}"
         )
     return _Splitter(traced, cluster, microbatches).run()
 

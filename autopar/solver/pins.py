@@ -39,6 +39,7 @@ from autopar.solver.contractions import (
     find_gradients,
     is_attention,
     kind_on_axis,
+    undivided_batch,
 )
 from autopar.solver.step import Op, Step, Value
 
@@ -368,6 +369,9 @@ class Pins:
         c = self.contractions.get(op.name)
         shapes = " x ".join(str(list(s.shape)) for s in op.call.operands)
         where = self.step.parameters[c.weight].target if c is not None else op.name
+        ranks = math.prod(self.mesh_shape[axis] for axis in self.data_axes)
+        if c is not None and (batch := undivided_batch(c, ranks, self.step)):
+            return ConstraintError(f"{self.describe()} cannot hold for {where}: {batch}")
         return ConstraintError(
             f"{self.describe()} cannot hold for {where}: operands {shapes} do not divide, or the "
             "op has no such form. Change the sizes, the number of devices, or drop the constraint."

@@ -15,8 +15,10 @@ from torch.utils import _pytree as pytree
 
 from autopar._compat import register_dataclasses
 from autopar.errors import TraceError
+from autopar.tracer.calls import check_loss_fn, explain_call
 from autopar.tracer.checks import drop_assertions, passing_checks, warn_of
 from autopar.tracer.diagnose import (
+    SYMBOLIC,
     explain_failure,
     refuse_data_dependent,
     refuse_mixed,
@@ -55,6 +57,7 @@ class Notes:
     out_spec: Any = None
     dropped: Sequence[str] = ()
     frozen: Sequence[str] = ()
+    numbers: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         self.lines: dict[str, str] = {}
@@ -86,6 +89,7 @@ class Capture(nn.Module):
             output = self._called(args, kwargs)
         register_dataclasses(output)
         leaves, self.notes.out_spec = pytree.tree_flatten(output)
+        self.notes.numbers = tuple(i for i, x in enumerate(leaves) if isinstance(x, SYMBOLIC))
         self.notes.dropped = [
             type(x).__name__
             for x in leaves
@@ -118,12 +122,7 @@ def _to_meta(value: Any) -> Any:
 
 
 def export(capture: Capture, args: Any, kwargs: Any) -> Any:
-    loss_fn = capture.autopar_loss_fn
-    if isinstance(loss_fn, nn.Module) and (own := [n for n, _ in loss_fn.named_parameters()]):
-        raise TraceError(
-            f"loss_fn has parameters of its own, {', '.join(own)}, which would not be trained: "
-            "make it a part of the model, whose forward then returns the loss"
-        )
+    check_loss_fn(capture.autopar_loss_fn)
     register_dataclasses((args, kwargs))
     on_meta = any(p.is_meta for p in capture.parameters())
     if on_meta:
@@ -151,7 +150,9 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
     except TraceError:
         raise
     except Exception as error:
-        raise TraceError(explain_failure(capture.wrapped, error, lines)) from error
+        refused = explain_call(capture.wrapped, capture.autopar_loss_fn, args, kwargs)
+        text = refused or explain_failure(capture.wrapped, error, lines)
+        raise TraceError(text) from error
     warn_of(checks)
     warn_of_frozen(capture.notes.frozen)
     return exported

@@ -25,6 +25,7 @@ __all__ = [
     "refuse_hooks",
     "refuse_mixed",
     "refuse_random",
+    "refuse_sparse",
     "refuse_vmap",
     "refusing_tensor_hooks",
     "user_line",
@@ -179,6 +180,36 @@ def refuse_random(node: fx.Node, source: str, lines: Mapping[str, str]) -> None:
             "them. Draw with torch.rand, randn, randint, randperm, bernoulli or dropout, without a "
             "generator, or pass the drawn numbers in as an input."
         )
+
+
+def refuse_sparse(exported: Any, model: nn.Module) -> None:
+    """Raises:
+    TraceError: an op of the exported program gives a trainable parameter a sparse gradient.
+    """
+    names = exported.graph_signature.inputs_to_parameters
+    for node in exported.graph_module.graph.nodes:
+        if not _has_sparse_gradient(node):
+            continue
+        table = node.args[0]
+        # behind the name that the model has in a capture
+        fqn = names.get(table.name, "").partition(".")[2]
+        if fqn and not model.get_parameter(fqn).requires_grad:
+            continue
+        what = f"parameter {fqn}" if fqn else "a tensor computed from parameters"
+        shape = tuple(table.meta["val"].shape)
+        line = user_line(node)
+        at = "" if line == _NOWHERE else f" at {line}"
+        raise TraceError(
+            f"cannot trace {type(model).__name__}{at}\n"
+            f"  {what} of shape {shape} gets a sparse gradient (sparse=True), which cannot be "
+            "summed over ranks.\n  Leave out sparse=True: autopar splits a large table over ranks."
+        )
+
+
+def _has_sparse_gradient(node: fx.Node) -> bool:
+    if node.target is torch.ops.aten.embedding.default:
+        return bool(node.kwargs.get("sparse", len(node.args) > 4 and node.args[4]))
+    return node.target is torch.ops.aten.gather.default and bool(node.kwargs.get("sparse_grad"))
 
 
 def refuse_hooks(model: nn.Module) -> None:

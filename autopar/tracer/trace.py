@@ -22,6 +22,7 @@ from autopar._compat import without_onednn
 from autopar.core.collector import paused_collector
 from autopar.core.graph import InputSpec, NodeInfo, OutputSpec, Repeat, TracedModel, output_paths
 from autopar.errors import TraceError
+from autopar.tracer.accepted import check_model
 from autopar.tracer.capture import PREFIX, Capture, export, normalize_inputs
 from autopar.tracer.cleanup import (
     clean,
@@ -37,6 +38,7 @@ from autopar.tracer.decompositions import REPLACEMENTS, decomposition_table
 from autopar.tracer.diagnose import (
     refuse_hooks,
     refuse_random,
+    refuse_sparse,
     refusing_tensor_hooks,
 )
 from autopar.tracer.fanout import insert_fanouts
@@ -87,8 +89,10 @@ def trace(
             over ranks, and to their parameter's dtype behind; None leaves it to the solver.
 
     Raises:
-        TraceError: the forward depends on data, or is not capturable; names file and line.
+        TraceError: no model for `check_model`, or the forward depends on data, or is not
+            capturable; names file and line.
     """
+    check_model(model)
     repeats = find_repeats(model) if fold else ()
     if repeats:
         options = {
@@ -160,6 +164,8 @@ class _JointTrace:
     def run(self) -> TracedModel:
         gm = self.exported.graph_module
         check_no_input_mutation(self.exported)
+        if self.with_grad:
+            refuse_sparse(self.exported, self.model)
         specs, self.plain = input_specs(self.exported, self.model)
         self.casts = lift_casts(gm.graph, self.capture.dtype)
         prepare_graph(gm)
@@ -319,6 +325,7 @@ class _JointTrace:
             training=self.with_grad,
             loss_index=self.loss_index,
             beside=self.beside,
+            numbers=self.capture.notes.numbers,
             tied=tuple(tied_parameters(self.model)),
             state_values=self._constants(gm, inputs),
         )
