@@ -189,9 +189,9 @@ def parallelize(
     check_backend(backend)
     check_optimizer(optimizer)
     _check_world(mesh)
-    guard_optimizers(model)
     dtypes = (precision, reduce_dtype)
     given, parsed, base = _agreed_settings(model, mesh, plan, constraints, seed, dtypes, passes)
+    guard_optimizers(model)
     if given is not None:
         precision, reduce_dtype = given.precision, given.reduce_dtype
     if example_inputs is None and parsed.pipeline is None:
