@@ -1,0 +1,71 @@
+"""Ops between parameters and the batch: what they make of either is split with the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autopar
+
+_BATCH = 4
+_IN_TURNS = {"pipeline": {"size": 1, "microbatches": 2}}
+
+
+def _double(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def _planned(model: nn.Module, inputs: tuple[Tensor, ...], constraints: object) -> autopar.Plan:
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    plan = autopar.plan(model, cluster, inputs, constraints=constraints, cache=False)
+    found = autopar.verify(plan, model, inputs)
+    assert found.worst[1] < 1e-9, found.worst
+    return plan
+
+
+def _in_turns(model: nn.Module, *inputs: Tensor) -> None:
+    """The model runs in microbatches, and with the batch split over ranks."""
+    plan = _planned(model.double(), inputs, _IN_TURNS)
+    assert plan.pipeline is not None
+    assert plan.pipeline.microbatches == 2
+    _planned(model, inputs, {"data": 2})
+
+
+class Bags(nn.Module):
+    """Bags that all have as many indices, in the three modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        modes = ("sum", "mean", "max")
+        self.tables = nn.ModuleList(nn.EmbeddingBag(16, 8, mode=m, padding_idx=3) for m in modes)
+
+    def forward(self, indices: Tensor, target: Tensor) -> Tensor:
+        found = torch.cat([table(indices) for table in self.tables], 1)
+        return F.binary_cross_entropy(found.sum(1).sigmoid(), target)
+
+
+def test_bags_of_equal_length_are_split_with_their_indices() -> None:
+    indices, target = torch.randint(0, 16, (_BATCH, 3)), torch.rand(_BATCH, dtype=torch.float64)
+    model = Bags()
+    _in_turns(model, indices, target)
+    plan = _planned(model, (indices, target), {"data": 2, "zero": 0})
+    sent = {c.kind: c.num_bytes for c in plan.predicted.comm_bytes}
+    tables = sum(8 * p.numel() for p in model.parameters())
+    assert sent["all_reduce"] <= tables + 8
+    assert sent.get("all_gather", 0) <= 8 * _BATCH
+
+
+def test_bags_whose_offsets_are_given_are_not_split() -> None:
+    class Given(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.EmbeddingBag(16, 8, mode="sum").double()
+
+        def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
+            return self.table(indices, offsets).pow(2).mean()
+
+    offsets = torch.tensor([0, 1, 6, 9])  # only their values tell which indices belong to a bag
+    with pytest.raises(autopar.errors.ConstraintError, match="embedding_bag"):
+        _planned(Given(), (torch.randint(0, 16, (12,)), offsets), _IN_TURNS)
