@@ -69,3 +69,22 @@ def test_bags_whose_offsets_are_given_are_not_split() -> None:
     offsets = torch.tensor([0, 1, 6, 9])  # only their values tell which indices belong to a bag
     with pytest.raises(autopar.errors.ConstraintError, match="embedding_bag"):
         _planned(Given(), (torch.randint(0, 16, (12,)), offsets), _IN_TURNS)
+
+
+class Copies(nn.Module):
+    """A learned token in front of each sequence, and a weight repeated for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, 4))
+        self.read = nn.Linear(4, 4)
+        self.norm = nn.InstanceNorm1d(4, affine=True)
+        nn.init.normal_(self.norm.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined = self.read(torch.cat([self.token.repeat(len(x), 1, 1), x], 1))
+        return self.norm(joined.transpose(1, 2)).pow(3).mean()
+
+
+def test_copies_of_a_parameter_are_split() -> None:
+    _in_turns(Copies(), _double(_BATCH, 6, 4))

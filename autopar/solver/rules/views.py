@@ -14,7 +14,7 @@ from autopar.core.placement import Placement, Shard
 from autopar.core.strategy import AxisStrategy, OpCall
 from autopar.solver.rules.dims import dim_names, one_dim, several_dims
 from autopar.solver.rules.labels import by_labels, linear_rows, replicated_row
-from autopar.solver.rules.registry import rule
+from autopar.solver.rules.registry import combination, rule
 
 aten = torch.ops.aten
 
@@ -141,10 +141,23 @@ def expand_rule(call: OpCall) -> list[AxisStrategy]:
 
 @rule(aten.repeat.default)
 def repeat_rule(call: OpCall) -> list[AxisStrategy]:
-    repeats = call.arg(1, "repeats")
-    repeated = {i for i, count in enumerate(repeats) if count != 1}
-    names = dim_names(call.outputs[0], repeated)
-    return _moved(call, names[len(names) - len(call.operands[0].shape) :], names)
+    """A repeated dim is sharded as an expanded one is: each rank makes some of the copies."""
+    counts = call.arg(1, "repeats")
+    whole = {i for i, count in enumerate(counts) if count != 1 and count % call.axis_size}
+    names = dim_names(call.outputs[0], whole)
+    inputs = [None if count != 1 else name for count, name in zip(counts, names, strict=True)]
+    return _moved(call, inputs[len(names) - len(call.operands[0].shape) :], names)
+
+
+@combination(aten.repeat.default)
+def whole_copies(call: OpCall, rows: Sequence[AxisStrategy], mesh: Sequence[int]) -> bool:
+    """Axes that share a repeated dim divide the number of copies, not only the dim."""
+    counts = call.arg(1, "repeats")
+    made = [1] * len(counts)
+    for row, size in zip(rows, mesh, strict=True):
+        if row.outputs[0].is_shard and row.inputs[0].is_replicate:
+            made[row.outputs[0].dim] *= size
+    return all(count % num == 0 for count, num in zip(counts, made, strict=True))
 
 
 @rule(aten.flip.default)
