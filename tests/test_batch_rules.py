@@ -88,3 +88,21 @@ class Copies(nn.Module):
 
 def test_copies_of_a_parameter_are_split() -> None:
     _in_turns(Copies(), _double(_BATCH, 6, 4))
+
+
+class Scaled(nn.Module):
+    """A learned temperature with a bound, as in CLIP (Radford et al. 2021, arXiv 2103.00020)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Linear(4, 3)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.shift = nn.Parameter(torch.tensor([0.5, 9.0, 2.0]))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        scaled = self.features(x) * self.scale.exp().clamp(max=100)
+        return F.cross_entropy(scaled + torch.where(self.shift > 1, self.shift, 0), target)
+
+
+def test_the_gradient_of_a_bounded_parameter_is_a_sum_over_the_batch() -> None:
+    _in_turns(Scaled(), _double(_BATCH, 4), torch.tensor([0, 2, 1, 1]))
