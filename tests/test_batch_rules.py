@@ -58,17 +58,22 @@ def test_bags_of_equal_length_are_split_with_their_indices() -> None:
 
 
 def test_bags_whose_offsets_are_given_are_not_split() -> None:
+    """Beside bags of the same shapes that are."""
+
     class Given(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.table = nn.EmbeddingBag(16, 8, mode="sum").double()
+            self.tables = nn.ModuleList(nn.EmbeddingBag(16, 8, mode="sum") for _ in range(2))
 
         def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
-            return self.table(indices, offsets).pow(2).mean()
+            equal = self.tables[0](indices, torch.arange(0, 12, 3))
+            return (equal * self.tables[1](indices, offsets)).pow(2).mean()
 
     offsets = torch.tensor([0, 1, 6, 9])  # only their values tell which indices belong to a bag
+    inputs = torch.randint(0, 16, (12,)), offsets
+    _planned(Given().double(), inputs, {"data": 2})
     with pytest.raises(autopar.errors.ConstraintError, match="embedding_bag"):
-        _planned(Given(), (torch.randint(0, 16, (12,)), offsets), _IN_TURNS)
+        _planned(Given().double(), inputs, _IN_TURNS)
 
 
 class Copies(nn.Module):

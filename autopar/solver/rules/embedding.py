@@ -6,16 +6,24 @@ table, looks up what it has, and gives 0 for the rest: the outputs sum to the wh
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
 from autopar.core.placement import Partial, Placement, Replicate, Shard
 from autopar.core.strategy import AxisStrategy, OpCall, TensorSpec
 from autopar.solver.rules.labels import by_labels, linear_rows, replicated_row
-from autopar.solver.rules.registry import rule
+from autopar.solver.rules.registry import facts, rule
 
 aten = torch.ops.aten
 _MODE_MAX = 2
+_BAGS = (
+    aten._embedding_bag.default,
+    aten._embedding_bag_forward_only.default,
+    aten._embedding_bag_dense_backward.default,
+    aten._embedding_bag_per_sample_weights_backward.default,
+)
 
 
 @rule(aten.embedding.default)
@@ -37,26 +45,38 @@ def embedding_backward_rule(call: OpCall) -> list[AxisStrategy]:
     return rows + linear_rows(call, [(0,)])
 
 
-def _equal_bags(offsets: fx.Node, num_indices: int, num_bags: int) -> bool:
-    """True if the offsets are 0, L, 2L, …: bags that all have as many indices, known beforehand."""
-    while offsets.target is aten.alias.default:
-        offsets = offsets.args[0]  # type: ignore[assignment]
-    if offsets.target is aten.arange.start_step:
+def _begins(offsets: Any) -> tuple[Any, Any, Any] | None:
+    """Start, end and step of offsets that an arange makes: 0, L, 2L, … for bags of L indices."""
+    if isinstance(offsets, fx.Node) and offsets.target is aten.alias.default:
+        return _begins(offsets.args[0])
+    if isinstance(offsets, fx.Node) and offsets.target is aten.arange.start_step:
         start, end, step = (*offsets.args, 1)[:3]
-    elif offsets.target is aten.arange.default:
-        start, end, step = 0, offsets.args[0], 1
-    else:
-        return False
-    return (start, end) == (0, num_indices) and step * num_bags == num_indices  # type: ignore
+        return start, end, step
+    if isinstance(offsets, fx.Node) and offsets.target is aten.arange.default:
+        return 0, offsets.args[0], 1
+    return None
 
 
-def _offsets_of(bags: fx.Node) -> fx.Node:
-    """The offsets that the bag of each index was found from (`tracer/formulas.py`)."""
-    if bags.target is aten.sub.Tensor and isinstance(bags.args[0], fx.Node):
-        found = bags.args[0]
-        if found.target is aten.searchsorted.Tensor and isinstance(found.args[0], fx.Node):
-            return found.args[0]
-    return bags
+def _offsets(call: OpCall) -> Any:
+    """The offsets, which the gradient has the bag of each index from (`tracer/formulas.py`)."""
+    node: Any = call.nodes[_INDICES.get(call.target, 1) + 1]
+    if call.target is not aten._embedding_bag_dense_backward.default:
+        return node
+    found = node.args[0] if node.target is aten.sub.Tensor else None
+    is_search = isinstance(found, fx.Node) and found.target is aten.searchsorted.Tensor
+    return found.args[0] if is_search and isinstance(found, fx.Node) else None
+
+
+_INDICES = {aten._embedding_bag_per_sample_weights_backward.default: 2}
+
+
+@facts(*_BAGS)
+def equal_bags(call: OpCall) -> bool:
+    """True if all bags have as many indices, which is known before their values are."""
+    num_indices = call.operands[_INDICES.get(call.target, 1)].shape[0]
+    lead = call.outputs if call.target in _BAGS[:2] else call.operands
+    begins = _begins(_offsets(call))
+    return begins is not None and begins == (0, num_indices, num_indices // lead[0].shape[0])
 
 
 def _by_bag(spec: TensorSpec, num_bags: int) -> Placement:
@@ -77,7 +97,7 @@ def embedding_bag_rule(call: OpCall) -> list[AxisStrategy]:
     outputs = (Shard(1), Replicate(), Replicate(), argmax)
     rows = [replicated_row(call), AxisStrategy((Shard(1), *rest), outputs)]
     num_bags = call.outputs[0].shape[0]
-    if _equal_bags(call.nodes[2], call.operands[1].shape[0], num_bags):
+    if equal_bags(call):
         weights = tuple(Shard(0) for _ in call.operands[3:])
         outputs = (Shard(0), Replicate(), Shard(0), _by_bag(call.outputs[3], num_bags))
         inputs = (Replicate(), Shard(0), Replicate(), *weights)
@@ -96,8 +116,7 @@ def embedding_bag_backward_rule(call: OpCall) -> list[AxisStrategy]:
     hidden = (Shard(1), Replicate(), Replicate(), Replicate(), argmax, *weights)
     rows = [replicated_row(call), AxisStrategy(hidden, (Shard(1),))]
     num_bags, by_frequency = call.operands[0].shape[0], call.args[6]
-    offsets = _offsets_of(call.nodes[2])
-    if not by_frequency and _equal_bags(offsets, call.operands[1].shape[0], num_bags):
+    if not by_frequency and equal_bags(call):
         argmax = _by_bag(call.operands[4], num_bags)
         weights = tuple(Shard(0) for _ in call.operands[5:])
         inputs = (Shard(0), Shard(0), Replicate(), Shard(0), argmax, *weights)
@@ -113,7 +132,7 @@ def embedding_bag_weights_rule(call: OpCall) -> list[AxisStrategy]:
     """
     rest = tuple(Replicate() for _ in call.operands[2:])
     rows = [replicated_row(call), AxisStrategy((Shard(1), Shard(1), *rest), (Partial(),))]
-    if _equal_bags(call.nodes[3], call.operands[2].shape[0], call.operands[0].shape[0]):
+    if equal_bags(call):
         inputs = (Shard(0), Replicate(), Shard(0), Replicate(), Replicate())
         rows.append(AxisStrategy(inputs, (Shard(0),), "bags"))
     return rows + linear_rows(call, [(0,), (1,)])
