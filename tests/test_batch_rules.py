@@ -111,3 +111,38 @@ class Scaled(nn.Module):
 
 def test_the_gradient_of_a_bounded_parameter_is_a_sum_over_the_batch() -> None:
     _in_turns(Scaled(), _double(_BATCH, 4), torch.tensor([0, 2, 1, 1]))
+
+
+class LowRank(nn.Module):
+    """Weights that are made of other parameters: of low rank, merged, and by a small network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Parameter(torch.randn(16, 2)), nn.Parameter(torch.randn(2, 16))
+        self.base = nn.Linear(16, 16)
+        self.code, self.network = nn.Parameter(torch.randn(4)), nn.Linear(4, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.linear(x, self.base.weight + self.down @ self.up, self.base.bias).tanh()
+        return (x @ self.network(self.code).view(16, 2)).pow(2).mean()
+
+
+def test_gradients_of_factors_are_sums_over_the_batch() -> None:
+    _in_turns(LowRank(), _double(_BATCH, 16))
+
+
+def test_the_gradient_of_a_product_is_not_sent_where_those_of_its_factors_are_smaller() -> None:
+    class Narrow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down = nn.Parameter(torch.randn(256, 2))
+            self.up = nn.Parameter(torch.randn(2, 256))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.down @ self.up).pow(2).mean()
+
+    model = Narrow().double()
+    plan = _planned(model, (_double(512, 256),), {"data": 2, "zero": 0})
+    sent = {c.kind: c.num_bytes for c in plan.predicted.comm_bytes}
+    assert sent["all_reduce"] <= sum(8 * p.numel() for p in model.parameters()) + 8
+    assert "reduce_scatter" not in sent

@@ -125,6 +125,19 @@ def test_pairs_of_rows_on_two_axes(sample: Sample) -> None:
     _check_pairs(_captured(sample), PAIRS_PER_SAMPLE)
 
 
+def test_a_sum_passes_through_a_contraction_with_a_factor() -> None:
+    einsum = torch.ops.autopar.einsum.default
+    captured = capture(
+        Sample("factor", lambda x, y: einsum("yz,kz->yk", x, y), lambda: (_rand(8, 4), _rand(2, 4)))
+    )
+    linear = AxisStrategy((Partial(), Replicate()), (Partial(),))
+    assert linear not in rows_of(captured, 2)
+    op_call(captured.node, 2).nodes[1].meta["factor"] = True  # as `note_factors` does
+    assert linear in rows_of(captured, 2)
+    _check_single(captured)
+    _check_pairs(captured, PAIRS_PER_SAMPLE)
+
+
 def test_every_registered_op_has_a_sample() -> None:
     sampled = {_captured(sample).node.target for sample in SAMPLES}
     lacking = [str(op) for op in registered_ops() if op not in sampled and op not in UNSAMPLED]

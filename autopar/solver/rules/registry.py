@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from autopar.core import extensions
 from autopar.core.placement import Replicate
@@ -27,9 +27,9 @@ __all__ = [
 Rule = Callable[[OpCall], list[AxisStrategy]]
 _RULES: dict[Any, Rule] = {}
 Combination = Callable[[OpCall, Sequence[AxisStrategy], Sequence[int]], bool]
-_Facts = Callable[[OpCall], Hashable]
+_Facts = TypeVar("_Facts", bound=Callable[[OpCall], Hashable])
 _COMBINATIONS: dict[Any, Combination] = {}
-_FACTS: dict[Any, _Facts] = {}
+_FACTS: dict[Any, Callable[[OpCall], Hashable]] = {}
 
 
 def rule(*targets: Any) -> Callable[[Rule], Rule]:
