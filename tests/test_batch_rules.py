@@ -146,3 +146,18 @@ def test_the_gradient_of_a_product_is_not_sent_where_those_of_its_factors_are_sm
     sent = {c.kind: c.num_bytes for c in plan.predicted.comm_bytes}
     assert sent["all_reduce"] <= sum(8 * p.numel() for p in model.parameters()) + 8
     assert "reduce_scatter" not in sent
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_the_batch_of_a_recurrent_layer_is_split(layer: type[nn.LSTM] | type[nn.GRU]) -> None:
+    """Its rows are (sequence, batch) joined: a share of the batch is a strided shard of them."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer(4, 4, num_layers=2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)[0].pow(2).mean()
+
+    _in_turns(Recurrent(), _double(_BATCH, 3, 4))

@@ -14,7 +14,9 @@ from torch import fx
 
 from autopar.core.einsum import parse_equation
 from autopar.core.graph import TracedModel, dependents
+from autopar.core.placement import Partial, Replicate, Shard
 from autopar.core.strategy import AxisStrategy, OpCall
+from autopar.solver.rules.dims import runs_of
 from autopar.solver.rules.labels import by_labels, linear_rows
 from autopar.solver.rules.registry import facts, rule
 
@@ -60,7 +62,14 @@ def _viewed(node: fx.Node) -> fx.Node:
     return node
 
 
-@facts(*_CONTRACTIONS)
+@facts(*_CONTRACTIONS, aten.addmm.default)
+def _facts(call: OpCall) -> tuple[tuple[int, ...], tuple[tuple[int, bool], ...]]:
+    """What factors and joined rows are known by."""
+    flat = call.target in (aten.mm.default, aten.addmm.default)
+    runs = tuple((runs_of(node), node.target is aten.t.default) for node in call.nodes if flat)
+    return _factors(call), runs
+
+
 def _factors(call: OpCall) -> tuple[int, ...]:
     """Operands that are factors in a product of parameters."""
     return tuple(i for i, node in enumerate(call.nodes) if _KEY in node.meta)
@@ -80,7 +89,14 @@ def einsum_rule(call: OpCall) -> list[AxisStrategy]:
 
 @rule(aten.mm.default)
 def mm_rule(call: OpCall) -> list[AxisStrategy]:
-    return _contraction(call, "mk,kn->mn")
+    """Rows that were (sequence, batch), as in a recurrent layer, may be split by batch."""
+    rows = _contraction(call, "mk,kn->mn")
+    left, right = (runs_of(node) for node in call.nodes)
+    if left > 1 and call.nodes[0].target is not aten.t.default:
+        rows.append(AxisStrategy((Shard(0, left), Replicate()), (Shard(0, left),)))
+    elif left > 1 and left == right and call.nodes[1].target is not aten.t.default:
+        rows.append(AxisStrategy((Shard(1, left), Shard(0, left)), (Partial(),)))
+    return rows
 
 
 @rule(aten.bmm.default)
@@ -107,7 +123,12 @@ def addmm_rule(call: OpCall) -> list[AxisStrategy]:
         c if size == full else None
         for c, size, full in zip(bias, call.operands[0].shape, shape, strict=True)
     ]
-    return by_labels(call, [labels, "mk", "kn"], ["mn"])
+    rows = by_labels(call, [labels, "mk", "kn"], ["mn"])
+    runs = runs_of(call.nodes[1])
+    if runs > 1 and len(bias) == 1 and call.nodes[1].target is not aten.t.default:
+        split = Shard(0, runs)
+        rows.append(AxisStrategy((Replicate(), split, Replicate()), (split,)))
+    return rows
 
 
 @rule(aten.baddbmm.default)

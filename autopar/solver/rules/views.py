@@ -12,9 +12,9 @@ import torch
 
 from autopar.core.placement import Placement, Shard
 from autopar.core.strategy import AxisStrategy, OpCall
-from autopar.solver.rules.dims import dim_names, one_dim, several_dims
+from autopar.solver.rules.dims import dim_names, one_dim, runs_of, several_dims
 from autopar.solver.rules.labels import by_labels, linear_rows, replicated_row
-from autopar.solver.rules.registry import combination, rule
+from autopar.solver.rules.registry import combination, facts, rule
 
 aten = torch.ops.aten
 
@@ -98,7 +98,16 @@ def transpose_rule(call: OpCall) -> list[AxisStrategy]:
 @rule(aten.t.default)
 def t_rule(call: OpCall) -> list[AxisStrategy]:
     names = dim_names(call.operands[0])
-    return _moved(call, names, names[::-1])
+    rows = _moved(call, names, names[::-1])
+    runs = _runs(call)
+    if runs > 1:
+        rows.append(AxisStrategy((Shard(0, runs),), (Shard(1, runs),)))
+    return rows
+
+
+@facts(aten.t.default)
+def _runs(call: OpCall) -> int:
+    return runs_of(call.nodes[0]) if call.nodes[0].target is not aten.t.default else 1
 
 
 @rule(aten.unsqueeze.default)
