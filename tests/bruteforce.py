@@ -77,21 +77,34 @@ def _capture_graph(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx
         function(*proxies)
     except Exception:
         return make_fx(function)(*inputs).graph
-    if len(_real_calls(graph)) != 1 or any(n.op.startswith("call_m") for n in graph.nodes):
+    odd = [n for n in graph.nodes if n.op.startswith("call_m")]
+    odd += [n for n in graph.nodes if any(isinstance(a, Tensor) for a in n.args)]
+    if len(_real_calls(graph)) != 1 or odd:
         return make_fx(function)(*inputs).graph
     return graph
 
 
 def capture(sample: Sample) -> Captured:
-    """The one op that the sample's function calls, with fake values in `meta`."""
+    """The one op that the sample's function calls, with fake values in `meta`.
+
+    What the function makes of no input are operands like its inputs, which a rule may look at.
+    """
     inputs = sample.inputs()
     graph = _capture_graph(sample.function, inputs)
-    calls = _real_calls(graph)
+    fed: set[fx.Node] = set()
+    for n in graph.nodes:
+        if n.op == "placeholder" or any(source in fed for source in n.all_input_nodes):
+            fed.add(n)
+    constants = [n for n in _real_calls(graph) if n not in fed]
+    calls = [n for n in _real_calls(graph) if n in fed] or constants
     calls = [n for n in calls if find_rule(n.target) is not None] or calls
     assert len(calls) == 1, f"{sample.name} calls {[str(n.target) for n in calls]}"
     node = calls[0]
     places = [n for n in graph.nodes if n.op == "placeholder"]
     values = dict(zip(places, inputs, strict=True))
+    for constant in constants:
+        if constant is not node:
+            values[constant] = run_call(constant, values.__getitem__)
     with FakeTensorMode() as mode:
         for place, value in values.items():
             place.meta["val"] = mode.from_tensor(value)

@@ -307,6 +307,65 @@ for _mode in (0, 1, 2):
         None,
     )
 
+
+# bags of equal length: their offsets are made on the spot
+def _offsets() -> Tensor:
+    return torch.arange(0, 24, 3)
+
+
+def _bag_of_each() -> Tensor:
+    return torch.searchsorted(_offsets(), torch.arange(24), right=True) - 1
+
+
+def _equal_backward(mode: int) -> tuple[Tensor, ...]:
+    weight, indices = _x(16, 8), _ids(16, 24)
+    _, _, sizes, argmax = aten._embedding_bag(weight, indices, _offsets(), False, mode, False, None)
+    return _x(8, 8), indices, sizes, argmax
+
+
+def _equal_bags(mode: int) -> None:
+    _add_call(
+        f"equal_bags_{mode}",
+        lambda w, i: aten._embedding_bag.default(w, i, _offsets(), False, mode),
+        lambda: (_x(16, 8), _ids(16, 24)),
+    )
+    _add_call(
+        f"equal_bags_backward_{mode}",
+        lambda g, i, sizes, argmax: aten._embedding_bag_dense_backward.default(
+            g, i, _bag_of_each(), sizes, argmax, 16, False, mode, None, 3
+        ),
+        lambda: _equal_backward(mode),
+    )
+
+
+for _mode in (0, 1, 2):
+    _equal_bags(_mode)
+_add_call(
+    "equal_bags_weighted",
+    lambda w, i, s: aten._embedding_bag.default(w, i, _offsets(), False, 0, False, s, False, 3),
+    lambda: (_x(16, 8), _ids(16, 24), _x(24)),
+)
+_add_call(
+    "equal_bags_weighted_backward",
+    lambda g, i, sizes, argmax, s: aten._embedding_bag_dense_backward.default(
+        g, i, _bag_of_each(), sizes, argmax, 16, False, 0, s
+    ),
+    lambda: (*_equal_backward(0), _x(24)),
+)
+_add_call(
+    "equal_bags_by_frequency",
+    lambda g, i, sizes, argmax: aten._embedding_bag_dense_backward.default(
+        g, i, _bag_of_each(), sizes, argmax, 16, True, 0, None
+    ),
+    lambda: _equal_backward(0),
+)
+_add_call(
+    "equal_bags_sample_weights",
+    lambda g, w, i, bag: aten._embedding_bag_per_sample_weights_backward.default(
+        g, w, i, _offsets(), bag, 0
+    ),
+    lambda: (_x(8, 8), _x(16, 8), _ids(16, 24), _bag_of_each()),
+)
 _add(
     "embedding_bag_forward_only",
     aten._embedding_bag_forward_only.default,

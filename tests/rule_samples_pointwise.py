@@ -60,6 +60,8 @@ SPECIAL = [
     case("masked_zero", lambda x, m: aten.masked_fill.Scalar(x, m, 0), rand(4, 6), bools(4, 6)),
     case("masked_inf", lambda x, m: aten.masked_fill.Scalar(x, m, -1e9), rand(4, 6), bools(6)),
     case("where_wide", lambda m, x, y: aten.where.self(m, x, y), bools(4, 1), rand(8), rand(4, 8)),
+    case("where_or_zero", lambda m, x: aten.where.ScalarOther(m, x, 0), bools(4, 6), rand(4, 6)),
+    case("zero_or_where", lambda m, x: aten.where.ScalarSelf(m, 0, x), bools(4, 6), rand(6)),
     case("cast", lambda x: aten._to_copy.default(x, dtype=torch.float64), ints(9, 4, 6)),
     # to its own dtype: to a smaller one, the parts of a sum are rounded apart
     case("narrow_dtype", lambda x: NARROW(x, torch.float64), rand(4, 6)),

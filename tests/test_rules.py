@@ -125,6 +125,37 @@ def test_pairs_of_rows_on_two_axes(sample: Sample) -> None:
     _check_pairs(_captured(sample), PAIRS_PER_SAMPLE)
 
 
+def test_a_sum_passes_through_a_contraction_with_a_factor() -> None:
+    einsum = torch.ops.autopar.einsum.default
+    captured = capture(
+        Sample("factor", lambda x, y: einsum("yz,kz->yk", x, y), lambda: (_rand(8, 4), _rand(2, 4)))
+    )
+    linear = AxisStrategy((Partial(), Replicate()), (Partial(),))
+    assert linear not in rows_of(captured, 2)
+    op_call(captured.node, 2).nodes[1].meta["factor"] = True  # as `note_factors` does
+    assert linear in rows_of(captured, 2)
+    _check_single(captured)
+    _check_pairs(captured, PAIRS_PER_SAMPLE)
+
+
+def test_joined_rows_are_split_inside_of_their_runs() -> None:
+    """What `mm` and `t` are offered on rows that a view joined from (3, 8)."""
+    inner, turned = Shard(0, 3), Shard(1, 3)
+    forward = AxisStrategy((inner, Replicate()), (inner,))
+    product = capture(Sample("mm", aten.mm.default, lambda: (_rand(24, 4), _rand(4, 2))))
+    check_rows(product, (forward,), (4,))
+    biased = AxisStrategy((Replicate(), inner, Replicate()), (inner,))
+    inputs = (_rand(2), _rand(24, 4), _rand(4, 2))
+    check_rows(capture(Sample("addmm", aten.addmm.default, lambda: inputs)), (biased,), (4,))
+    backward = AxisStrategy((turned, inner), (Partial(),))
+    gradient = capture(Sample("mm", aten.mm.default, lambda: (_rand(2, 24), _rand(24, 4))))
+    check_rows(gradient, (backward,), (4,))
+    total = capture(Sample("sum", lambda x: aten.sum.dim_IntList(x, [0]), lambda: (_rand(24, 4),)))
+    check_rows(total, (AxisStrategy((inner,), (Partial(),)),), (4,))
+    transposed = capture(Sample("t", aten.t.default, lambda: (_rand(24, 4),)))
+    check_rows(transposed, (AxisStrategy((inner,), (turned,)),), (4,))
+
+
 def test_every_registered_op_has_a_sample() -> None:
     sampled = {_captured(sample).node.target for sample in SAMPLES}
     lacking = [str(op) for op in registered_ops() if op not in sampled and op not in UNSAMPLED]

@@ -1,8 +1,8 @@
 """What ops may be run as on one cluster, and for how many seconds: made once for ops alike.
 
-A rule sees the op, its arguments and the shapes of its tensors, so ops that agree in these have the
-same candidates, wherever they stand: in blocks of several classes, in several stages of a pipeline,
-in the steps of several schedules.
+A rule sees the op, its arguments and the shapes of its tensors, and a few rules see more
+(`facts_of`). Ops that agree in these have the same candidates, wherever they stand: in blocks of
+several classes, in several stages of a pipeline, in the steps of several schedules.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from autopar.solver.candidates import Candidate, Pricer, expand
 from autopar.solver.moves import MoveCosts
 from autopar.solver.problem import Array
 from autopar.solver.rules.own_order import orders_of
+from autopar.solver.rules.registry import facts_of
 
 __all__ = ["Offer", "Offers", "likeness"]
 
@@ -105,7 +106,7 @@ def likeness(call: OpCall) -> Hashable:
     """What two ops with the same candidates have in common."""
     numbers: dict[fx.Node, int] = {}
     arguments = _plain(unsalted(call.target, call.args), numbers), _plain(call.kwargs, numbers)
-    return call.target, arguments, call.operands, call.outputs, orders_of(call)
+    return call.target, arguments, call.operands, call.outputs, orders_of(call), facts_of(call)
 
 
 def _plain(value: Any, numbers: dict[fx.Node, int]) -> Hashable:

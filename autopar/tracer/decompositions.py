@@ -355,6 +355,15 @@ _OF_TORCH = (
 """Ops that torch's own decompositions write in others, all overloads of each."""
 
 
+def _new_full(
+    x: Tensor, size: Sequence[int], value: Any, dtype: torch.dtype | None = None, **options: Any
+) -> Tensor:
+    """A number of its own: it depends on no part of `x`."""
+    if size:
+        return NotImplemented
+    return torch.full(size, value, dtype=dtype or x.dtype, device=x.device)
+
+
 @cache
 def decomposition_table() -> dict[Any, Callable[..., Any]]:
     """Decompositions applied below autograd."""
@@ -369,6 +378,7 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
             aten._linalg_det.default: det,
             aten._linalg_slogdet.default: slogdet,
             aten._embedding_bag_backward.default: embedding_bag_backward,
+            aten.new_full.default: _new_full,
         }
     )
     return table

@@ -34,6 +34,21 @@ def lower_expand(b: Builder, local: LocalCall) -> fx.Node:
     return b.call(aten.expand.default, local.args[0], local.output_shape())
 
 
+@lowering(aten.repeat.default)
+def lower_repeat(b: Builder, local: LocalCall) -> fx.Node:
+    """Of a repeated dim that is sharded, this rank makes some of the copies."""
+    counts = [
+        count * held // whole if count != 1 and whole else count
+        for count, held, whole in zip(
+            local.call.arg(1, "repeats"),
+            local.output_shape(),
+            local.call.outputs[0].shape,
+            strict=True,
+        )
+    ]
+    return b.call(aten.repeat.default, local.args[0], counts)
+
+
 @lowering(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 def lower_squeeze(b: Builder, local: LocalCall) -> fx.Node:
     """Drops the dims of global size 1: a shard of size 1 stays a dim."""

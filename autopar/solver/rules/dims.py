@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import torch
+from torch import fx
+
+from autopar.core.graph import tensor_meta
 from autopar.core.strategy import TensorSpec
 
-__all__ = ["dim_names", "one_dim", "several_dims", "without"]
+__all__ = ["dim_names", "one_dim", "runs_of", "several_dims", "without"]
+
+aten = torch.ops.aten
 
 Names = list[str | None]
 
@@ -34,3 +40,19 @@ def several_dims(dims: Any, rank: int) -> tuple[int, ...]:
 def without(names: Sequence[str | None], dims: Collection[int]) -> Names:
     """The names of the dims that are left after `dims` are dropped."""
     return [name for i, name in enumerate(names) if i not in dims]
+
+
+def runs_of(node: fx.Node) -> int:
+    """Sequence length of rows that a view, or its transpose, joins from (sequence, batch); else 1.
+
+    A shard of the batch is then one of `Shard(dim, split=length)`.
+    """
+    if node.target is aten.t.default:
+        (node,) = node.all_input_nodes
+    if node.target not in (aten.view.default, aten._unsafe_view.default):
+        return 1
+    source, result = tensor_meta(node.all_input_nodes[0]), tensor_meta(node)
+    if source is None or result is None or (source.dim(), result.dim()) != (3, 2):
+        return 1
+    length, batch, width = source.shape
+    return int(length) if result.shape == (length * batch, width) else 1

@@ -86,13 +86,21 @@ def new_rule(call: OpCall) -> list[AxisStrategy]:
     aten.logspace.default,
     aten.eye.default,
     aten.eye.m,
-    aten.scalar_tensor.default,
     aten.tril_indices.default,
     aten.triu_indices.default,
 )
 def whole_factory_rule(call: OpCall) -> list[AxisStrategy]:
     """Replicated: cutting a shard out of it sends nothing."""
     return [replicated_row(call)]
+
+
+@rule(aten.scalar_tensor.default)
+def number_rule(call: OpCall) -> list[AxisStrategy]:
+    """Zeros on all ranks are summands of 0, as beside the gradient of a clamp."""
+    rows = [replicated_row(call)]
+    if _equals_zero(call.arg(0)) and call.outputs[0].dtype != torch.bool:
+        rows.append(AxisStrategy((), (Partial(),)))
+    return rows
 
 
 @rule(aten.fill.Tensor)

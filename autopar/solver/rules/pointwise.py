@@ -60,7 +60,6 @@ _LINEAR = [
 # ops linear in the first operand alone, the others replicated
 _LINEAR_IN_FIRST = [
     aten.div.Tensor,
-    aten.where.ScalarOther,
     aten.threshold_backward.default,
     aten.masked_fill.Scalar,
 ]
@@ -77,7 +76,7 @@ _NONLINEAR = [
     "nan_to_num ne.Scalar ne.Tensor pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor reciprocal",
     "relu remainder.Scalar remainder.Tensor round rsqrt rsub.Scalar rsub.Tensor sgn sigmoid",
     "sigmoid_backward sign silu silu_backward sin sinh softplus softplus_backward softshrink",
-    "sqrt square sub.Scalar tan tanh tanh_backward trunc where.self where.ScalarSelf where.Scalar",
+    "sqrt square sub.Scalar tan tanh tanh_backward trunc where.Scalar",
     "xlogy.Tensor _prelu_kernel log_sigmoid_backward bitwise_left_shift.Tensor fill.Scalar",
     "bitwise_right_shift.Tensor heaviside hypot logaddexp erfinv lgamma digamma polygamma",
     "special_i0 special_entr masked_fill.Tensor addcmul addcdiv exponential frac deg2rad signbit",
@@ -140,9 +139,17 @@ def linear_in_first(call: OpCall) -> list[AxisStrategy]:
     rows = _pointwise(call)
     if call.target is aten.masked_fill.Scalar and call.arg(2) != 0:
         return rows
-    if call.target is aten.where.ScalarOther:
-        return rows
     return rows + linear_rows(call, [(0,)])
+
+
+@rule(aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther)
+def where_rule(call: OpCall) -> list[AxisStrategy]:
+    """(condition, x, y), linear in x and y together; a number beside a Partial can only be 0."""
+    rows = _pointwise(call)
+    chosen = call.args[1:3]
+    if any(not isinstance(x, fx.Node) and x != 0 for x in chosen):
+        return rows
+    return rows + linear_rows(call, [range(1, len(call.operands))])
 
 
 @rule(aten.mul.Tensor)

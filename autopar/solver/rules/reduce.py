@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
+from autopar.core.placement import Partial, Shard
 from autopar.core.strategy import AxisStrategy, OpCall
-from autopar.solver.rules.dims import Names, dim_names, one_dim, several_dims, without
+from autopar.solver.rules.dims import Names, dim_names, one_dim, runs_of, several_dims, without
 from autopar.solver.rules.labels import by_labels, linear_rows, replicated_row
-from autopar.solver.rules.registry import rule
+from autopar.solver.rules.registry import facts, rule
 
 aten = torch.ops.aten
 
@@ -53,7 +54,16 @@ def sum_rule(call: OpCall) -> list[AxisStrategy]:
     whole = call.target is aten.sum.default
     dims = several_dims(None if whole else call.arg(1, "dim"), _rank(call))
     keepdim = not whole and bool(call.arg(2, "keepdim", False))
-    return _summed(call, dims, keepdim) + linear_rows(call, [(0,)])
+    rows = _summed(call, dims, keepdim) + linear_rows(call, [(0,)])
+    runs = _runs(call)
+    if runs > 1 and dims == (0,):
+        rows.append(AxisStrategy((Shard(0, runs),), (Partial(),)))
+    return rows
+
+
+@facts(aten.sum.default, aten.sum.dim_IntList)
+def _runs(call: OpCall) -> int:
+    return runs_of(call.nodes[0]) if call.nodes[0].target is not aten.t.default else 1
 
 
 @rule(aten.nansum.default)

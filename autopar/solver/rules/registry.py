@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
 
 from autopar.core import extensions
 from autopar.core.placement import Replicate
@@ -14,6 +14,8 @@ from autopar.core.strategy import AxisStrategy, OpCall
 __all__ = [
     "Rule",
     "combination",
+    "facts",
+    "facts_of",
     "find_rule",
     "goes_together",
     "registered_ops",
@@ -25,7 +27,9 @@ __all__ = [
 Rule = Callable[[OpCall], list[AxisStrategy]]
 _RULES: dict[Any, Rule] = {}
 Combination = Callable[[OpCall, Sequence[AxisStrategy], Sequence[int]], bool]
+_Facts = TypeVar("_Facts", bound=Callable[[OpCall], Hashable])
 _COMBINATIONS: dict[Any, Combination] = {}
+_FACTS: dict[Any, Callable[[OpCall], Hashable]] = {}
 
 
 def rule(*targets: Any) -> Callable[[Rule], Rule]:
@@ -75,6 +79,22 @@ def registered_ops() -> tuple[Any, ...]:
     """All ops that have a rule, but for those registered by name."""
     extensions.load("autopar.rules")
     return tuple(target for target in _RULES if not isinstance(target, str))
+
+
+def facts(*targets: Any) -> Callable[[_Facts], _Facts]:
+    """Register what the rows of ops depend on beside the call, such as what made an operand."""
+
+    def register(function: _Facts) -> _Facts:
+        _FACTS.update(dict.fromkeys(targets, function))
+        return function
+
+    return register
+
+
+def facts_of(call: OpCall) -> Hashable:
+    """What an op's rows depend on beside its arguments and shapes; None for most ops."""
+    function = _FACTS.get(call.target)
+    return None if function is None else function(call)
 
 
 def replicated(call: OpCall) -> AxisStrategy:

@@ -12,9 +12,9 @@ import torch
 
 from autopar.core.placement import Placement, Shard
 from autopar.core.strategy import AxisStrategy, OpCall
-from autopar.solver.rules.dims import dim_names, one_dim, several_dims
+from autopar.solver.rules.dims import dim_names, one_dim, runs_of, several_dims
 from autopar.solver.rules.labels import by_labels, linear_rows, replicated_row
-from autopar.solver.rules.registry import rule
+from autopar.solver.rules.registry import combination, facts, rule
 
 aten = torch.ops.aten
 
@@ -98,7 +98,16 @@ def transpose_rule(call: OpCall) -> list[AxisStrategy]:
 @rule(aten.t.default)
 def t_rule(call: OpCall) -> list[AxisStrategy]:
     names = dim_names(call.operands[0])
-    return _moved(call, names, names[::-1])
+    rows = _moved(call, names, names[::-1])
+    runs = _runs(call)
+    if runs > 1:
+        rows.append(AxisStrategy((Shard(0, runs),), (Shard(1, runs),)))
+    return rows
+
+
+@facts(aten.t.default)
+def _runs(call: OpCall) -> int:
+    return runs_of(call.nodes[0]) if call.nodes[0].target is not aten.t.default else 1
 
 
 @rule(aten.unsqueeze.default)
@@ -141,10 +150,23 @@ def expand_rule(call: OpCall) -> list[AxisStrategy]:
 
 @rule(aten.repeat.default)
 def repeat_rule(call: OpCall) -> list[AxisStrategy]:
-    repeats = call.arg(1, "repeats")
-    repeated = {i for i, count in enumerate(repeats) if count != 1}
-    names = dim_names(call.outputs[0], repeated)
-    return _moved(call, names[len(names) - len(call.operands[0].shape) :], names)
+    """A repeated dim is sharded as an expanded one is: each rank makes some of the copies."""
+    counts = call.arg(1, "repeats")
+    whole = {i for i, count in enumerate(counts) if count != 1 and count % call.axis_size}
+    names = dim_names(call.outputs[0], whole)
+    inputs = [None if count != 1 else name for count, name in zip(counts, names, strict=True)]
+    return _moved(call, inputs[len(names) - len(call.operands[0].shape) :], names)
+
+
+@combination(aten.repeat.default)
+def whole_copies(call: OpCall, rows: Sequence[AxisStrategy], mesh: Sequence[int]) -> bool:
+    """Axes that share a repeated dim divide the number of copies, not only the dim."""
+    counts = call.arg(1, "repeats")
+    made = [1] * len(counts)
+    for row, size in zip(rows, mesh, strict=True):
+        if row.outputs[0].is_shard and row.inputs[0].is_replicate:
+            made[row.outputs[0].dim] *= size
+    return all(count % num == 0 for count, num in zip(counts, made, strict=True))
 
 
 @rule(aten.flip.default)
