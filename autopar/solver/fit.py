@@ -176,16 +176,9 @@ class MemorySearch:
 
     def _plan(self, chosen: Assignment, status: str) -> Solution:
         seconds = evaluate(self.problem, chosen)
-        run = self.approximate()
-        return Solution(
-            chosen=dict(chosen),
-            objective=seconds,
-            bound=min(self.bound, seconds),
-            status=status,
-            seconds=run.seconds,
-            variables=run.variables,
-            constraints=run.constraints,
-        )
+        known = self.approximate()  # a bound comes with it
+        bound = min(self.bound, seconds)
+        return replace(known, chosen=dict(chosen), objective=seconds, bound=bound, status=status)
 
     def met(self) -> list[Met]:
         """The plans met so far, the unlimited one among them."""
