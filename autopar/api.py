@@ -293,7 +293,7 @@ def _agreed_settings(
     mine["the precision"], mine["reduce_dtype"] = dtypes
     mine["what extends autopar"] = extended
     mine["the passes"] = None if passes is None else sorted(passes)
-    agree(failure, mine)
+    agree(failure, mine, "parallelize a model")
     box = [(torch.initial_seed() if seed is None else seed) % (1 << 48)]
     if mesh.size() > 1:
         dist.broadcast_object_list(box, src=int(mesh.mesh.flatten()[0]))

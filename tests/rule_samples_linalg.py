@@ -31,8 +31,6 @@ _ONE: dict[str, Callable[[Tensor], object]] = {
     "cholesky": lambda x: aten.linalg_cholesky_ex.default(x),
     "inverse": lambda x: aten.linalg_inv_ex.default(x),
     "matrix_exp": lambda x: aten.linalg_matrix_exp.default(x),
-    "det": lambda x: aten._linalg_det.default(x),
-    "slogdet": lambda x: aten._linalg_slogdet.default(x),
     "eigh": lambda x: aten._linalg_eigh.default(x),
     "svd": lambda x: aten._linalg_svd.default(x),
     "qr": lambda x: aten.linalg_qr.default(x),

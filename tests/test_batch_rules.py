@@ -57,6 +57,19 @@ def test_bags_of_equal_length_are_split_with_their_indices() -> None:
     assert sent.get("all_gather", 0) <= 8 * _BATCH
 
 
+def test_no_bags_at_all_are_no_error() -> None:
+    model = nn.Sequential(nn.EmbeddingBag(16, 8), nn.Linear(8, 2)).double()
+    ids, target = torch.zeros(0, 3, dtype=torch.long), torch.zeros(0, 2, dtype=torch.float64)
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    plan = autopar.plan(model, cluster, (ids, target), loss_fn=_sum_of_squares, cache=False)
+    result = autopar.verify(plan, model, (ids, target), loss_fn=_sum_of_squares)
+    assert result.worst[1] == 0.0
+
+
+def _sum_of_squares(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().sum()
+
+
 def test_bags_whose_offsets_are_given_are_not_split() -> None:
     """Beside bags of the same shapes that are."""
 

@@ -20,6 +20,7 @@ import autopar
 from autopar.codegen.emit import written
 from autopar.codegen.passes.lifetimes import is_start
 from autopar.codegen.passes.order import link
+from autopar.core.block_kinds import Checkpoint
 from autopar.core.collector import collect_many, paused_collector
 from autopar.core.constraints import Constraints, assign_mesh
 from autopar.core.graph import TracedModel
@@ -29,9 +30,11 @@ from autopar.cost_model.simulator import simulate
 from autopar.one_piece import OnePiece
 from autopar.solver.build import build_problem
 from autopar.solver.fit import UNLIMITED
+from autopar.solver.known import Variants
 from autopar.solver.meshes import meshes
 from autopar.solver.offers import Offers
 from autopar.solver.overlap import (
+    ALL,
     EXPOSED,
     Found,
     NotBelow,
@@ -39,11 +42,16 @@ from autopar.solver.overlap import (
     counted_seconds,
     least,
 )
-from autopar.solver.pins import Pins
+from autopar.solver.pins import Pins, with_roles
 from autopar.solver.problem import ChoiceProblem
 from autopar.solver.read_step import build_step
+from autopar.solver.rules.notes import note_places
 from autopar.solver.solve import Solved, solve, solve_step
+from autopar.solver.sums import SumSearch
+from autopar.solver.variant import Variant
 from autopar.tracer.trace import trace
+from tests.test_host_memory import on_host
+from tests.test_host_recompute import deep
 
 
 class Product(nn.Module):
@@ -402,3 +410,38 @@ def _check_chains(graph: fx.Graph) -> None:
             chained += 1
             assert starts.index(node) > starts.index(first) + 1 or first in starts[-2:]
     assert chained == 6
+
+
+def test_no_other_kind_is_searched_once_a_plan_is_below_the_best_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster, wanted = on_host(2, None), Constraints()
+    traced, roles = deep(), assign_mesh(wanted, cluster.mesh_shape)
+    note_places(traced)
+    planned = with_roles(cluster, roles)
+    free = solve(traced, cluster, constraints=wanted, memory_limit=1 << 40)
+    made: list[Checkpoint] = []
+    make = Variants.make
+
+    def noted(self: Variants, weights: Weights, held: object, kind: Checkpoint) -> Variant:
+        made.append(kind)
+        return make(self, weights, held, kind)
+
+    monkeypatch.setattr(Variants, "make", noted)
+    limit = int(0.9 * free.predicted.peak_memory_bytes)
+
+    def search() -> SumSearch:
+        offers = Offers(planned)
+        return SumSearch(
+            Variants(
+                traced=traced, offers=offers, wanted=wanted, roles=roles, limit=limit, ports=None,
+                known={},
+            ),
+            "adamw", None, None,
+        )  # fmt: skip
+
+    whole = search()(ALL)
+    assert made[:3] == ["none", "selective", "full"] and whole.bound <= whole.variant.seconds
+    made.clear()
+    found = search()(ALL, 2 * whole.variant.seconds)
+    assert made == ["none", "selective"] and found.bound <= found.variant.seconds

@@ -19,13 +19,13 @@ __all__ = ["agree", "agreed", "reason", "wait_for_all"]
 
 _PATIENCE_S = 300.0
 _UNLIKE = (
-    "Is this rank's batch of another shape, dtype or structure than theirs, or the module in "
-    "another mode? Pass batches of equal global shape on every rank."
+    "All ranks make the same calls: is this one's batch of another shape, dtype or structure, or "
+    "the module in another mode? Pass batches of equal global shape on every rank."
 )
 _calls = itertools.count()
 
 
-def agree(error: Exception | None, mine: Mapping[str, Any], what: str = "agree") -> None:
+def agree(error: Exception | None, mine: Mapping[str, Any], what: str) -> None:
     """Compare `mine` over all ranks of the world; every rank calls this, failed or not.
 
     Args:
@@ -62,7 +62,7 @@ def agree(error: Exception | None, mine: Mapping[str, Any], what: str = "agree")
 def agreed(failure: Exception | None, mine: Mapping[str, Any]) -> None:
     """`agree`, with a `CheckpointError` on every rank."""
     try:
-        agree(failure, mine)
+        agree(failure, mine, "take part in a checkpoint")
     except CheckpointError:
         raise
     except AutoparError as error:

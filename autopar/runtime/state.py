@@ -93,7 +93,7 @@ def materialize(
             yield from initial_values(model, init_weights, seed, plan.parameters)
         except Exception as error:  # of a user's initialiser, too: other ranks may not run it
             failure = error
-        agree(failure, {})
+        agree(failure, {}, "initialise parameters")
 
     for name, value, kind in values():
         if kind == "buffer":

@@ -33,8 +33,7 @@ from autopar.solver.offers import Offers, likeness
 from autopar.solver.pins import Pins
 from autopar.solver.problem import ChoiceProblem
 from autopar.solver.read_step import build_step
-from autopar.solver.rules.contraction import note_factors
-from autopar.solver.rules.own_order import note_orders
+from autopar.solver.rules.notes import note_places
 from autopar.solver.shares import lowest_shares
 from autopar.solver.step import Bucket, Step
 
@@ -131,8 +130,7 @@ class Floors:
         ahead: int,
         parts: bool = True,
     ) -> None:
-        note_orders(body.graph)
-        note_factors(body)
+        note_places(body)
         self.body = body
         step = build_step(body, offers.fused)
         least = lowest_shares(step.ops, step.shares, step.blocks)

@@ -27,8 +27,7 @@ from autopar.solver.candidates import Candidate, Pricer, expand
 from autopar.solver.ilp import Infeasible, solve_problem
 from autopar.solver.problem import Array, ChoiceProblem
 from autopar.solver.read_step import build_step
-from autopar.solver.rules.contraction import note_factors
-from autopar.solver.rules.own_order import note_orders
+from autopar.solver.rules.notes import note_places
 from autopar.solver.rules.pointwise import share_rows
 from autopar.solver.rules.registry import replicated
 from autopar.solver.step import Op
@@ -56,8 +55,7 @@ def split_in_time(traced: TracedModel, cluster: Cluster, microbatches: int) -> d
 
 class _Splitter:
     def __init__(self, traced: TracedModel, cluster: Cluster, microbatches: int) -> None:
-        note_orders(traced.graph)
-        note_factors(traced)
+        note_places(traced)
         self.traced = traced
         self.step = build_step(traced)
         self.size = microbatches

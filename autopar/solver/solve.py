@@ -28,8 +28,7 @@ from autopar.solver.modes import mode_names
 from autopar.solver.offers import Offers
 from autopar.solver.overlap import ALL, EXPOSED, Found, counted_seconds, least
 from autopar.solver.pins import with_roles
-from autopar.solver.rules.contraction import note_factors
-from autopar.solver.rules.own_order import note_orders
+from autopar.solver.rules.notes import note_places
 from autopar.solver.sums import SumSearch
 from autopar.solver.variant import Variant
 
@@ -156,8 +155,7 @@ def solve_step(
     """
     wanted = constraints or Constraints()
     roles = assign_mesh(wanted, cluster.mesh_shape)
-    note_orders(traced.graph)
-    note_factors(traced)
+    note_places(traced)
     planned = with_roles(cluster, roles)
     limit = planned.memory_bytes if memory_limit is None else int(memory_limit)
     priced = (offers or Offers(planned)).over(planned)

@@ -75,8 +75,8 @@ def equal_bags(call: OpCall) -> bool:
     """True if all bags have as many indices, which is known before their values are."""
     num_indices = call.operands[_INDICES.get(call.target, 1)].shape[0]
     lead = call.outputs if call.target in _BAGS[:2] else call.operands
-    begins = _begins(_offsets(call))
-    return begins is not None and begins == (0, num_indices, num_indices // lead[0].shape[0])
+    num_bags, begins = lead[0].shape[0], _begins(_offsets(call))
+    return num_bags > 0 and begins == (0, num_indices, num_indices // num_bags)
 
 
 def _by_bag(spec: TensorSpec, num_bags: int) -> Placement:

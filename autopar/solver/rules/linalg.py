@@ -15,8 +15,6 @@ aten = torch.ops.aten
     aten.linalg_cholesky_ex.default,
     aten.linalg_inv_ex.default,
     aten.linalg_matrix_exp.default,
-    aten._linalg_det.default,
-    aten._linalg_slogdet.default,
     aten._linalg_eigh.default,
     aten._linalg_svd.default,
     aten.linalg_qr.default,
