@@ -364,3 +364,26 @@ def test_no_plan_in_one_piece_is_made_where_pipelines_are_far_ahead(
     monkeypatch.setattr(pipelining, "_FAR", 0.999 * share)
     assert _Search(known, cluster.memory_bytes).unasked().predicted == both.predicted
     assert known._free is not None
+
+
+class Named(nn.Module):
+    """Modules that follow each other, as a part of the model, and their loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second, third = nn.Linear(64, 256), nn.Linear(256, 256), nn.Linear(256, 16)
+        self.net = nn.Sequential(first, nn.GELU(), second, nn.GELU(), third)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.net(x), labels)
+
+
+def test_a_stage_may_have_no_parameters() -> None:
+    """Nothing runs once in it, and it runs at each turn all the same."""
+    model = Named().double().train()
+    batch = (torch.randn(32, 64).double(), torch.randint(0, 16, (32,)))
+    pin = {"size": 4, "microbatches": 4, "cuts": ["net.1", "net.2", "net.4"]}
+    plan = planned(trace(model, batch), Cluster.from_profile("cpu-gloo"), pipeline=pin)
+    assert plan.pipeline is not None
+    assert [bool(stage.parameters) for stage in plan.pipeline.stages] == [True, False, True, True]
+    assert verify(plan, model, batch).worst[1] <= 1e-9

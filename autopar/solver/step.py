@@ -145,8 +145,11 @@ class Step:
 
     @property
     def in_turns(self) -> bool:
-        """The step runs microbatch by microbatch: gradients are added up between them."""
-        return bool(self.blocks.traced.hoisted)
+        """The step runs microbatch by microbatch: gradients are added up between them.
+
+        A stage without parameters has nothing that runs once, and others that it hands values to.
+        """
+        return bool(self.blocks.traced.hoisted or self.ports)
 
     def is_hoisted(self, name: str) -> bool:
         """True for what is computed once, before the microbatches."""
