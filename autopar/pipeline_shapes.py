@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from autopar.core.considered import Considered
 from autopar.core.constraints import PipelinePin, assign_mesh
 from autopar.core.plan import Plan
@@ -28,6 +30,7 @@ from autopar.solver.pipeline_shape import (
     expected_seconds,
     least_seconds,
 )
+from autopar.solver.problem import Array
 from autopar.solver.turn import WIDE, Turn, hoped
 from autopar.solver.windows import WindowKind, kinds_for
 from autopar.stage_planning import StagePlanner
@@ -39,6 +42,7 @@ _HIGHER = 0.05  # by which sums of whole runs are taken to be higher, to see whi
 _TELLS = 1e-3  # of the bound
 _TURNS_PER_RANK = (1, 2, 4)  # microbatches for each pipeline rank, where they are not pinned
 _CLOSE = 3  # shapes of which the closest bound is found before the first is planned
+_OF_ALL_TURNS = ("step", "end")  # what is not less in more turns
 _KEPT = 12  # shapes that a plan tells of
 
 
@@ -66,6 +70,7 @@ class Shapes:
         self.pin = pin
         self.known: dict[PipelineShape, _Known] = {}
         self.others: dict[PipelineShape, AutoparError] = {}  # that are impossible
+        self.weighed: dict[PipelineShape, bool] = {}  # bounded with the limit, if that told
         for shape in self._listed(short):
             try:
                 bound_s = self._bound(shape, 0)
@@ -154,15 +159,41 @@ class Shapes:
             key=lambda s: s.microbatches,
         )
 
-    def close_least(self, limit_s: float) -> None:
-        """Make the least bound below some seconds, that of all shapes, as close as can be."""
+    def close_least(self, limit_s: float, short: bool = False) -> None:
+        """Make the least bound below some seconds, that of all shapes, as close as can be.
+
+        Args:
+            limit_s: of which bounds are of use.
+            short: the memory limit may tell of them.
+        """
         while True:
             found = [s for s, k in self.known.items() if k.bound_s < limit_s]
             least = min(found, key=lambda s: (self.known[s].bound_s, s.size), default=None)
-            if least is None or (self.is_close(least) and not self._widen(least)):
+            if least is None:
                 return
             if not self.is_close(least):
                 self.closer(least)
+            elif not (short and self._weigh(least)) and not self._widen(least):
+                return
+
+    def _weigh(self, shape: PipelineShape) -> bool:
+        """Raise a bound by what ranks take within the limit; False if that tells nothing.
+
+        A shape of the fewest turns first: it also bounds those of more.
+        """
+        likes = [s for s in self.known if _bounds(s, shape) and s.chunks == shape.chunks == 1]
+        fewer = sorted(likes, key=lambda s: s.microbatches)
+        for each in (*fewer[:1], shape) if shape.chunks == 1 else ():
+            if each not in self.weighed:
+                before = self.known[shape].bound_s
+                self.weighed[each] = False
+                with suppress(Infeasible):
+                    self.weighed[each] = any(map(len, self.planner.within(each).values()))
+                for other in [s for s in self.known if _bounds(each, s)]:
+                    self.raised(other, self._bound(other, self.known[other].level))
+                if self.known[shape].bound_s > before:
+                    return True
+        return False
 
     def least_s(self) -> float:
         """Seconds that no plan of any shape can beat."""
@@ -269,7 +300,15 @@ class Shapes:
             turn = turn.above(self.planner.one_turn(shape))
         for coarser in self.planner.coarser(shape):
             turn = turn.above(coarser)
-        return turn.above(self.planner.turn(shape)) if level == CLOSEST else turn
+        if level == CLOSEST:
+            turn = turn.above(self.planner.turn(shape))
+        within: dict[str, Array] = {}
+        for other, tells in self.weighed.items():
+            if tells and _bounds(other, shape):
+                for name, runs in self.planner.within(other).items():
+                    if other == shape or name in _OF_ALL_TURNS:
+                        within[name] = np.maximum(within.get(name, 0.0), runs)
+        return replace(turn, within=within)
 
     def _of_schedule(self, shape: PipelineShape, turn: Turn, hop_s: float) -> float:
         work = self.planner.work

@@ -140,6 +140,8 @@ class _Search:
             return self._reported(_or_raise(found, error), shapes, math.inf)
         found = found or self._limited(shapes, _limit(plain))
         best = found if found is not None and _seconds(found) < _limit(plain) else plain
+        share = min(1 - _PROVED, 1 - plain.solver.gap)  # beyond which the other bound is the lower
+        shapes.close_least(share * (_limit(best) if best is plain else _seconds(best)), short=True)
         return self._reported(best, shapes, plain.solver.bound)
 
     def asked(self, pin: PipelinePin) -> Plan:

@@ -14,15 +14,14 @@ from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
 
-from autopar.codegen.microbatch import Microbatch, localise
 from autopar.codegen.stages import Staged, cut_body
 from autopar.core.block_kinds import pinned_kinds, pins_among
 from autopar.core.blocks import Blocks
-from autopar.core.constraints import Constraints, assign_mesh
+from autopar.core.constraints import Constraints
 from autopar.core.folding import every_instance
 from autopar.core.graph import TracedModel, port_names
 from autopar.core.placement import Layout
-from autopar.core.plan import NodePlan, Plan
+from autopar.core.plan import Plan
 from autopar.core.schedule import AUTOMATIC, Kind, Orders, actions
 from autopar.cost_model import Cluster
 from autopar.cost_model.pipeline import simulate_pipeline
@@ -32,24 +31,16 @@ from autopar.errors import ConstraintError, InfeasiblePlanError
 from autopar.own_orders import fastest_orders, least_held
 from autopar.pipeline_stages import Pipeliner
 from autopar.solver.fit import UNLIMITED
-from autopar.solver.floor import Floors
-from autopar.solver.ideal import BlockWork
-from autopar.solver.ilp import Infeasible
-from autopar.solver.meshes import meshes
-from autopar.solver.microbatch import split_in_time
 from autopar.solver.offers import Offers
-from autopar.solver.overlap import EXPOSED, least_share
-from autopar.solver.pins import with_roles
-from autopar.solver.pipeline_shape import PipelineShape, balanced_cuts, stage_mesh
+from autopar.solver.pipeline_shape import PipelineShape, balanced_cuts
 from autopar.solver.solve import KnownVariants, Solved, fits, in_other_flights, solve_step
-from autopar.solver.turn import Turn, floored, windowed
-from autopar.solver.windows import WindowKind, widened
+from autopar.stage_bounds import StageBounds
 from autopar.stage_menus import Aim
 
 __all__ = ["StagePlanner", "on_the_clock"]
 
 
-class StagePlanner:
+class StagePlanner(StageBounds):
     """Plans pipelines of one step; what several shapes have in common is made once.
 
     Args:
@@ -75,19 +66,10 @@ class StagePlanner:
     ) -> None:
         if isinstance(constraints.checkpoint, Mapping):
             pinned_kinds(constraints.checkpoint, Blocks(traced).every())  # else it says what is not
-        self.traced = traced
-        self.whole = cluster
-        self.constraints = constraints
-        self.limit = cluster.memory_bytes if memory_limit is None else int(memory_limit)
-        self.optimizer = optimizer
-        self.work = BlockWork(traced, cluster, offers.fused)
-        self._micros: dict[int, tuple[dict[str, NodePlan], Microbatch]] = {}
+        super().__init__(traced, cluster, constraints, memory_limit, optimizer, offers)
         self._parts: dict[tuple[int, tuple[str, ...]], Staged] = {}
         self._solved: dict[object, Plan | InfeasiblePlanError] = {}
         self._free: dict[object, Solved] = {}
-        self.offers = offers
-        self._turns: dict[tuple[int, int], Turn] = {}
-        self._wide: dict[tuple[int, int], Floors] = {}
         self.searches: dict[object, KnownVariants] | None = None  # of stages, to go on with
 
     def under(self, limit: int) -> StagePlanner:
@@ -164,109 +146,6 @@ class StagePlanner:
         found = pipeliner.assembled(time, suited)
         faster = found.predicted.step_time_s < plan.predicted.step_time_s
         return found if faster and fits(found, cluster, self.limit) else plan
-
-    def rank_cluster(self, size: int) -> Cluster:
-        """The devices of one of so many pipeline ranks.
-
-        Raises:
-            ConstraintError: the ranks do not divide the devices.
-        """
-        mesh = stage_mesh(self.whole.mesh_shape, size)
-        return replace(self.whole, mesh_shape=mesh, axis_names=self.whole.axis_names[-len(mesh) :])
-
-    def ahead(self, size: int) -> int:
-        """Forwards that the first of some ranks may begin ahead of its first gradient."""
-        pin = self.constraints.pipeline
-        automatic = pin is None or pin.schedule in (None, AUTOMATIC)
-        return 2 * size - 1 if automatic else size
-
-    def turn(self, shape: PipelineShape) -> Turn:
-        """Lower bounds of all blocks on a rank of a pipeline, communication included.
-
-        Raises:
-            ConstraintError: the model cannot be split into such microbatches.
-        """
-        key = (shape.size, shape.microbatches)
-        if key not in self._turns:
-            body = self.micro(shape.microbatches)[1].body
-            self._turns[key] = self._floored(body, shape, parts=True)
-        return self._turns[key]
-
-    def widen(self, shape: PipelineShape, kind: WindowKind) -> None:
-        """Make `turn` higher by bounds of blocks that follow each other on a rank.
-
-        Args:
-            shape: of the pipeline.
-            kind: which are bounded, with a name out of `turn.WIDE`.
-        """
-        key = (shape.size, shape.microbatches)
-        turn, body = self.turn(shape), self.micro(shape.microbatches)[1].body
-        if key not in self._wide:
-            wide = widened(body) if body.repeats else body
-            self._wide[key] = self._floors(wide, shape, parts=True)
-        self._turns[key] = windowed(turn, self._wide[key], body, self.work.names, kind)
-
-    def one_turn(self, shape: PipelineShape) -> Turn:
-        """The same from the step in one turn, for any number of turns: soon found, and lower."""
-        if (shape.size, 0) not in self._turns:
-            whole = replace(shape, microbatches=1)
-            self._turns[shape.size, 0] = self._floored(self.traced, whole, parts=False)
-        return self._turns[shape.size, 0].in_turns(shape.microbatches)
-
-    def coarser(self, shape: PipelineShape) -> list[Turn]:
-        """The same from steps in fewer turns whose bounds are known."""
-        return [
-            turn.in_turns(shape.microbatches)
-            for (size, turns), turn in self._turns.items()
-            if size == shape.size and turns and shape.microbatches % turns == 0
-        ]
-
-    def least_alone_s(self) -> float:
-        """Seconds that no plan in one piece is below, on any of its meshes, whatever it hides.
-
-        Raises:
-            ConstraintError: the constraints cannot hold.
-        """
-        whole = PipelineShape(size=1, microbatches=1, schedule="1f1b")
-        given, *joined = meshes(self.whole, self.constraints)
-        assert given.mesh_shape == self.whole.mesh_shape
-        found = [self.one_turn(whole)]
-        found += (self._floored(self.traced, whole, parts=False, cluster=c) for c in joined)
-        return float(min(turn.step.sum() for turn in found)) * least_share(EXPOSED)
-
-    def _floors(
-        self, body: TracedModel, shape: PipelineShape, parts: bool, cluster: Cluster | None = None
-    ) -> Floors:
-        cluster = cluster or self.rank_cluster(shape.size)
-        inside = replace(self.constraints, pipeline=None, params={})
-        meshed = with_roles(cluster, assign_mesh(inside, cluster.mesh_shape))
-        offers = self.offers.over(meshed)
-        return Floors(body, inside, self.optimizer, offers, self.ahead(shape.size), parts)
-
-    def _floored(
-        self, body: TracedModel, shape: PipelineShape, parts: bool, cluster: Cluster | None = None
-    ) -> Turn:
-        floors = self._floors(body, shape, parts, cluster)
-        ahead, devices = self.ahead(shape.size), self.whole.num_devices // shape.size
-        try:
-            return floored(self.work, floors, shape.microbatches, ahead, devices)
-        except Infeasible as error:
-            raise ConstraintError(
-                f"{floors.pins.describe()} cannot hold on the {devices} devices of "
-                f"each of {shape.size} pipeline ranks, with {shape.microbatches} microbatches: no "
-                "combination of placements connects the ops"
-            ) from error
-
-    def micro(self, microbatches: int) -> tuple[dict[str, NodePlan], Microbatch]:
-        """The step on one microbatch, and the placements of all ops over the microbatches.
-
-        Raises:
-            ConstraintError: the model cannot be split so.
-        """
-        if microbatches not in self._micros:
-            time = split_in_time(self.traced, self.whole, microbatches)
-            self._micros[microbatches] = time, localise(self.traced, time, microbatches)
-        return self._micros[microbatches]
 
     def parts(self, microbatches: int, cuts: tuple[str, ...]) -> Staged:
         """The step cut into stages."""

@@ -14,9 +14,8 @@ bound of a sum is no lower than the sum of bounds, as one plan has to do well in
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import fields, replace
-from functools import partial
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from autopar.core.cells import Cells
 from autopar.core.constraints import Constraints, assign_mesh
 from autopar.core.graph import Repeat, TracedModel, dependents
 from autopar.core.ops import NARROW, REARRANGING
-from autopar.solver.build import build_problem
+from autopar.solver.build import StepProblem, build_problem
 from autopar.solver.ideal import owners_of
 from autopar.solver.ilp import solve_problem
 from autopar.solver.offers import Offers, likeness
@@ -37,7 +36,7 @@ from autopar.solver.rules.notes import note_places
 from autopar.solver.shares import lowest_shares
 from autopar.solver.step import Bucket, Step
 
-__all__ = ["Floors", "Weights", "functionals", "left_out"]
+__all__ = ["Alone", "Floors", "Weights", "functionals", "left_out"]
 
 _MANY = 1 << 30  # gradients that a bucket may join
 _SUMMING = {*REARRANGING, NARROW, torch.ops.aten.alias.default, torch.ops.aten.add.Tensor}
@@ -109,6 +108,38 @@ class _Part(Step):
         return replace(super().reductions, count=_MANY)
 
 
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """The problem of some ops and parameters, whatever surrounds them.
+
+    Attributes:
+        part: of the step.
+        built: its problem.
+        parts: in which parts of a step each node may run: fields of `Weights`.
+        ends: pairs of nodes between which a gradient is reduced once, behind the turns.
+    """
+
+    part: Step
+    built: StepProblem
+    parts: Mapping[str, Sequence[str]]
+    ends: Collection[frozenset[Hashable]]
+
+    def weighed(self, weights: Weights) -> ChoiceProblem:
+        """The problem with a share of what each node, and each pair of nodes, costs."""
+        problem = self.built.problem
+        shares = {pair: self._counts(weights, *pair) for pair in problem.edges}
+        edges = {pair: share * problem.edges[pair] for pair, share in shares.items() if share}
+        held = {n for pair in edges for n in pair}
+        costs = {n: self._counts(weights, n) * cost for n, cost in problem.costs.items()}
+        return ChoiceProblem({n: c for n, c in costs.items() if n in held or c.any()}, edges)
+
+    def _counts(self, weights: Weights, *nodes: Hashable) -> float:
+        """What a node counts, or a pair of them, at least."""
+        if frozenset(nodes) in self.ends:
+            return weights.finish  # reduced once
+        return min(getattr(weights, part) for n in nodes for part in self.parts[str(n)])
+
+
 class Floors:
     """Lower bounds of the blocks of a microbatch on one mesh.
 
@@ -152,11 +183,7 @@ class Floors:
         the ops of another one, and more, takes no less: found once. Where a gradient's op runs,
         before others or behind, makes no difference to some sums.
         """
-        inside = [{n.name for n in self.cells.members[block]} for block in blocks]
-        place = owners_of(self.body, self.cells, blocks, self.step)
-        place |= {n: i for i, names in enumerate(inside) for n in names}
-        for name in self._of_several(place):
-            place.pop(name, None)
+        inside, place = self._places(blocks)
         before = self._before_others(place)
         around = self._around(place, inside)
         parts = [self._only(names) for names in inside]
@@ -191,11 +218,7 @@ class Floors:
             around_last: with what is around the last of them; else without what is around any.
         """
         every = list(self.cells.members)
-        inside = [{n.name for n in self.cells.members[block]} for block in every]
-        place = owners_of(self.body, self.cells, every, self.step)
-        place |= {n: i for i, names in enumerate(inside) for n in names}
-        for name in self._of_several(place):
-            place.pop(name, None)
+        inside, place = self._places(every)
         numbers = [every.index(block) for block in blocks]
         own = set().union(*(inside[i] for i in numbers))
         if around_last:
@@ -209,27 +232,40 @@ class Floors:
     ) -> dict[str, float]:
         if not wanted or not (part.ops or part.parameters):
             return dict.fromkeys(wanted, 0.0)
-        whole = build_problem(
+        alone = self._alone(part, before)
+        return {
+            name: _least(alone.weighed(weights))
+            for name, weights in self.wanted.items()
+            if name in wanted
+        }
+
+    def whole(self, blocks: Sequence[str]) -> list[Alone]:
+        """The problem of each block with what is around it."""
+        inside, place = self._places(blocks)
+        around, before = self._around(place, inside), self._before_others(place)
+        parts = [self._only(a | b) for a, b in zip(inside, around, strict=True)]
+        return [self._alone(part, before) for part in parts]
+
+    def _places(self, blocks: Sequence[str]) -> tuple[list[set[str]], dict[str, int]]:
+        """Names of what is in each block, and the number of the block that an op is with."""
+        inside = [{n.name for n in self.cells.members[block]} for block in blocks]
+        place = owners_of(self.body, self.cells, blocks, self.step)
+        place |= {n: i for i, names in enumerate(inside) for n in names}
+        for name in self._of_several(place):
+            place.pop(name, None)
+        return inside, place
+
+    def _alone(self, part: Step, before: Collection[str]) -> Alone:
+        built = build_problem(
             part, self.offers.cluster, self.pins, self.optimizer, None, self.offers
-        ).problem
+        )
         ends = {
             frozenset((value[0], name))
             for name, value in part.gradients.items()
             if all(read != name for read, _ in part.ops[value[0]].operands)
         }
-        parts = {name: self._parts_of(part, before, str(name)) for name in whole.costs}
-
-        def counts(weights: Weights, *nodes: Hashable) -> float:
-            """What a node counts, or a pair of them, at least."""
-            if frozenset(nodes) in ends:
-                return weights.finish  # reduced once
-            return min(getattr(weights, part) for n in nodes for part in parts[n])
-
-        return {
-            name: _least(_weighed(whole, partial(counts, weights)))
-            for name, weights in self.wanted.items()
-            if name in wanted
-        }
+        parts = {str(name): self._parts_of(part, before, str(name)) for name in built.problem.costs}
+        return Alone(part, built, parts, ends)
 
     def _parts_of(self, part: Step, before: Collection[str], name: str) -> Sequence[str]:
         """Parts of a step that a node may run in: fields of `Weights`."""
@@ -339,12 +375,3 @@ class Floors:
 
 def _least(problem: ChoiceProblem) -> float:
     return max(0.0, solve_problem(problem, exact=False).bound) if problem.costs else 0.0
-
-
-def _weighed(problem: ChoiceProblem, counts: Callable[..., float]) -> ChoiceProblem:
-    """The problem with a share of what each node, and each pair of nodes, costs."""
-    shares = {pair: counts(*pair) for pair in problem.edges}
-    edges = {pair: share * problem.edges[pair] for pair, share in shares.items() if share}
-    held = {n for pair in edges for n in pair}
-    costs = {n: counts(n) * cost for n, cost in problem.costs.items()}
-    return ChoiceProblem({n: c for n, c in costs.items() if n in held or c.any()}, edges)

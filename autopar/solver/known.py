@@ -85,11 +85,16 @@ def variants_of(
     if not traced.training:
         return [("none", optimizer)]
     kinds = uniform_checkpoints(traced, wanted.checkpoint, may_leave(cluster, wanted))
+    return [(kind, which) for which in places_of(cluster, wanted, optimizer) for kind in kinds]
+
+
+def places_of(cluster: Cluster, wanted: Constraints, optimizer: object) -> list[object]:
+    """The optimizer in each place where its states may be."""
     held: list[object] = [] if wanted.offload == "optimizer" else [optimizer]
     chosen = wanted.offload is None and can_offload(cluster.device)
     if wanted.offload == "optimizer" or (chosen and optimizer_state_bytes(optimizer, 1024)):
         held.append(Offloaded(optimizer))
-    return [(kind, which) for which in held for kind in kinds]
+    return held
 
 
 def may_leave(cluster: Cluster, wanted: Constraints) -> bool:

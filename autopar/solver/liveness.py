@@ -213,6 +213,17 @@ class Liveness:
             self._finishing(row, position - len(self.order))
         return row
 
+    def throughout(self) -> Row:
+        """What is live while any microbatch runs: states, sums of gradients, hoisted values.
+
+        Without the batch, and what only one microbatch holds.
+        """
+        row = Row(0.0, dict(self.residents.nodes), dict(self.residents.edges))
+        for born, op in enumerate(self.order):
+            if self.step.is_hoisted(op.name) and not op.view:
+                self._outputs(row, op, born, len(self.order))
+        return row
+
     def _on_host(self) -> Row:
         """States of an offloaded optimizer, and activations of all microbatches that wait."""
         row, step, scale = Row(), self.step, self.host_scale

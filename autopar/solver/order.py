@@ -141,6 +141,8 @@ def folded_spans(step: Step, order: list[Op]) -> list[FoldedSpan]:
             for p, op in enumerate(order)
             if step.blocks.repeat_of(op.name) == repeat and not step.is_hoisted(op.name)
         ]
+        if not inside:
+            continue  # of the part of a step
         positions = [p for p, _ in inside]
         spans.append(
             FoldedSpan(

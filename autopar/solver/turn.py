@@ -34,6 +34,7 @@ class Turn:
         ahead: forwards that a rank may begin ahead of its first gradient (`floor.left_out`).
         windows: of blocks that follow each other.
         beside: of what is around each block, in `found`, where that is known apart.
+        within: of each run of blocks under a memory limit (`held_floors`), by the same names.
     """
 
     found: Mapping[str, Array]
@@ -41,6 +42,7 @@ class Turn:
     ahead: int
     windows: tuple[Window, ...] = ()
     beside: Mapping[str, Array] = field(default_factory=dict)
+    within: Mapping[str, Array] = field(default_factory=dict)
 
     @classmethod
     def exact(cls, microbatches: int, ahead: int, parts: Sequence[Array]) -> Turn:
@@ -93,7 +95,7 @@ class Turn:
         less = {"one turn": share, "after": late, "first": late}
         found = {name: less.get(name, 1.0) * x for name, x in self.found.items()}
         windows = (replace(w, found=less.get(w.name, 1.0) * w.found) for w in self.windows)
-        return replace(other, found=found, windows=tuple(windows), beside={})
+        return replace(other, found=found, windows=tuple(windows), beside={}, within={})
 
     def above(self, other: Turn) -> Turn:
         """The higher of two bounds, block by block."""
@@ -103,7 +105,8 @@ class Turn:
 
     def runs(self, name: str) -> Array:
         """What each run of blocks takes on one rank, as `cuts.runs_of` lays them out."""
-        return runs_with(self.found[name], name, self.windows)
+        found = runs_with(self.found[name], name, self.windows)
+        return np.maximum(found, self.within[name]) if name in self.within else found
 
     def without(self, runs: Mapping[str, Array], turns: int, prepared: bool) -> Array:
         """Each run's seconds of a step without the forward of so many turns, at most `early`.

@@ -1,0 +1,181 @@
+"""What no pipeline of a step is below: bounds of its blocks on the ranks of each shape.
+
+Bounds of blocks (`solver/floor.py`) do not know where a pipeline is cut; what several shapes have
+in common is made once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autopar.codegen.microbatch import Microbatch, localise
+from autopar.core.constraints import Constraints, assign_mesh
+from autopar.core.graph import TracedModel
+from autopar.core.plan import NodePlan
+from autopar.core.schedule import AUTOMATIC
+from autopar.cost_model import Cluster
+from autopar.errors import ConstraintError
+from autopar.solver.floor import Floors
+from autopar.solver.held_floors import runs_within
+from autopar.solver.ideal import BlockWork
+from autopar.solver.ilp import Infeasible
+from autopar.solver.known import places_of
+from autopar.solver.meshes import meshes
+from autopar.solver.microbatch import split_in_time
+from autopar.solver.offers import Offers
+from autopar.solver.overlap import EXPOSED, least_share
+from autopar.solver.pins import with_roles
+from autopar.solver.pipeline_shape import PipelineShape, stage_mesh
+from autopar.solver.problem import Array
+from autopar.solver.turn import Turn, floored, windowed
+from autopar.solver.windows import WindowKind, widened
+
+__all__ = ["StageBounds"]
+
+
+class StageBounds:
+    """Bounds pipelines of one step; arguments as of `StagePlanner`."""
+
+    def __init__(
+        self,
+        traced: TracedModel,
+        cluster: Cluster,
+        constraints: Constraints,
+        memory_limit: int | None,
+        optimizer: object,
+        offers: Offers,
+    ) -> None:
+        self.traced = traced
+        self.whole = cluster
+        self.constraints = constraints
+        self.limit = cluster.memory_bytes if memory_limit is None else int(memory_limit)
+        self.optimizer = optimizer
+        self.offers = offers
+        self.work = BlockWork(traced, cluster, offers.fused)
+        self._micros: dict[int, tuple[dict[str, NodePlan], Microbatch]] = {}
+        self._turns: dict[tuple[int, int], Turn] = {}
+        self._wide: dict[tuple[int, int], Floors] = {}
+        self._within: dict[tuple[int, int, int], Mapping[str, Array]] = {}
+
+    def rank_cluster(self, size: int) -> Cluster:
+        """The devices of one of so many pipeline ranks.
+
+        Raises:
+            ConstraintError: the ranks do not divide the devices.
+        """
+        mesh = stage_mesh(self.whole.mesh_shape, size)
+        return replace(self.whole, mesh_shape=mesh, axis_names=self.whole.axis_names[-len(mesh) :])
+
+    def micro(self, microbatches: int) -> tuple[dict[str, NodePlan], Microbatch]:
+        """The step on one microbatch, and the placements of all ops over the microbatches.
+
+        Raises:
+            ConstraintError: the model cannot be split so.
+        """
+        if microbatches not in self._micros:
+            time = split_in_time(self.traced, self.whole, microbatches)
+            self._micros[microbatches] = time, localise(self.traced, time, microbatches)
+        return self._micros[microbatches]
+
+    def ahead(self, size: int) -> int:
+        """Forwards that the first of some ranks may begin ahead of its first gradient."""
+        pin = self.constraints.pipeline
+        automatic = pin is None or pin.schedule in (None, AUTOMATIC)
+        return 2 * size - 1 if automatic else size
+
+    def turn(self, shape: PipelineShape) -> Turn:
+        """Lower bounds of all blocks on a rank of a pipeline, communication included.
+
+        Raises:
+            ConstraintError: the model cannot be split into such microbatches.
+        """
+        key = (shape.size, shape.microbatches)
+        if key not in self._turns:
+            body = self.micro(shape.microbatches)[1].body
+            self._turns[key] = self._floored(body, shape, parts=True)
+        return self._turns[key]
+
+    def widen(self, shape: PipelineShape, kind: WindowKind) -> None:
+        """Make `turn` higher by bounds of blocks that follow each other on a rank.
+
+        Args:
+            shape: of the pipeline.
+            kind: which are bounded, with a name out of `turn.WIDE`.
+        """
+        key = (shape.size, shape.microbatches)
+        turn, body = self.turn(shape), self.micro(shape.microbatches)[1].body
+        if key not in self._wide:
+            wide = widened(body) if body.repeats else body
+            self._wide[key] = self._floors(wide, shape, parts=True)
+        self._turns[key] = windowed(turn, self._wide[key], body, self.work.names, kind)
+
+    def within(self, shape: PipelineShape) -> Mapping[str, Array]:
+        """Lower bounds of runs of blocks on its ranks within the limit (`held_floors`)."""
+        key = (shape.size, shape.microbatches, self.limit)
+        if key not in self._within:
+            body, cluster = self.micro(shape.microbatches)[1].body, self.rank_cluster(shape.size)
+            places = [
+                self._floors(body, shape, parts=True, optimizer=place)
+                for place in places_of(cluster, self.constraints, self.optimizer)
+            ]
+            work = self.work
+            self._within[key] = runs_within(places, work.held, work.like, shape.size, self.limit)
+        return self._within[key]
+
+    def one_turn(self, shape: PipelineShape) -> Turn:
+        """The same from the step in one turn, for any number of turns: soon found, and lower."""
+        if (shape.size, 0) not in self._turns:
+            whole = replace(shape, microbatches=1)
+            self._turns[shape.size, 0] = self._floored(self.traced, whole, parts=False)
+        return self._turns[shape.size, 0].in_turns(shape.microbatches)
+
+    def coarser(self, shape: PipelineShape) -> list[Turn]:
+        """The same from steps in fewer turns whose bounds are known."""
+        return [
+            turn.in_turns(shape.microbatches)
+            for (size, turns), turn in self._turns.items()
+            if size == shape.size and turns and shape.microbatches % turns == 0
+        ]
+
+    def least_alone_s(self) -> float:
+        """Seconds that no plan in one piece is below, on any of its meshes, whatever it hides.
+
+        Raises:
+            ConstraintError: the constraints cannot hold.
+        """
+        whole = PipelineShape(size=1, microbatches=1, schedule="1f1b")
+        given, *joined = meshes(self.whole, self.constraints)
+        assert given.mesh_shape == self.whole.mesh_shape
+        found = [self.one_turn(whole)]
+        found += (self._floored(self.traced, whole, parts=False, cluster=c) for c in joined)
+        return float(min(turn.step.sum() for turn in found)) * least_share(EXPOSED)
+
+    def _floors(
+        self,
+        body: TracedModel,
+        shape: PipelineShape,
+        parts: bool,
+        cluster: Cluster | None = None,
+        optimizer: object = None,
+    ) -> Floors:
+        cluster = cluster or self.rank_cluster(shape.size)
+        inside = replace(self.constraints, pipeline=None, params={})
+        meshed = with_roles(cluster, assign_mesh(inside, cluster.mesh_shape))
+        offers = self.offers.over(meshed)
+        held = self.optimizer if optimizer is None else optimizer
+        return Floors(body, inside, held, offers, self.ahead(shape.size), parts)
+
+    def _floored(
+        self, body: TracedModel, shape: PipelineShape, parts: bool, cluster: Cluster | None = None
+    ) -> Turn:
+        floors = self._floors(body, shape, parts, cluster)
+        ahead, devices = self.ahead(shape.size), self.whole.num_devices // shape.size
+        try:
+            return floored(self.work, floors, shape.microbatches, ahead, devices)
+        except Infeasible as error:
+            raise ConstraintError(
+                f"{floors.pins.describe()} cannot hold on the {devices} devices of "
+                f"each of {shape.size} pipeline ranks, with {shape.microbatches} microbatches: no "
+                "combination of placements connects the ops"
+            ) from error
