@@ -10,10 +10,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from autopar.solver import fit
+from autopar.solver import fit, relaxed
 from autopar.solver.branch import Part
 from autopar.solver.fit import Fit, MemorySearch
-from autopar.solver.ilp import Solution
+from autopar.solver.ilp import Solution, solve_whole
 from autopar.solver.problem import ChoiceProblem, Row, evaluate
 from autopar.solver.reduce import reduce_problem
 
@@ -79,7 +79,12 @@ class Tight:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_plans_obey_the_limit_and_bounds_hold(seed: int) -> None:
+@pytest.mark.parametrize("pairs", [0, 1000])
+def test_plans_obey_the_limit_and_bounds_hold(
+    pairs: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By prices and branching, and, as one ILP, exactly."""
+    monkeypatch.setattr(relaxed, "_SMALL", pairs)
     tight = Tight(np.random.default_rng(seed))
     limit, optimum = tight.limit, tight.optimum(tight.problem)
     found = search(tight.problem, tight.rows, limit)
@@ -92,7 +97,25 @@ def test_plans_obey_the_limit_and_bounds_hold(seed: int) -> None:
     assert found.bound <= optimum + 1e-6
     assert found.best.solution.objective >= optimum - 1e-6
     # branching on so few nodes goes on to the end
-    assert found.best.solution.objective <= optimum * 1.011 + 1e-6
+    near = 1.002 if pairs else 1.011
+    assert found.best.solution.objective <= optimum * near + 1e-6
+    if pairs:
+        assert found.bound >= optimum * (1 - 5e-3)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_small_problem_is_known_to_have_nothing_below_what_another_takes(seed: int) -> None:
+    tight = Tight(np.random.default_rng(seed))
+    optimum = tight.optimum(tight.problem)
+    rows = tight.rows
+    for below, exists in ((0.99 * optimum, False), (1.01 * optimum + 1e-3, True)):
+        chosen, bound = solve_whole(tight.problem, rows, tight.limit, 1e-6, below)
+        assert (chosen is not None) == exists
+        assert bound <= (optimum if exists else below) + 1e-6
+        assert bound >= (optimum if exists else below) - 1e-3
+        if chosen is not None:
+            assert max(row.value(chosen) for row in rows) <= tight.limit
+            assert evaluate(tight.problem, chosen) == pytest.approx(optimum)
 
 
 def test_nothing_is_branched_on_for_a_bound_that_tells_nothing(
@@ -105,6 +128,7 @@ def test_nothing_is_branched_on_for_a_bound_that_tells_nothing(
         return root.bound
 
     monkeypatch.setattr(fit, "branch", branch)
+    monkeypatch.setattr(relaxed, "_SMALL", 0)
     for least, often in ((math.inf, True), (-math.inf, False)):
         branched.clear()
         for seed in range(6):

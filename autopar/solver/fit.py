@@ -20,21 +20,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
 
 from autopar.solver.branch import Part, Split, branch, split_states
-from autopar.solver.found import Fit, Met
-from autopar.solver.ilp import Infeasible, Prepared, Solution, solve_problem
+from autopar.solver.found import Fit
+from autopar.solver.ilp import Infeasible, Solution
 from autopar.solver.liveness import Liveness
+from autopar.solver.met_plans import CLOSE, UNLIMITED, MetPlans
 from autopar.solver.multipliers import Proposal, best_prices, heaviest_weights
-from autopar.solver.problem import Assignment, ChoiceProblem, evaluate
-from autopar.solver.reduce import reduce_problem
-from autopar.solver.relaxed import Allowed, Column, Relaxation
+from autopar.solver.problem import ChoiceProblem
+from autopar.solver.relaxed import Allowed, Column
 
 __all__ = ["UNLIMITED", "Fit", "MemorySearch"]
-
-UNLIMITED = 1 << 62
-"""A limit that no plan reaches: none is priced for its memory to know that it fits."""
 
 _LEAST_ROUNDS = 16
 _FIRST_ROUNDS = 4
@@ -43,31 +39,20 @@ _PATIENCE = 3  # rounds that close the gap by less than _PROGRESS
 _PROGRESS = 0.02
 _RECOMBINATIONS = 2
 _SPREAD = (0.3, 3.0, 10.0, 100.0)  # times the best prices, for plans that differ
+_PEAKS = 8  # rows that are added to the ILP of a small problem
 _PARTS = 24  # that branching bounds
 _PART_ROUNDS = 3
 _FAR = 0.05  # gap beyond which branching on single nodes is not begun
 _WORTH = 0.1  # of the gap: where a few parts close less, branching ends
 _SEEDS = 4  # plans met under other limits
 _ABSURD = 1e6  # times as long as the unlimited plan: nothing fits
-_CLOSE = 5e-3  # relative gap at which prices and local search stop
 _PROVED = 1e-2  # and branching
-_NEAR = 1.01  # rows may exceed the bytes that a plan is priced at
 
 
-class MemorySearch:
-    """Plans of one problem under one memory limit.
+class MemorySearch(MetPlans):
+    """Looks for the fastest plan within the limit, and for what no plan within it is below.
 
-    Args:
-        problem: its costs are seconds.
-        liveness: makes the rows.
-        decide: prices an assignment.
-        limit: bytes.
-        known: a search of the same states at other costs, to go on with.
-
-    Attributes:
-        bound: no plan within the limit costs less seconds.
-        best: the fastest plan found within the limit.
-        free: the plan without any limit, if it was asked for.
+    Arguments and attributes as of `MetPlans`.
     """
 
     def __init__(
@@ -78,42 +63,15 @@ class MemorySearch:
         limit: int,
         known: MemorySearch | None = None,
     ) -> None:
-        self.problem = problem
-        self.relaxed: Relaxation = Relaxation(problem, liveness, known.relaxed if known else None)
-        self.decide = decide
-        self.limit = limit
-        self.bound = 0.0
-        self.best: Fit | None = None
-        self.free: Fit | None = None
-        self.beat = math.inf
-        self._solution: Solution | None = None
-        self._rough: Fit | None = None
-        self._least: Fit | None = None
-        self._lightest: Fit | None = None  # under any limit
+        super().__init__(problem, liveness, decide, limit, known)
         self._is_spent = False  # nothing lighter is found by looking on
         self._has_spread = False
         self._root: Part | None = None
-        self._prices: dict[int, float] = {}
 
     def renew(self, limit: int, decide: Callable[[Solution], Fit], host_scale: float) -> None:
         """Search within another limit, with the rows, plans and bounds that are known."""
-        kept = self.bound if limit <= self.limit else 0.0  # less memory never makes a step faster
-        self.limit, self.decide = limit, decide
-        self.relaxed.renew(host_scale)
-        known = (self.free, self._rough, self._lightest)
-        fits = [fit and replace(fit, host_scale=host_scale) for fit in known]
-        self.free, self._rough, self._lightest = fits
-        for fit in filter(None, fits):
-            self.relaxed.add_row(fit.row)
-        self.best, self._least, self._root = None, None, None
-        self.beat, self._has_spread, self._prices = math.inf, False, {}
-        if self._solution is not None:
-            self.bound = max(self._solution.bound, self.relaxed.bound(limit), kept)
-
-    def rest(self) -> None:
-        """Let go of tables that are soon made again."""
-        self.__dict__.pop("_prepared", None)
-        self.relaxed.rest()
+        super().renew(limit, decide, host_scale)
+        self._root, self._has_spread = None, False
 
     def _seed_known(self) -> None:
         """Consider the fastest of the plans met under other limits that keeps to this one."""
@@ -121,96 +79,6 @@ class MemorySearch:
         for column in sorted(within, key=lambda c: c.seconds)[:_SEEDS]:
             if self._keep(self._plan(column.chosen, "bounded")).peak <= self.limit:
                 return
-
-    @property
-    def target(self) -> float:
-        """Seconds of the best plan known, of this problem or of another one."""
-        return min(self.beat, self.best.solution.objective if self.best else math.inf)
-
-    @property
-    def done(self) -> bool:
-        """True if no plan can be better than the best known by more than `_CLOSE`."""
-        return self.bound >= self.target * (1 - _CLOSE)
-
-    # --- plans ---------------------------------------------------------------------------------
-    @cached_property
-    def _prepared(self) -> Prepared:
-        return Prepared(reduce_problem(self.problem))
-
-    def fastest(self, proved_within: int = UNLIMITED) -> Fit:
-        """The plan without any limit, proved as closely as can be up to so many bytes."""
-        if self.free is None and proved_within < UNLIMITED and self.rough().peak > proved_within:
-            self.free = self.rough()
-        if self.free is None:
-            self.free = self._keep(solve_problem(self.problem, prepared=self._prepared))
-        return self.free
-
-    def approximate(self, proved: bool = True) -> Solution:
-        """An assignment without any limit, near the fastest, with a looser bound."""
-        if self._solution is None:
-            self._solution = solve_problem(
-                self.problem, exact=False, proved=proved, prepared=self._prepared
-            )
-            self.bound = self._solution.bound
-        return self._solution
-
-    def is_slow(self, beat: float) -> bool:
-        """True if no plan, whatever the limit, costs less than some seconds to speak of."""
-        return self.approximate().bound >= beat * (1 - _CLOSE)
-
-    def rough(self) -> Fit:
-        """The plan of that assignment."""
-        if self._rough is None:
-            self._rough = self._keep(self.approximate())
-        return self._rough
-
-    def _keep(self, solution: Solution) -> Fit:
-        """Price a plan, and make the row of the op where it peaks."""
-        fit = self.decide(solution)
-        if self.limit >= UNLIMITED:
-            return fit
-        self.relaxed.add_row(fit.row)
-        if fit.peak <= self.limit and solution.objective < self.target:
-            self.best = fit
-        return fit
-
-    def _plan(self, chosen: Assignment, status: str) -> Solution:
-        seconds = evaluate(self.problem, chosen)
-        known = self.approximate()  # a bound comes with it
-        bound = min(self.bound, seconds)
-        return replace(known, chosen=dict(chosen), objective=seconds, bound=bound, status=status)
-
-    def met(self) -> list[Met]:
-        """The plans met so far, the unlimited one among them."""
-        self.rough()
-        priced = filter(None, (self.best, self.free, self._rough, self._least))
-        return [
-            *(Met(f.solution.chosen, f.solution.objective, f.peak) for f in priced),
-            *(Met(c.chosen, c.seconds, c.peak) for c in self.relaxed.columns if c.num_bytes),
-        ]
-
-    def seed(self, chosen: Assignment) -> Fit:
-        """Consider a plan that is known from another problem."""
-        self.approximate()
-        return self._keep(self._plan(chosen, "bounded"))
-
-    def consider(self, column: Column) -> None:
-        """Price a plan that may fit and be the fastest; else repair it and try again.
-
-        A peak beyond the limit becomes a row, with which the plan is repaired anew.
-        """
-        found: Column | None = column
-        for _ in range(4):
-            if found is None or found.seconds >= self.target * (1 - 1e-9):
-                return
-            if found.peak <= _NEAR * self.limit:
-                known = len(self.relaxed.rows)
-                fit = self._keep(self._plan(found.chosen, "bounded"))
-                if fit.peak <= self.limit:
-                    return
-                if len(self.relaxed.rows) == known and found.peak <= self.limit:
-                    return
-            found = self.relaxed.repair(found, self._prices, self.limit)
 
     # --- least memory --------------------------------------------------------------------------
     def least(self) -> Fit:
@@ -258,7 +126,7 @@ class MemorySearch:
         """
         self.beat = beat
         self.approximate()
-        if self.bound >= beat * (1 - _CLOSE):
+        if self.bound >= beat * (1 - CLOSE):
             self.rest()
             return None
         free = None if self.limit >= UNLIMITED else self.rough()
@@ -290,7 +158,7 @@ class MemorySearch:
             return self.best  # there is nothing to put a price on
         if math.isinf(self.target):
             return None  # there is nothing to be near to
-        if not self.done and not self._is_hopeless():
+        if not self.done and not self._is_hopeless() and not self._whole():
             self._round(self.rough(), _ROUNDS)
         near = self.target * (1 - _FAR) <= self.bound < least
         if self._root is not None and near and not self._proved(self.bound):
@@ -317,6 +185,22 @@ class MemorySearch:
         if recombine or math.isinf(self.target):
             self._recombine()
 
+    def _whole(self) -> bool:
+        """Solve a small problem as one ILP, with rows as plans peak; False if it is large."""
+        for _ in range(_PEAKS):
+            if not self.relaxed.is_small:
+                return False
+            known = len(self.relaxed.rows)
+            column, bound = self.relaxed.whole(self.limit, self.target)
+            self.bound = max(self.bound, bound)
+            if column is None:
+                return True
+            if self._keep(self._plan(column.chosen, "optimal")).peak <= self.limit:
+                return True
+            if len(self.relaxed.rows) == known:
+                break
+        return self.done
+
     def _proved(self, bound: float) -> bool:
         return bound >= self.target * (1 - _PROVED)
 
@@ -342,11 +226,11 @@ class MemorySearch:
         best = replace(above, allowed=allowed)
         prices, stalled = dict(above.prices), 0
         for turn in range(rounds):
-            if best.bound >= self.target * (1 - _CLOSE):
+            if best.bound >= self.target * (1 - CLOSE):
                 break
             if turn or not prices:
                 _, proposal = self._proposal(allowed)
-                if proposal.reachable - best.bound <= _CLOSE / 5 * self._cap():
+                if proposal.reachable - best.bound <= CLOSE / 5 * self._cap():
                     break
                 known = best.prices or proposal.prices
                 prices = {p: 0.5 * (v + known.get(p, 0.0)) for p, v in proposal.prices.items()}
@@ -395,4 +279,4 @@ class MemorySearch:
     def _worthwhile(self) -> float:
         """Seconds that a plan must stay below: by more where another problem has the best one."""
         own = self.best is not None and self.best.solution.objective <= self.beat
-        return self.target * (1 - (0.0 if own else _CLOSE))
+        return self.target * (1 - (0.0 if own else CLOSE))

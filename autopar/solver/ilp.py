@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import highspy
 import numpy as np
 import pulp
 
@@ -24,7 +25,7 @@ from autopar.solver.problem import Assignment, ChoiceProblem, Indices, Row, eval
 from autopar.solver.program import SECONDS, Program
 from autopar.solver.reduce import Reduced, reduce_problem
 
-__all__ = ["Infeasible", "Prepared", "Solution", "solve_among", "solve_problem"]
+__all__ = ["Infeasible", "Prepared", "Solution", "solve_among", "solve_problem", "solve_whole"]
 
 _ILP_VARIABLES = 60_000
 _AMONG_GAP = 1e-3
@@ -288,6 +289,33 @@ def solve_among(
     if evaluate(program.problem, states) >= below:
         return None
     return {n: int(keep[n][state]) for n, state in states.items()}
+
+
+def solve_whole(
+    problem: ChoiceProblem, rows: Iterable[Row], limit: float, gap: float, below: float
+) -> tuple[dict[Hashable, int] | None, float]:
+    """The best assignment under memory rows that costs less than some seconds, and a bound.
+
+    Args:
+        problem: small.
+        rows: of bytes.
+        limit: on each of them.
+        gap: in seconds, at which the ILP ends.
+        below: seconds.
+
+    Returns:
+        None where none is below, or none was found; and seconds that none is below.
+    """
+    program = Program(problem, list(rows), limit)
+    try:
+        _, bound = _run(program, gap, below)
+    except Infeasible:
+        model = program.prob.solverModel
+        ended = model.getModelStatus() == highspy.HighsModelStatus.kSolutionLimit
+        lower = float(model.getInfo().mip_dual_bound) + program.constants[0]
+        return None, min(below, lower / SECONDS) if ended else below
+    states = program.states()
+    return (states if evaluate(problem, states) < below else None), min(bound, below)
 
 
 def _closed(bounds: Bounds) -> bool:

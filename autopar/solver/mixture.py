@@ -139,16 +139,20 @@ def _mixtures(
     if not priced:
         return []
     _, first, mixer = min(priced, key=lambda row: row[0])
+    price, found = best.search.memory.price, [first.variant]
     first.variant.search.memory.seed(first.chosen)
     to_beat_s = min(below_s, best.seconds)
-    first.variant.search.start(to_beat_s, best.search.memory.price)
+    first.variant.search.start(to_beat_s, price)
     least_s = min(v.search.memory.bound for v in tried)
     first.variant.search.memory.finish(to_beat_s, least_s)
     fewer = mixer.fewer(first)
-    if fewer is None:
-        return [first.variant]
-    fewer.variant.search.memory.seed(fewer.chosen)
-    return [first.variant, fewer.variant]
+    if fewer is not None:
+        found.append(fewer.variant)
+        memory = fewer.variant.search.memory
+        memory.seed(fewer.chosen)
+        if memory.bound < least_s:  # else others say what no plan is below
+            fewer.variant.search.start(min(to_beat_s, first.variant.seconds), price)
+    return found
 
 
 def _promising(

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.solver.descent import descend
-from autopar.solver.ilp import Prepared, solve_among, solve_problem
+from autopar.solver.ilp import Prepared, solve_among, solve_problem, solve_whole
 from autopar.solver.liveness import HOST_ROW, Liveness, priced
 from autopar.solver.problem import Assignment, ChoiceProblem, Row, evaluate
 from autopar.solver.reduce import Reduced, reduce_problem
@@ -27,6 +27,7 @@ from autopar.solver.reduce import Reduced, reduce_problem
 __all__ = ["Allowed", "Column", "Relaxation"]
 
 _AMONG_GAP = 1e-3  # relative to the seconds of the fastest plan that fits
+_SMALL = 1000  # pairs of states
 _JOINED = 3  # plans
 _RECOMBINED = 16  # plans
 _ALIKE = 5e-3  # plans whose seconds and bytes differ by less are alike
@@ -213,6 +214,20 @@ class Relaxation:
             chosen = descend(problem, (), math.inf, chosen)
         chosen = descend(core.reduced.problem, rows, limit, chosen)
         return self.column(core.reduced.expand(chosen))
+
+    @property
+    def is_small(self) -> bool:
+        """True if the ILP of all states takes no longer than a few rounds of prices."""
+        return sum(m.size for m in self.core.reduced.problem.edges.values()) <= _SMALL
+
+    def whole(self, limit: float, below: float) -> tuple[Column | None, float]:
+        """The best plan by the rows known that costs less than some seconds, and a bound."""
+        core = self.core
+        reduced, offset = core.reduced, core.reduced.offset
+        gap = _AMONG_GAP * below
+        rows = core.rows.values()
+        chosen, bound = solve_whole(reduced.problem, rows, limit, gap, below - offset)
+        return (None if chosen is None else self.column(reduced.expand(chosen))), bound + offset
 
     def near(self, prices: Mapping[int, float], limit: float) -> list[Column]:
         """Unlike plans: the lightest, the fastest, those near a limit, and the least priced."""
