@@ -27,12 +27,13 @@ from autopar.solver.fit import UNLIMITED
 from autopar.solver.meshes import meshes
 from autopar.solver.offers import Offers
 from autopar.solver.overlap import EXPOSED, NotBelow
-from autopar.solver.solve import KnownVariants, Solved, solve_step
+from autopar.solver.solve import KnownVariants, Solved, StepSearch
 
 __all__ = ["OnePiece"]
 
 _JOINED = 1e-3  # what a mesh with joined axes must save
 _HIDDEN = 0.8  # of what was counted on: less, and the step is solved again
+_NEXT_TO_NONE = 0.25  # of it: the plan that counts on nothing serves
 _DOUBTED = 2 / 3  # less, and what counts least tells little of what is fast
 _SLOWER = 0.01  # than the bound: more, and other programs are looked at
 _ALL = 1.0  # of what may hide, exposed
@@ -78,17 +79,15 @@ class OnePiece:
         best: Plan | None = None
         bound = math.inf
         refused: list[InfeasiblePlanError] = []
-        # few axes are soon searched, and say what the given mesh must beat; but a limit is first
-        # looked at where a step without one is fastest
-        given = reversed(meshes(self.cluster, self.constraints))
-        for cluster in sorted(given, key=lambda c: self.free_s.get(c.mesh_shape, 0.0)):
+        searches = self._begun(limit, exposed, below_s, proved_within)
+        for cluster, search in searches:
             to_beat_s = min(below_s, self._to_beat_s(cluster, best))
             free_s = self.free_s.get(cluster.mesh_shape, 0.0)
             if free_s >= to_beat_s:
                 bound = min(bound, free_s)
                 continue
             try:
-                found = self._solved(cluster, limit, exposed, to_beat_s, doubts, proved_within)
+                found = self._solved(search, to_beat_s, doubts)
             except NotBelow as error:
                 known_s, t = error.bound, error.t
             except InfeasiblePlanError as error:
@@ -130,12 +129,18 @@ class OnePiece:
         """
         # searches that count otherwise go on with what is known, if not those of other limits
         known = self if self.searches is not None else replace(self, searches={})
-        first = plan or known.plan(limit, doubts=self._is_doubtful)
+        stopped: list[bool] = []  # searches, as their rule is in doubt
+
+        def doubts(found: Plan) -> bool:
+            stopped.append(self._hidden(found) < _DOUBTED)
+            return stopped[-1]
+
+        first = plan or known.plan(limit, doubts=doubts)
         best, hidden = self._program(first), self._hidden(first)
         is_doubtful = plan is None and hidden < _DOUBTED
         others = [(pinned, EXPOSED) for pinned in self._data_parallel()]
         others += [(self.constraints, _ALL)] * is_doubtful
-        if hidden < _HIDDEN:
+        if hidden < _HIDDEN and not (is_doubtful and hidden < _NEXT_TO_NONE):
             others.append((self.constraints, 1 - (1 - EXPOSED) * hidden))
         for constraints, exposed in others:
             now_s = best.predicted.step_time_s
@@ -152,7 +157,7 @@ class OnePiece:
                     other = _proved(other, first.solver.bound)  # the pins are not the user's
                 other = replace(other, constraints=self.constraints.to_dict())
                 best = min(best, other, key=lambda p: p.predicted.step_time_s)
-        return known._in_full(limit, best) if is_doubtful else best
+        return known._in_full(limit, best) if any(stopped) else best
 
     def _in_full(self, limit: int, best: Plan) -> Plan:
         """With all sums searched, where a plan that counts on the doubtful rule is fastest yet."""
@@ -189,36 +194,50 @@ class OnePiece:
         hoped_s = plan.predicted.serial_time_s - plan.solver.objective
         return self._program(plan).predicted.hidden_time_s / hoped_s if hoped_s > 0 else 1.0
 
-    def _is_doubtful(self, plan: Plan) -> bool:
-        return self._hidden(plan) < _DOUBTED
+    def _begun(
+        self, limit: int, exposed: float, below_s: float, proved_within: int
+    ) -> list[tuple[Cluster, StepSearch]]:
+        """A search on each mesh, that first which says what others must beat.
+
+        Few axes are soon searched. Under a limit, that goes first where a plan that is soon found
+        is the fastest.
+        """
+        found: list[tuple[float, Cluster, StepSearch]] = []
+        given = list(reversed(meshes(self.cluster, self.constraints)))
+        least_s = below_s
+        for cluster in sorted(given, key=lambda c: self.free_s.get(c.mesh_shape, 0.0)):
+            search = StepSearch(
+                self.traced,
+                cluster,
+                constraints=replace(self.constraints, pipeline=None),
+                memory_limit=limit,
+                optimizer=self.optimizer,
+                offers=self.offers,
+                exposed=exposed,
+                known=None if limit >= UNLIMITED else self.searches,
+                proved_within=proved_within,
+                # a limit does not move the greatest sum far
+                first=self.free_t.get(cluster.mesh_shape, 0.0) if exposed <= EXPOSED else 0.0,
+            )
+            seconds = self.free_s.get(cluster.mesh_shape, 0.0)
+            if limit < UNLIMITED and len(given) > 1 and seconds < least_s:
+                try:
+                    seconds = search.glance(least_s)
+                except (InfeasiblePlanError, NotBelow):
+                    seconds = math.inf
+                least_s = min(least_s, seconds)
+            found.append((seconds, cluster, search))
+        if limit < UNLIMITED:
+            found.sort(key=lambda row: row[0])
+        return [(cluster, search) for _, cluster, search in found]
 
     def _solved(
-        self,
-        cluster: Cluster,
-        limit: int,
-        exposed: float,
-        below_s: float,
-        doubts: Callable[[Plan], bool] | None,
-        proved_within: int,
+        self, search: StepSearch, below_s: float, doubts: Callable[[Plan], bool] | None
     ) -> Solved:
         def finished(found: Plan) -> Plan:
             return replace(found, constraints=self.constraints.to_dict(), fusion=self.kernels)
 
-        solved = solve_step(
-            self.traced,
-            cluster,
-            constraints=replace(self.constraints, pipeline=None),
-            memory_limit=limit,
-            optimizer=self.optimizer,
-            offers=self.offers,
-            exposed=exposed,
-            below_s=below_s,
-            known=None if limit >= UNLIMITED else self.searches,
-            doubts=doubts and (lambda found: doubts(finished(found))),
-            proved_within=proved_within,
-            # a limit does not move the greatest sum far
-            first=self.free_t.get(cluster.mesh_shape, 0.0) if exposed <= EXPOSED else 0.0,
-        )
+        solved = search.run(below_s, doubts and (lambda found: doubts(finished(found))))
         return replace(solved, plan=finished(solved.plan))
 
 

@@ -46,7 +46,7 @@ from autopar.solver.pins import Pins, with_roles
 from autopar.solver.problem import ChoiceProblem
 from autopar.solver.read_step import build_step
 from autopar.solver.rules.notes import note_places
-from autopar.solver.solve import Solved, solve, solve_step
+from autopar.solver.solve import Solved, StepSearch, solve
 from autopar.solver.sums import SumSearch
 from autopar.solver.variant import Variant
 from autopar.tracer.trace import trace
@@ -227,11 +227,12 @@ def test_a_limit_is_looked_at_first_where_the_free_step_is_fastest(
     whole = OnePiece(traced, cluster, Constraints(), "adamw", Offers(cluster), ())
     seen: list[tuple[int, ...]] = []
 
-    def recorded(traced: TracedModel, cluster: Cluster, **given: Any) -> Solved:
-        seen.append(cluster.mesh_shape)
-        return solve_step(traced, cluster, **given)
+    class Recorded(StepSearch):
+        def glance(self, below_s: float = math.inf) -> float:
+            seen.append(self.planned.mesh_shape)
+            return super().glance(below_s)
 
-    monkeypatch.setattr("autopar.one_piece.solve_step", recorded)
+    monkeypatch.setattr("autopar.one_piece.StepSearch", Recorded)
     free = whole.plan(UNLIMITED)
     assert seen == [(32,), (4, 8)]
     assert set(whole.free_s) == set(seen)
@@ -259,11 +260,12 @@ def test_all_is_counted_where_the_rule_is_in_doubt(
     limit = round(0.7 * whole.plan(UNLIMITED).predicted.peak_memory_bytes)
     seen: set[float] = set()
 
-    def recorded(traced: TracedModel, cluster: Cluster, **given: Any) -> Solved:
-        seen.add(round(given["exposed"], 6))
-        return solve_step(traced, cluster, **given)
+    class Recorded(StepSearch):
+        def run(self, *given: Any) -> Solved:
+            seen.add(round(self.exposed, 6))
+            return super().run(*given)
 
-    monkeypatch.setattr("autopar.one_piece.solve_step", recorded)
+    monkeypatch.setattr("autopar.one_piece.StepSearch", Recorded)
     monkeypatch.setattr(OnePiece, "_hidden", lambda self, plan: hidden)
     plan = whole.best(limit)
     assert plan.predicted.peak_memory_bytes <= limit

@@ -34,6 +34,7 @@ __all__ = [
     "counted_seconds",
     "least",
     "least_share",
+    "promising",
 ]
 
 EXPOSED = 0.1
@@ -42,6 +43,7 @@ EXPOSED = 0.1
 _NEAR = 1e-2  # gap at which no other sum is looked at
 _MOST = 8  # sums
 _LIMITED = 4  # where each takes a search under the memory limit
+_GLANCES = 3  # at plans that are soon found, before the first sum is searched
 _SAME = 1e-4  # of t, and of the value of a sum
 _LAST = 0.99  # of t, beyond which compute would be for nothing
 _NEXT = 0.25  # of t, under a limit, where nothing tells where the greatest bound is
@@ -117,17 +119,16 @@ def least(
     """
     best = search(_at(first, exposed), 0.0, below_s)
     bound, greatest, last = best.bound, first, first
+    if bound >= below_s:
+        raise NotBelow(bound, first)
     low, high = _sides(_line(best, exposed), first, None, None)
-    memory = best.variant.search.memory
-    limited = memory.best is not memory.free
+    limited = _is_limited(best)
     for turn in range((_LIMITED if limited else _MOST) - 1):
         now_s = _seconds(best, exposed)
         if (low is not None and low[1] <= 0) or bound >= now_s * (1 - _NEAR):
             break
-        if limited and turn == 0 and stop(best):
-            break
         t = _next(low, high, last, limited)
-        if abs(t - last) < _SAME:
+        if abs(t - last) < _SAME or (limited and turn == 0 and stop(best)):
             break
         last = t
         try:
@@ -152,6 +153,42 @@ def least(
         if ends:
             break
     return Least(best.variant, bound, greatest)
+
+
+def promising(
+    soon: Callable[[Weights, float], Variant | None], exposed: float, first: float, below_s: float
+) -> tuple[float, float]:
+    """With which sum a search under a memory limit is to begin: the greatest, as far as is seen.
+
+    Args:
+        soon: a plan of a sum that is soon found, if there is one.
+        exposed, first, below_s: as for `least`.
+
+    Returns:
+        t of the sum, and the least seconds of the plans that were seen, infinite without any.
+
+    Raises:
+        NotBelow: no plan is below `below_s`.
+    """
+    low: _Line | None = None
+    high: _Line | None = None
+    t, least_s = first, math.inf
+    for _ in range(_GLANCES):
+        variant = soon(_at(t, exposed), below_s)
+        if variant is None:
+            break
+        found = Found(variant, 0.0)
+        line, least_s = _line(found, exposed), min(least_s, _seconds(found, exposed))
+        if not _is_limited(found):
+            break
+        low, high = _sides(line, t, low, high)
+        then = _next(low, high, t, limited=False)
+        if _value(line, then) <= _value(line, t) * (1 + _NEAR):
+            break
+        t = then
+        if low is not None and high is not None:
+            break
+    return t, least_s
 
 
 def _sides(
@@ -191,6 +228,12 @@ def least_share(exposed: float) -> float:
 
 def _at(t: float, exposed: float) -> Weights:
     return Weights(compute=1.0 - t, hideable=exposed + t * (1.0 - exposed))
+
+
+def _is_limited(found: Found) -> bool:
+    """True if the fastest plan of all does not keep to the memory limit."""
+    memory = found.variant.search.memory
+    return memory.best is not memory.free
 
 
 def _price(found: Found) -> Price:

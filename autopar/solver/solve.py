@@ -26,7 +26,7 @@ from autopar.solver.input_layouts import input_layouts
 from autopar.solver.known import KnownVariants, Variants
 from autopar.solver.modes import mode_names
 from autopar.solver.offers import Offers
-from autopar.solver.overlap import ALL, EXPOSED, Found, counted_seconds, least
+from autopar.solver.overlap import ALL, EXPOSED, Found, counted_seconds, least, promising
 from autopar.solver.pins import with_roles
 from autopar.solver.rules.notes import note_places
 from autopar.solver.sums import SumSearch
@@ -35,6 +35,7 @@ from autopar.solver.variant import Variant
 __all__ = [
     "KnownVariants",
     "Solved",
+    "StepSearch",
     "fits",
     "in_other_flights",
     "solve",
@@ -153,39 +154,98 @@ def solve_step(
         InfeasiblePlanError: nothing fits; carries the smallest limit that would.
         NotBelow: nothing is below `below_s`, whether or not anything fits.
     """
-    wanted = constraints or Constraints()
-    roles = assign_mesh(wanted, cluster.mesh_shape)
-    note_places(traced)
-    planned = with_roles(cluster, roles)
-    limit = planned.memory_bytes if memory_limit is None else int(memory_limit)
-    priced = (offers or Offers(planned)).over(planned)
-    variants = Variants(
-        traced=traced,
-        offers=priced,
-        wanted=wanted,
-        roles=roles,
-        limit=limit,
+    given = StepSearch(
+        traced,
+        cluster,
+        constraints=constraints,
+        memory_limit=memory_limit,
+        optimizer=optimizer,
+        without=without,
         ports=ports,
-        known={} if known is None else known,
+        offers=offers,
+        exposed=exposed,
+        known=known,
+        proved_within=proved_within,
+        first=first,
     )
-    search = SumSearch(variants, optimizer, without, proved_within)
+    return given.run(below_s, doubts)
 
-    def as_plan(variant: Variant, bound: float) -> Plan:
-        return _as_plan(variant, bound, exposed, planned, wanted, limit, optimizer)
 
-    def stop(found: Found) -> bool:
-        if doubts is None:
-            return False
-        plan = as_plan(*found)
-        return plan.solver.objective < below_s and doubts(plan)
+class StepSearch:
+    """Searches the plans of a step; arguments as of `solve_step`."""
 
-    if traced.hoisted or ports is not None:
-        (best, bound), t, exposed = search(ALL, below_s=below_s), 0.0, 1.0
-    else:
-        best, bound, t = least(search, exposed, stop, first, below_s)
-    fit = best.search.memory.best
-    assert fit is not None
-    return Solved(as_plan(best, bound), best, fit, t)
+    def __init__(
+        self,
+        traced: TracedModel,
+        cluster: Cluster,
+        *,
+        constraints: Constraints | None = None,
+        memory_limit: int | None = None,
+        optimizer: object = "adamw",
+        without: Excluded | None = None,
+        ports: Mapping[str, Layout] | None = None,
+        offers: Offers | None = None,
+        exposed: float = EXPOSED,
+        known: KnownVariants | None = None,
+        proved_within: int | None = UNLIMITED,
+        first: float = 0.0,
+    ) -> None:
+        self.wanted = constraints or Constraints()
+        roles = assign_mesh(self.wanted, cluster.mesh_shape)
+        note_places(traced)
+        self.planned = with_roles(cluster, roles)
+        self.limit = self.planned.memory_bytes if memory_limit is None else int(memory_limit)
+        priced = (offers or Offers(self.planned)).over(self.planned)
+        variants = Variants(
+            traced=traced,
+            offers=priced,
+            wanted=self.wanted,
+            roles=roles,
+            limit=self.limit,
+            ports=ports,
+            known={} if known is None else known,
+        )
+        self.optimizer = optimizer
+        self.search = SumSearch(variants, optimizer, without, proved_within)
+        self.counts_all = bool(traced.hoisted) or ports is not None
+        self.exposed = 1.0 if self.counts_all else exposed
+        self.first = first
+        self._has_glanced = self.counts_all
+
+    def glance(self, below_s: float = math.inf) -> float:
+        """Seconds of a plan that is soon found; infinite if none is.
+
+        Raises:
+            InfeasiblePlanError, NotBelow: see `solve_step`.
+        """
+        self._has_glanced = True
+        self.first, least_s = promising(self.search.soon, self.exposed, self.first, below_s)
+        return least_s
+
+    def run(
+        self, below_s: float = math.inf, doubts: Callable[[Plan], bool] | None = None
+    ) -> Solved:
+        """The plan; see `solve_step`."""
+
+        def stop(found: Found) -> bool:
+            if doubts is None:
+                return False
+            plan = self._as_plan(*found)
+            return plan.solver.objective < below_s and doubts(plan)
+
+        if self.counts_all:
+            (best, bound), t = self.search(ALL, below_s=below_s), 0.0
+        else:
+            if not self._has_glanced:
+                self.glance(below_s)
+            best, bound, t = least(self.search, self.exposed, stop, self.first, below_s)
+        fit = best.search.memory.best
+        assert fit is not None
+        return Solved(self._as_plan(best, bound), best, fit, t)
+
+    def _as_plan(self, variant: Variant, bound: float) -> Plan:
+        given = (self.planned, self.wanted, self.limit, self.optimizer)
+        return _as_plan(variant, bound, self.exposed, *given)
 
 
 def _as_plan(

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
-from autopar.core.block_kinds import Checkpoint
 from autopar.cost_model import Offloaded, offload_seconds
 from autopar.errors import ConstraintError
 from autopar.solver.exclude import Excluded, exclude
 from autopar.solver.known import Variants, may_leave, variants_of
-from autopar.solver.mixture import Make, free_blocks, mixtures, uniform_checkpoints
+from autopar.solver.mixture import free_blocks, mixtures, uniform_checkpoints
 from autopar.solver.overlap import Found, NotBelow, Weights
 from autopar.solver.variant import Variant
 
@@ -35,6 +34,17 @@ class SumSearch:
     optimizer: object
     without: Excluded | None
     proved_within: int | None
+    _known: dict[Weights, list[Variant]] = field(default_factory=dict, repr=False)  # begun
+
+    def soon(self, weights: Weights, below_s: float = math.inf) -> Variant | None:
+        """The best plan of a sum with which its search begins, if there is one.
+
+        Raises:
+            ConstraintError, InfeasiblePlanError, NotBelow: see `__call__`.
+        """
+        tried = self._known[weights] = self._begun(weights, 0.0, below_s)
+        best = min(tried, key=lambda f: f.seconds)
+        return None if best.search.memory.best is None else best
 
     def __call__(self, weights: Weights, enough_s: float = 0.0, below_s: float = math.inf) -> Found:
         """The best plan of a sum; the search ends once one is below `enough_s`.
@@ -44,29 +54,24 @@ class SumSearch:
             InfeasiblePlanError: nothing fits.
             NotBelow: nothing costs less than `below_s`.
         """
-        make = partial(self.variants.make, weights)
         traced, wanted = self.variants.traced, self.variants.wanted
         cluster = self.variants.offers.cluster
-        kinds = variants_of(traced, cluster, wanted, self.optimizer)
-        tried = self._tried(kinds, make, enough_s, below_s, weights.t)
+        tried = self._known.pop(weights, None) or self._begun(weights, enough_s, below_s)
+        self._finish(tried, enough_s, below_s)
         if self.without is None and len(tried) > 1 and _fastest(tried) > enough_s:
             uniform = uniform_checkpoints(traced, wanted.checkpoint, may_leave(cluster, wanted))
             free = free_blocks(traced, wanted.checkpoint)
+            make = partial(self.variants.make, weights)
             tried += mixtures(tried, uniform, free, make, below_s)
         best = min(tried, key=lambda f: f.seconds)
         if best.search.memory.best is None:
             raise _nothing(tried, below_s, weights.t)
         return Found(best, min(found.search.memory.bound for found in tried))
 
-    def _tried(
-        self,
-        kinds: Sequence[tuple[Checkpoint, object]],
-        make: Make,
-        enough_s: float,
-        below_s: float,
-        t: float,
-    ) -> list[Variant]:
-        """Searched variants of a step, not to the end where a plan is below `enough_s`."""
+    def _begun(self, weights: Weights, enough_s: float, below_s: float) -> list[Variant]:
+        """Variants of a step whose searches have begun, none more once one is below `enough_s`."""
+        given, wanted = self.variants, self.variants.wanted
+        kinds = variants_of(given.traced, given.offers.cluster, wanted, self.optimizer)
         tried: list[Variant] = []
         done: list[object] = []  # optimizers, where they are, that later kinds are no faster with
         for checkpoint, held in kinds:
@@ -76,7 +81,7 @@ class SumSearch:
                 continue
             if isinstance(held, Offloaded) and tried and _no_offload_beats(tried, held):
                 break
-            found = make(held, checkpoint)
+            found = given.make(weights, held, checkpoint)
             without = self.without
             if without is not None and not exclude(without, found.step, found.search.built):
                 continue
@@ -88,7 +93,7 @@ class SumSearch:
             # those that come later
             free_s = found.search.memory.approximate().bound
             if len(tried) == 1 and free_s >= below_s:
-                raise NotBelow(free_s, t)
+                raise NotBelow(free_s, weights.t)
             if fit is not None and fit is found.search.memory.free:
                 if len(tried) == 1:
                     break
@@ -98,6 +103,10 @@ class SumSearch:
         if not tried:
             assert self.without is not None
             raise ConstraintError(f"the step has no {self.without.name}")
+        return tried
+
+    def _finish(self, tried: Sequence[Variant], enough_s: float, below_s: float) -> None:
+        """Search to the end, or until a plan is below `enough_s`."""
         # another problem's, beyond which no bound raises that of all; or none is asked for
         least_s = -math.inf if self.proved_within is None else math.inf
         for found in sorted(tried, key=lambda f: f.search.memory.bound):
@@ -106,7 +115,6 @@ class SumSearch:
             memory = found.search.memory
             memory.finish(min(below_s, _fastest(tried)), least_s)
             least_s = min(least_s, memory.bound)
-        return tried
 
 
 def _nothing(tried: list[Variant], below_s: float, t: float) -> Exception:
@@ -116,7 +124,7 @@ def _nothing(tried: list[Variant], below_s: float, t: float) -> Exception:
     return min(tried, key=lambda f: f.search.memory.least().peak).search.does_not_fit()
 
 
-def _fastest(tried: list[Variant]) -> float:
+def _fastest(tried: Sequence[Variant]) -> float:
     return min(found.seconds for found in tried)
 
 
