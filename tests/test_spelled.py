@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
+from autopar._compat import leaving_transforms
 from autopar.errors import TraceError
 
 
@@ -179,6 +180,50 @@ def test_what_cannot_be_captured_says_where_and_what_instead(
     with pytest.raises(TraceError, match=remedy) as caught:
         _verified(Helped(head), (torch.randn(8, 8),))
     assert f" in {head.__name__}: " in str(caught.value).splitlines()[0]
+
+
+def _forward_mode(model: Helped, x: Tensor) -> Tensor:
+    _, tangent = torch.func.jvp(model.inner, (x,), (x,))
+    return tangent.square().mean()
+
+
+def _jacobian(model: Helped, x: Tensor) -> Tensor:
+    return torch.func.jacfwd(lambda v: model.inner(v).sum(0))(x).square().mean()
+
+
+def _unsure(model: Helped, x: Tensor) -> Tensor:
+    inside = torch.func.grad(lambda v: model.inner(v).sum() * (1 if v.sum() > 0 else 2))
+    return inside(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("head", "reason"),
+    [
+        (_forward_mode, "takes a derivative"),
+        (_jacobian, "takes a derivative"),
+        (_unsure, "decides what runs"),
+        (_mapped, "torch.vmap hides"),
+    ],
+)
+def test_what_fails_inside_a_transform_leaves_nothing_behind(
+    head: Callable[..., Tensor], reason: str
+) -> None:
+    x = torch.randn(8, 8)
+    with pytest.raises(TraceError, match=reason):
+        _verified(Helped(head), (x,))
+    assert torch.func.grad(torch.sum)(x).equal(torch.ones_like(x))
+    assert _verified(nn.Linear(8, 8), (x,)).worst[1] < 1e-5
+
+
+def test_levels_of_a_graph_that_fails_halfway_are_left() -> None:
+    def halfway() -> None:
+        torch._C._enter_dual_level()
+        torch._C._functorch._jvp_increment_nesting()
+        raise ValueError
+
+    with pytest.raises(ValueError), leaving_transforms():
+        halfway()
+    assert torch.func.jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))[1] == 1
 
 
 def _weighed(model: Helped, x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from functools import cache
 from itertools import groupby
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -31,7 +31,9 @@ from autopar.tracer.diagnose import SYMBOLIC, innermost_line
 __all__ = ["Spelled"]
 
 _apis: Any = torch._functorch.apis
+_transforms: Any = torch._functorch.eager_transforms
 _PICKING = (torch.masked_select, torch.Tensor.masked_select, torch.Tensor.__getitem__)
+_DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
@@ -52,10 +54,13 @@ class Spelled(TorchFunctionMode):
     def __enter__(self) -> Any:
         self._vmap: Any = _apis.vmap_impl
         _apis.vmap_impl = self._noting_vmap
+        self._forward_mode: Any = _transforms._jvp_with_argnums
+        _transforms._jvp_with_argnums = _refuse_derivative
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         _apis.vmap_impl = self._vmap
+        _transforms._jvp_with_argnums = self._forward_mode
         super().__exit__(*error)
 
     def __torch_function__(
@@ -70,12 +75,8 @@ class Spelled(TorchFunctionMode):
             return _cov(*args, **kwargs)
         if func in (F.ctc_loss, torch.ctc_loss):
             return _ctc_loss(self._padded, *args, **kwargs)
-        if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward):
-            raise TraceError(
-                f"cannot trace {innermost_line(traceback.extract_stack())}\n  The forward takes a "
-                "derivative, and training would take one of that: autopar traces one backward. "
-                "Compute a gradient penalty outside the model, or write the derivative out."
-            )
+        if func in _DERIVATIVES:
+            _refuse_derivative()
         result = func(*args, **kwargs)
         self._note(func, result)
         if func in _PICKING and len(args) == 2 and not kwargs:
@@ -116,6 +117,14 @@ class Spelled(TorchFunctionMode):
     def _noting_vmap(self, *args: Any, **kwargs: Any) -> Any:
         self.lines.setdefault("vmap", innermost_line(traceback.extract_stack()))
         return self._vmap(*args, **kwargs)
+
+
+def _refuse_derivative(*_args: Any, **_options: Any) -> NoReturn:
+    raise TraceError(
+        f"cannot trace {innermost_line(traceback.extract_stack())}\n  The forward takes a "
+        "derivative, and training would take one of that: autopar traces one backward. "
+        "Compute a gradient penalty outside the model, or write the derivative out."
+    )
 
 
 @cache
