@@ -25,7 +25,7 @@ from autopar.tracer.diagnose import (
     refuse_vmap,
 )
 from autopar.tracer.frozen_values import putting_back, warn_of_frozen
-from autopar.tracer.no_grad import mark_no_grad
+from autopar.tracer.no_grad import mark_no_grad, restore_lines
 from autopar.tracer.precision import call_in
 from autopar.tracer.spelled import Spelled
 
@@ -145,8 +145,9 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
             if capture.dtype is not None:
                 refuse_mixed(capture.wrapped, exported.graph_module, capture.dtype)
             if _changes_in_place(exported.graph_module):
-                mark_no_grad(capture.wrapped, exported)
+                traces = mark_no_grad(capture.wrapped, exported)
                 exported = exported.run_decompositions({})
+                restore_lines(exported.graph_module.graph, traces)
     except TraceError:
         raise
     except Exception as error:
