@@ -22,6 +22,7 @@ from autopar.tracer.diagnose import (
     explain_failure,
     refuse_data_dependent,
     refuse_mixed,
+    refuse_packed,
     refuse_vmap,
 )
 from autopar.tracer.frozen_values import putting_back, warn_of_frozen
@@ -127,6 +128,9 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
     on_meta = any(p.is_meta for p in capture.parameters())
     if on_meta:
         args, kwargs = pytree.tree_map(_to_meta, (args, kwargs))
+    for name, value in (*enumerate(args), *kwargs.items()):
+        if isinstance(value, nn.utils.rnn.PackedSequence):
+            refuse_packed(f"{type(capture.wrapped).__name__}: input {name!r} is packed")
     for name, value in kwargs.items():
         if isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
             raise TraceError(
