@@ -12,6 +12,7 @@ rank that waits for others in front of a step sees which have gone on, and answe
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -47,6 +48,7 @@ class _Heart(NamedTuple):
     """The thread that writes this process's number, and what ends it."""
 
     rank: int
+    process: int
     store: Any
     stop: threading.Event
     thread: threading.Thread
@@ -86,7 +88,7 @@ def beat() -> None:
     own, rank, stop = cloned_store(store), dist.get_rank(), threading.Event()
     own.set(_key(rank), f"0:{_begun[0]}")
     thread = threading.Thread(target=_beat, args=(stop, own, rank), daemon=True)
-    _hearts.append(_Heart(rank, store, stop, thread))
+    _hearts.append(_Heart(rank, os.getpid(), store, stop, thread))
     thread.start()
 
 
@@ -106,9 +108,15 @@ def _beat(stop: threading.Event, own: Any, rank: int) -> None:
 def _end_here() -> None:
     """Say that this process ends, where there is still someone to tell."""
     for heart in _hearts:
-        with suppress(RuntimeError):  # the process that holds the store is gone
-            heart.store.set(_end(heart.rank), "")
+        if heart.process == os.getpid():  # and not one that it has forked
+            _leave(heart, _end(heart.rank), "")
     _rest()
+
+
+def _leave(heart: _Heart, key: str, text: str) -> None:
+    """Leave a word for the others; where the process that holds the store is gone, so are they."""
+    with suppress(RuntimeError):
+        heart.store.set(key, text)
 
 
 def _rest() -> None:
@@ -124,7 +132,7 @@ def tell_reason(error: BaseException) -> None:
     if _hearts and not isinstance(error, LostRankError):
         first = str(error).partition("\n")[0]
         heart = _hearts[0]
-        heart.store.set(_reason(heart.rank), f"{_begun[0]}:{type(error).__name__}: {first}")
+        _leave(heart, _reason(heart.rank), f"{_begun[0]}:{type(error).__name__}: {first}")
 
 
 @contextmanager
