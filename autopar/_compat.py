@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._C import _functorch
 from torch._C._autograd import DeviceType
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch._functorch import predispatch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.autograd import forward_ad
 from torch.distributed import _symmetric_memory as symmetric
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import (
@@ -50,6 +52,7 @@ __all__ = [
     "has_symmetric_memory",
     "inductor_compile",
     "layout_of",
+    "leaving_transforms",
     "meet_in_symmetric_memory",
     "module_has_hooks",
     "register_dataclasses",
@@ -301,3 +304,29 @@ def without_onednn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(enabled)
+
+
+@contextmanager
+def leaving_transforms() -> Iterator[None]:
+    """What fails inside a transform of `torch.func` leaves none of its levels behind."""
+    depth, level = _functorch.get_dynamic_layer_stack_depth(), forward_ad._current_level
+    enabled, inside = torch._C._is_fwd_grad_enabled(), _in_dual_level()
+    try:
+        yield
+    except BaseException:
+        _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        if not inside and _in_dual_level():
+            torch._C._exit_dual_level(level=0)
+        forward_ad._current_level = level
+        torch._C._set_fwd_grad_enabled(enabled)
+        raise
+
+
+def _in_dual_level() -> bool:
+    """True inside a level of forward-mode differentiation, of which torch allows one."""
+    try:
+        level = torch._C._enter_dual_level()
+    except RuntimeError:
+        return True
+    torch._C._exit_dual_level(level=level)
+    return False

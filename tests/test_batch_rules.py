@@ -57,6 +57,20 @@ def test_bags_of_equal_length_are_split_with_their_indices() -> None:
     assert sent.get("all_gather", 0) <= 8 * _BATCH
 
 
+def test_bags_of_given_lengths_are_refused_in_microbatches_with_what_to_pass() -> None:
+    class Given(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.EmbeddingBag(16, 8, mode="sum")
+
+        def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
+            return self.table(indices, offsets).pow(2).mean()
+
+    inputs = torch.randint(0, 16, (12,)), torch.tensor([0, 1, 5, 9])
+    with pytest.raises(autopar.ConstraintError, match="2-D indices, padded to it with padding_idx"):
+        _planned(Given(), inputs, _IN_TURNS)
+
+
 def test_no_bags_at_all_are_no_error() -> None:
     model = nn.Sequential(nn.EmbeddingBag(16, 8), nn.Linear(8, 2)).double()
     ids, target = torch.zeros(0, 3, dtype=torch.long), torch.zeros(0, 2, dtype=torch.float64)

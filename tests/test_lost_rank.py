@@ -146,3 +146,23 @@ def test_a_process_that_shows_life_to_its_end_ends_well() -> None:
             [sys.executable, "-c", _BEATS_TO_THE_END], capture_output=True, text=True, check=False
         )
         assert ended.returncode == 0, ended.stderr
+
+
+def raises_between_steps(rank: int) -> None:
+    """Rank 1 ends by an exception of the user's, as a process does: with what runs at its end."""
+    lost._SILENCE_S = 600.0  # which is not waited for
+    inputs = hw.vectors()
+    parallel = autopar.parallelize(
+        hw.Mlp(layers=2).train(), init_device_mesh("cpu", (2,)), inputs, constraints={"data": 2}
+    )
+    parallel.train_step(**inputs)
+    if rank == 1:
+        lost._end_here()
+        os._exit(1)
+    parallel.train_step(**inputs)
+
+
+def test_a_rank_that_ends_by_an_exception_is_known_at_once() -> None:
+    survivor, victim = try_ranks(raises_between_steps, 2)
+    assert isinstance(survivor, RankError) and isinstance(victim, RankError)
+    assert survivor.kind == "LostRankError" and "rank 1 ended" in survivor.message

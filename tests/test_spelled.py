@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
+from autopar._compat import leaving_transforms
 from autopar.errors import TraceError
 
 
@@ -181,6 +182,50 @@ def test_what_cannot_be_captured_says_where_and_what_instead(
     assert f" in {head.__name__}: " in str(caught.value).splitlines()[0]
 
 
+def _forward_mode(model: Helped, x: Tensor) -> Tensor:
+    _, tangent = torch.func.jvp(model.inner, (x,), (x,))
+    return tangent.square().mean()
+
+
+def _jacobian(model: Helped, x: Tensor) -> Tensor:
+    return torch.func.jacfwd(lambda v: model.inner(v).sum(0))(x).square().mean()
+
+
+def _unsure(model: Helped, x: Tensor) -> Tensor:
+    inside = torch.func.grad(lambda v: model.inner(v).sum() * (1 if v.sum() > 0 else 2))
+    return inside(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("head", "reason"),
+    [
+        (_forward_mode, "takes a derivative"),
+        (_jacobian, "takes a derivative"),
+        (_unsure, "decides what runs"),
+        (_mapped, "torch.vmap hides"),
+    ],
+)
+def test_what_fails_inside_a_transform_leaves_nothing_behind(
+    head: Callable[..., Tensor], reason: str
+) -> None:
+    x = torch.randn(8, 8)
+    with pytest.raises(TraceError, match=reason):
+        _verified(Helped(head), (x,))
+    assert torch.func.grad(torch.sum)(x).equal(torch.ones_like(x))
+    assert _verified(nn.Linear(8, 8), (x,)).worst[1] < 1e-5
+
+
+def test_levels_of_a_graph_that_fails_halfway_are_left() -> None:
+    def halfway() -> None:
+        torch._C._enter_dual_level()
+        torch._C._functorch._jvp_increment_nesting()
+        raise ValueError
+
+    with pytest.raises(ValueError), leaving_transforms():
+        halfway()
+    assert torch.func.jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))[1] == 1
+
+
 def _weighed(model: Helped, x: Tensor) -> Tensor:
     weights = torch.vmap(lambda row: (row * row).sum(-1))(x.detach())
     return (weights * model.inner(x).sum(-1)).mean()
@@ -214,3 +259,68 @@ def test_what_the_errors_tell_to_write() -> None:
         _as_the_remedy_says(model, x) - (x[x.sum(1) > 0].square().sum(1).mean())
     )
     torch.testing.assert_close(model(x), expected)
+
+
+class Masked(nn.Module):
+    """Layers of torch with a mask, made in the forward or given, and no hint that it is causal."""
+
+    def __init__(self, given: bool) -> None:
+        super().__init__()
+        self.inner = nn.Transformer(8, 2, 1, 1, 16, 0.0, batch_first=True)
+        self.given = given
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        mask = mask if self.given else nn.Transformer.generate_square_subsequent_mask(6).to(x)
+        return self.inner(x, x * 2, src_mask=mask, tgt_mask=mask).pow(3).mean()
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_masks_of_torchs_own_transformer(given: bool) -> None:
+    torch.manual_seed(0)
+    x, mask = torch.randn(4, 6, 8).double(), torch.randn(6, 6).double()
+    found = _verified(Masked(given).double(), (x, mask))
+    assert found.worst[1] < 1e-9, found.worst
+
+
+class Contrasted(nn.Module):
+    """Similarities of rows to others (SimCLR; Chen et al. 2020, arXiv 2002.05709)."""
+
+    def __init__(self, columns: int, wrap: bool) -> None:
+        super().__init__()
+        self.inner, self.columns, self.wrap = nn.Linear(8, 8), columns, wrap
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = F.normalize(self.inner(x), dim=-1)
+        scores = z @ z[: self.columns].T
+        scores.fill_diagonal_(-9.0, wrap=self.wrap)
+        return F.cross_entropy(scores, torch.arange(len(x)) % self.columns) + scores.square().mean()
+
+
+@pytest.mark.parametrize(("columns", "wrap"), [(8, False), (3, False), (3, True)])
+def test_a_diagonal_is_filled(columns: int, wrap: bool) -> None:
+    torch.manual_seed(0)
+    found = _verified(Contrasted(columns, wrap).double(), (torch.randn(8, 8).double(),))
+    assert found.worst[1] < 1e-9, found.worst
+
+
+class Packed(nn.Module):
+    """A recurrent layer on packed rows, packed in the forward or `given` so."""
+
+    def __init__(self, given: bool) -> None:
+        super().__init__()
+        self.inner, self.given = nn.GRU(8, 8, batch_first=True), given
+
+    def forward(self, x: Any) -> Tensor:
+        if not self.given:
+            x = nn.utils.rnn.pack_padded_sequence(x, [6, 4, 3], batch_first=True)
+        return self.inner(x)[0].data.square().mean()
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_packed_sequences_are_refused_with_what_to_do_instead(given: bool) -> None:
+    x: Any = torch.randn(3, 6, 8)
+    if given:
+        x = nn.utils.rnn.pack_padded_sequence(x, [6, 4, 3], batch_first=True)
+    with pytest.raises(TraceError, match="the padded batch") as caught:
+        autopar.plan(Packed(given), autopar.Cluster.from_profile("cpu-gloo"), (x,))
+    assert ("input 0 is packed" if given else "test_spelled.py") in str(caught.value)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
@@ -46,6 +47,26 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
+def _turned(x: Tensor, w: Tensor) -> Tensor:
+    """A product that is computed as `bij` and shown as `bji`."""
+    return torch.einsum("bik,kj->bji", x, w)
+
+
+# by kernels that take contiguous operands alone
+FUNCTIONS |= {
+    "group norm": lambda x, w, c: F.group_norm(_turned(x, w), 2).pow(3).sum((1, 2)),
+    "group norm later": lambda x, w, c: (
+        F.group_norm(F.gelu(_turned(x, w))[:, :2], 2).pow(3).sum((1, 2))
+    ),
+    "group norm earlier": lambda x, w, c: (_turned(F.group_norm(x @ w, 2), w) ** 2).sum((1, 2)),
+    "pairwise distances": lambda x, w, c: (
+        torch.pdist(torch.einsum("aik,kj->ji", x, w)).sum()
+        + torch.pdist(_turned(x, w)[0]).sum() * x.sum((1, 2))
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::autopar.errors.UnsupportedOpWarning")
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("constraints", [DATA, COLUMNS])
 def test_gradients_do_not_depend_on_strides(name: str, constraints: Any) -> None:

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.codegen.fakes import fake_call
 from autopar.core.placement import Placement
+from autopar.core.work import lays_out_contiguously
 
 __all__ = ["Builder"]
 
@@ -60,6 +61,7 @@ class Builder:
         self.origin: str = ""
         self.times: int = 1  # how often what is emitted stands in a folded model
         self.phase: str = "forward"
+        self._turned: set[fx.Node] = set()  # they may have other strides than their fakes
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Append a call; its fake value comes from running it on the fake arguments."""
@@ -68,7 +70,20 @@ class Builder:
         node.meta["origin"] = self.origin
         node.meta["phase"] = self.phase
         node.meta["times"] = self.times
+        self._note_turned(node)
         return node
+
+    def _note_turned(self, node: fx.Node) -> None:
+        """Fakes of products are contiguous: the real ones, and what follows them, need not be."""
+        product = node.target is torch.ops.autopar.einsum.default
+        if product or not self._turned.isdisjoint(node.all_input_nodes):
+            packed = node.kwargs.get("memory_format") is torch.contiguous_format
+            if not packed and not lays_out_contiguously(node.target, node.args):
+                self._turned.add(node)
+
+    def note_dense(self, node: fx.Node) -> None:
+        """Take a result for what its fake says, as that of an op on dense operands is."""
+        self._turned.discard(node)
 
     def value(self, node: fx.Node) -> Tensor:
         """The fake tensor of a node."""
@@ -212,6 +227,13 @@ class Builder:
     def contiguous(self, x: fx.Node) -> fx.Node:
         if self.value(x).is_contiguous():
             return x
+        return self._packed(x)
+
+    def dense(self, x: fx.Node) -> fx.Node:
+        """`x`, for an op that fails or reads wrong elements where it is not contiguous."""
+        return self._packed(x) if x in self._turned else self.contiguous(x)
+
+    def _packed(self, x: fx.Node) -> fx.Node:
         return self.call(aten.clone.default, x, memory_format=torch.contiguous_format)
 
     def shard(self, x: fx.Node, axis: int, dim: int, split: int = 1) -> fx.Node:

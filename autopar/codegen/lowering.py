@@ -90,13 +90,15 @@ def find_lowering(target: Any) -> Lowering | None:
 
 
 # kernels that read operands as if they were dense, without a check or with one that fails; a
-# local tensor may be a slice, where the traced one was dense
+# local tensor may be a slice or a turned product, where the traced one was dense
 _DENSE = frozenset(
     {
         aten.native_layer_norm_backward.default,
         aten.native_group_norm.default,
         aten.native_group_norm_backward.default,
         aten.adaptive_max_pool3d_backward.default,
+        aten._pdist_forward.default,
+        aten._pdist_backward.default,
         aten._embedding_bag.default,
         aten._embedding_bag_forward_only.default,
         aten._embedding_bag_dense_backward.default,
@@ -108,9 +110,15 @@ _DENSE = frozenset(
 
 def lower(b: Builder, local: LocalCall) -> fx.Node:
     """Append the local form of an op; multi-output ops yield a node with a tuple value."""
-    if local.call.target in _DENSE:
-        args, kwargs = fx.map_arg((local.args, local.kwargs), b.contiguous)
-        local = replace(local, args=tuple(args), kwargs=dict(kwargs))
+    if local.call.target not in _DENSE:
+        return _lowered(b, local)
+    args, kwargs = fx.map_arg((local.args, local.kwargs), b.dense)
+    result = _lowered(b, replace(local, args=tuple(args), kwargs=dict(kwargs)))
+    b.note_dense(result)
+    return result
+
+
+def _lowered(b: Builder, local: LocalCall) -> fx.Node:
     function = find_lowering(local.call.target)
     if function is not None:
         return function(b, local)

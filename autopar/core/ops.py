@@ -92,7 +92,7 @@ def _einsum_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _einsum_backward(ctx, grad):  # type: ignore[no-untyped-def]
-    a, b = ctx.saved_tensors
+    a, b = (x.conj() if x.is_complex() else x for x in ctx.saved_tensors)
     for_a, for_b = gradient_equations(ctx.equation)
     grad_a = ops.einsum(for_a, grad, b) if ctx.needs_input_grad[1] else None
     grad_b = ops.einsum(for_b, grad, a) if ctx.needs_input_grad[2] else None

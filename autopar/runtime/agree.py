@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from autopar._compat import default_store
 from autopar.errors import AutoparError, CheckpointError
-from autopar.runtime.lost import lost_text
+from autopar.runtime.lost import NEVER, lost_text, tell_reason, watching
 
 __all__ = ["agree", "agreed", "reason", "wait_for_all"]
 
@@ -100,7 +100,8 @@ def wait_for_all(what: str) -> None:
     store.set(keys[rank], what)
     patience = float(os.environ.get("AUTOPAR_TIMEOUT_S", _PATIENCE_S))
     try:
-        store.wait(keys, timedelta(seconds=patience))
+        with watching(keys):
+            store.wait(keys, timedelta(seconds=patience))
     except RuntimeError as error:  # torch's DistStoreError
         missing = ", ".join(str(r) for r in range(world) if not store.check([keys[r]]))
         raise AutoparError(
@@ -110,9 +111,12 @@ def wait_for_all(what: str) -> None:
     everyone = [told.decode() for told in store.multi_get(keys)]
     other = next((r for r, told in enumerate(everyone) if told != what), None)
     if other is not None:
-        raise AutoparError(
-            f"rank {rank} came to {what}, rank {other} to {everyone[other]}. {_UNLIKE}"
-        )
+        there = f"rank {other} to {everyone[other]}"
+        if everyone[other].startswith(NEVER):
+            there = f"but {everyone[other].removeprefix(NEVER)}"
+        failure = AutoparError(f"rank {rank} came to {what}, {there}. {_UNLIKE}")
+        tell_reason(failure)
+        raise failure
 
 
 def _difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:

@@ -45,6 +45,11 @@ class CompiledStep:
     at_once: fx.GraphModule | None = None
 
     @property
+    def communicates(self) -> bool:
+        """True if ranks wait for each other in it."""
+        return bool(self.plan.predicted.comm_bytes)
+
+    @property
     def forward(self) -> Callable[..., Any]:
         """The program's forward, compiled where it is."""
         return self.program.forward if self.compiled is None else self.compiled.forward

@@ -3,16 +3,20 @@
 Every process writes a growing number to the process group's store, from a thread. Where a
 collective or a transfer fails, the survivors see whose number stands still. The first that knows
 leaves its verdict in the store: by the time that others are thrown out of their calls, it may have
-gone too, for the same reason.
+gone too, for the same reason. A process that ends by an exception says so, and why.
+
+The number comes with how many steps that communicate this process has begun. So the thread of a
+rank that waits for others in front of a step sees which have gone on, and answers for them.
 """
 
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -20,7 +24,19 @@ import torch.distributed as dist
 from autopar._compat import cloned_store, default_store
 from autopar.errors import AutoparError, LostRankError
 
-__all__ = ["beat", "lost_ranks", "lost_text", "naming_lost_ranks"]
+__all__ = [
+    "NEVER",
+    "beat",
+    "begin_step",
+    "lost_ranks",
+    "lost_text",
+    "naming_lost_ranks",
+    "tell_reason",
+    "watching",
+]
+
+NEVER = "never: "
+"""What the answer begins with that is given for a rank which does not come."""
 
 _INTERVAL_S = 2.0
 _SILENCE_S = 10.0
@@ -31,16 +47,33 @@ _SIGNS = ("gloo", "NCCL", "Connection", "connection", "Socket", "recvValue", "Br
 class _Heart(NamedTuple):
     """The thread that writes this process's number, and what ends it."""
 
+    rank: int
+    process: int
     store: Any
     stop: threading.Event
     thread: threading.Thread
 
 
 _hearts: list[_Heart] = []  # of the process group that is in use
+_begun = [0]  # steps that communicate
+_awaited: list[list[str]] = []  # a key of each rank, for which this one waits
 
 
 def _key(rank: int) -> str:
     return f"autopar/beat/{rank}"
+
+
+def _end(rank: int) -> str:
+    return f"autopar/ended/{rank}"
+
+
+def _reason(rank: int) -> str:
+    return f"autopar/reason/{rank}"
+
+
+def begin_step() -> None:
+    """Count a step that communicates, which all ranks run."""
+    _begun[0] += 1
 
 
 def beat() -> None:
@@ -53,9 +86,9 @@ def beat() -> None:
     _rest()
     # a connection of its own: a wait on the store would hold the other one
     own, rank, stop = cloned_store(store), dist.get_rank(), threading.Event()
-    own.set(_key(rank), "0")
+    own.set(_key(rank), f"0:{_begun[0]}")
     thread = threading.Thread(target=_beat, args=(stop, own, rank), daemon=True)
-    _hearts.append(_Heart(store, stop, thread))
+    _hearts.append(_Heart(rank, os.getpid(), store, stop, thread))
     thread.start()
 
 
@@ -64,12 +97,28 @@ def _beat(stop: threading.Event, own: Any, rank: int) -> None:
     while not stop.wait(_INTERVAL_S):
         number += 1
         try:
-            own.set(_key(rank), str(number))
+            own.set(_key(rank), f"{number}:{_begun[0]}")
+            for keys in tuple(_awaited):
+                _answer(own, keys)
         except RuntimeError:  # the process that holds the store is gone, and with it the job
             return
 
 
 @atexit.register
+def _end_here() -> None:
+    """Say that this process ends, where there is still someone to tell."""
+    for heart in _hearts:
+        if heart.process == os.getpid():  # and not one that it has forked
+            _leave(heart, _end(heart.rank), "")
+    _rest()
+
+
+def _leave(heart: _Heart, key: str, text: str) -> None:
+    """Leave a word for the others; where the process that holds the store is gone, so are they."""
+    with suppress(RuntimeError):
+        heart.store.set(key, text)
+
+
 def _rest() -> None:
     """End the thread: one that comes back from the store into an interpreter at its end aborts."""
     while _hearts:
@@ -78,11 +127,57 @@ def _rest() -> None:
         heart.thread.join(_SILENCE_S)
 
 
+def tell_reason(error: BaseException) -> None:
+    """Leave for the others why this rank does not go on with the step that it has begun."""
+    if _hearts and not isinstance(error, LostRankError):
+        first = str(error).partition("\n")[0]
+        heart = _hearts[0]
+        _leave(heart, _reason(heart.rank), f"{_begun[0]}:{type(error).__name__}: {first}")
+
+
+@contextmanager
+def watching(keys: list[str]) -> Iterator[None]:
+    """Around a wait for a key of each rank: `NEVER` and the reason, for one that cannot come."""
+    _awaited.append(keys)
+    try:
+        yield
+    finally:
+        _awaited.clear()
+
+
+def _answer(store: Any, keys: Sequence[str]) -> None:
+    """Answer for ranks that do not come to where this one waits."""
+    for rank, key in enumerate(keys):
+        if not store.check([key]) and (told := _elsewhere(store, rank)):
+            store.compare_set(key, "", f"{NEVER}{told}")
+
+
+def _elsewhere(store: Any, rank: int) -> str:
+    """Why a rank does not come to the step that this one is in front of, if that is known."""
+    if store.check([_end(rank)]):
+        return f"rank {rank} ended{_given_reason(store, rank)}"
+    if not store.check([_key(rank)]):
+        return ""
+    begun = int(store.get(_key(rank)).decode().partition(":")[2])
+    return f"rank {rank} has begun step {begun}, the next one" if begun > _begun[0] else ""
+
+
+def _given_reason(store: Any, rank: int) -> str:
+    """The reason that a rank gave in the step that this one is at."""
+    if not store.check([_reason(rank)]):
+        return ""
+    step, _, text = store.get(_reason(rank)).decode().partition(":")
+    return f" ({text})" if int(step) >= _begun[0] - 1 else ""
+
+
 def lost_ranks() -> list[int]:
     """Ranks whose process has ended; waits for signs of life."""
     store, world = default_store(), dist.get_world_size()
     if store.check([_VERDICT]):
         return _ranks(store.get(_VERDICT))
+    ended = [r for r in range(world) if store.check([_end(r)])]
+    if ended:
+        return _settled(store, ended)
     silent = {r: store.get(_key(r)) for r in range(world) if store.check([_key(r)])}
     deadline = time.monotonic() + _SILENCE_S
     while silent and time.monotonic() < deadline:
@@ -90,9 +185,12 @@ def lost_ranks() -> list[int]:
         if store.check([_VERDICT]):
             return _ranks(store.get(_VERDICT))
         silent = {rank: seen for rank, seen in silent.items() if store.get(_key(rank)) == seen}
-    if not silent:
-        return []
-    return _ranks(store.compare_set(_VERDICT, "", ",".join(map(str, sorted(silent)))))
+    return _settled(store, sorted(silent)) if silent else []
+
+
+def _settled(store: Any, ranks: Sequence[int]) -> list[int]:
+    """The verdict of the first rank that has one."""
+    return _ranks(store.compare_set(_VERDICT, "", ",".join(map(str, ranks))))
 
 
 def _ranks(verdict: bytes) -> list[int]:
@@ -133,4 +231,5 @@ def lost_text(error: BaseException) -> str | None:
         return f"the store of the process group does not answer ({failure}): rank 0 may be gone"
     if not gone:
         return None
-    return f"rank{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))} ended"
+    reasons = "".join(_given_reason(default_store(), rank) for rank in gone)
+    return f"rank{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))} ended{reasons}"

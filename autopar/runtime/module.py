@@ -26,6 +26,7 @@ from autopar.runtime.children import adopt, as_in, modes
 from autopar.runtime.compiled_step import CompiledStep, input_signature
 from autopar.runtime.data import ShardedLoader
 from autopar.runtime.gradients import clip_gradients
+from autopar.runtime.in_step import check_first_batch, in_step
 from autopar.runtime.local_step import step_on_shares
 from autopar.runtime.lost import beat, naming_lost_ranks
 from autopar.runtime.names import register
@@ -189,17 +190,23 @@ class ParallelModule(StateModule):
         step = self._step_for(args, kwargs)
         if isinstance(step, PipelinedStep):
             return self._in_turns(step, args, kwargs)
+        with in_step(step, args, kwargs, self.device):
+            results = self._in_one_piece(step, args, kwargs)
+        return pytree.tree_unflatten(list(results), step.traced.out_spec)
+
+    def _in_one_piece(self, step: CompiledStep, args: Any, kwargs: Any) -> Sequence[Any]:
+        """The forward's results, with the backward behind them where gradients are wanted."""
         run = Run(self, step, feed(self, step, args, kwargs))
         parameters = [self.parameter(n) for n in self._parameter_order]
         results: Sequence[Any]
         if step.traced.training and torch.is_grad_enabled():
             results = StepFunction.apply(run, *parameters)
-        else:
-            with torch.no_grad():
-                results, _ = run.forward()
-            if torch.is_grad_enabled():
-                results = EvaluationFunction.apply(results, *parameters)
-        return pytree.tree_unflatten(list(results), step.traced.out_spec)
+            return results
+        with torch.no_grad():
+            results, _ = run.forward()
+        if torch.is_grad_enabled():
+            results = EvaluationFunction.apply(results, *parameters)
+        return results
 
     def _in_turns(self, step: PipelinedStep, args: Any, kwargs: Any) -> Any:
         """All microbatches' forwards and backwards; `backward` then hands the gradients over."""
@@ -207,7 +214,10 @@ class ParallelModule(StateModule):
         scaler = self.loss_scaler
         tangent = scaler.get_scale() if scaler is not None else 1.0
         whole = whole_values(self, step, args, kwargs, tangent)
-        with naming_lost_ranks("in a step of the pipeline"):
+        with (
+            in_step(step, args, kwargs, self.device),
+            naming_lost_ranks("in a step of the pipeline"),
+        ):
             found = step.run(whole)
         for name, value in found.buffers.items():
             self._set_buffer(name, value)
@@ -277,10 +287,11 @@ class ParallelModule(StateModule):
     @torch.no_grad()
     def _without_autograd(self, step: CompiledStep, index: int, args: Any, kwargs: Any) -> Tensor:
         """The programs alone: autograd has one node here, and takes a while for each DTensor."""
-        run = Run(self, step, feed(self, step, args, kwargs))
         scale = 1.0 if self.loss_scaler is None else self.loss_scaler.get_scale()
-        once = run.in_turn if step.at_once is None else run.at_once
-        loss, gradients = once(index, scale)
+        with in_step(step, args, kwargs, self.device):
+            run = Run(self, step, feed(self, step, args, kwargs))
+            once = run.in_turn if step.at_once is None else run.at_once
+            loss, gradients = once(index, scale)
         for name, gradient in zip(self._parameter_order, gradients, strict=True):
             parameter = self.parameter(name)
             if gradient is None or not parameter.requires_grad:
@@ -361,6 +372,7 @@ class ParallelModule(StateModule):
                 self.install(step, signature)
             self._steps[signature] = step
         if signature not in self._compared:
+            check_first_batch(self._steps[signature], args, kwargs)
             check_same_batch(args, kwargs)
             self._compared.add(signature)
         if training:

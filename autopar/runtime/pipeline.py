@@ -147,6 +147,11 @@ class PipelinedStep:
             stacklevel=2,
         )
 
+    @property
+    def communicates(self) -> bool:
+        """True if ranks wait for each other in it."""
+        return self.pipeline.size > 1 or bool(self.plan.predicted.comm_bytes)
+
     def line(self) -> Line:
         """The ranks that hold the stages, for what counts the gradients of all."""
         reached = {spec.target for spec in self.traced.outputs if spec.kind == "gradient"}

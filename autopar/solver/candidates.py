@@ -19,6 +19,7 @@ from autopar.core.work import LOOKUPS, global_flops, op_class
 from autopar.cost_model import Cluster, CollectiveKind, compute_seconds_array, kernel_seconds
 from autopar.errors import UnsupportedOpWarning
 from autopar.solver.problem import Array
+from autopar.solver.rules.joined import joined_rows
 from autopar.solver.rules.own_order import own_order_rows
 from autopar.solver.rules.registry import find_rule, goes_together, replicated, stub_for
 
@@ -55,7 +56,7 @@ def axis_rows(call: OpCall) -> list[AxisStrategy]:
             _warned.add(str(call.target))
             warnings.warn(stub_for(call), UnsupportedOpWarning, stacklevel=2)
         return [replicated(call)]
-    return list(dict.fromkeys((*function(call), *own_order_rows(call))))
+    return list(dict.fromkeys((*function(call), *own_order_rows(call), *joined_rows(call))))
 
 
 def expand(call: OpCall, mesh_shape: Sequence[int]) -> list[Candidate]:

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import torch
 
 from autopar.core.blocks import Blocks
 from autopar.core.graph import TracedModel, Value, dependents, resolve
@@ -33,6 +35,8 @@ from autopar.solver.rules.registry import replicated
 from autopar.solver.step import Op
 
 __all__ = ["split_in_time"]
+
+aten = torch.ops.aten
 
 
 def split_in_time(traced: TracedModel, cluster: Cluster, microbatches: int) -> dict[str, NodePlan]:
@@ -201,12 +205,19 @@ class _Splitter:
         where = f" ({info.module or 'top level'}, {info.source})" if info else ""
         return ConstraintError(
             f"the step cannot run in {self.size} microbatches: {call.target}{where} on shapes "
-            f"{shapes} needs the whole batch, or {self.size} does not divide its batch. Choose "
-            "another number of microbatches, or 1."
+            f"{shapes} needs the whole batch, or {self.size} does not divide its batch. "
+            f"{_REMEDIES.get(call.target, '')}Choose another number of microbatches, or 1."
         )
 
 
 _REPLICATED = Placement("R")
+_BAGS = (
+    "Where offsets are an input, how many indices a bag has depends on values: pass bags of equal "
+    "length as 2-D indices, padded to it with padding_idx. "
+)
+_REMEDIES: dict[Any, str] = dict.fromkeys(
+    (aten._embedding_bag.default, aten._embedding_bag_forward_only.default), _BAGS
+)
 
 
 def _same(layouts: Iterable[Layout]) -> bool:

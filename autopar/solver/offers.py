@@ -20,6 +20,7 @@ from autopar.cost_model import Cluster
 from autopar.solver.candidates import Candidate, Pricer, expand
 from autopar.solver.moves import MoveCosts
 from autopar.solver.problem import Array
+from autopar.solver.rules.joined import joined_of
 from autopar.solver.rules.own_order import orders_of
 from autopar.solver.rules.registry import facts_of
 
@@ -106,7 +107,8 @@ def likeness(call: OpCall) -> Hashable:
     """What two ops with the same candidates have in common."""
     numbers: dict[fx.Node, int] = {}
     arguments = _plain(unsalted(call.target, call.args), numbers), _plain(call.kwargs, numbers)
-    return call.target, arguments, call.operands, call.outputs, orders_of(call), facts_of(call)
+    noted = orders_of(call), joined_of(call), facts_of(call)
+    return call.target, arguments, call.operands, call.outputs, noted
 
 
 def _plain(value: Any, numbers: dict[fx.Node, int]) -> Hashable:

@@ -22,10 +22,11 @@ from autopar.tracer.diagnose import (
     explain_failure,
     refuse_data_dependent,
     refuse_mixed,
+    refuse_packed,
     refuse_vmap,
 )
 from autopar.tracer.frozen_values import putting_back, warn_of_frozen
-from autopar.tracer.no_grad import mark_no_grad
+from autopar.tracer.no_grad import mark_no_grad, restore_lines
 from autopar.tracer.precision import call_in
 from autopar.tracer.spelled import Spelled
 
@@ -127,6 +128,9 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
     on_meta = any(p.is_meta for p in capture.parameters())
     if on_meta:
         args, kwargs = pytree.tree_map(_to_meta, (args, kwargs))
+    for name, value in (*enumerate(args), *kwargs.items()):
+        if isinstance(value, nn.utils.rnn.PackedSequence):
+            refuse_packed(f"{type(capture.wrapped).__name__}: input {name!r} is packed")
     for name, value in kwargs.items():
         if isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
             raise TraceError(
@@ -145,8 +149,9 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
             if capture.dtype is not None:
                 refuse_mixed(capture.wrapped, exported.graph_module, capture.dtype)
             if _changes_in_place(exported.graph_module):
-                mark_no_grad(capture.wrapped, exported)
+                traces = mark_no_grad(capture.wrapped, exported)
                 exported = exported.run_decompositions({})
+                restore_lines(exported.graph_module.graph, traces)
     except TraceError:
         raise
     except Exception as error:

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
@@ -24,6 +24,7 @@ __all__ = [
     "refuse_data_dependent",
     "refuse_hooks",
     "refuse_mixed",
+    "refuse_packed",
     "refuse_random",
     "refuse_sparse",
     "refuse_vmap",
@@ -165,6 +166,19 @@ def refuse_mixed(model: nn.Module, gm: fx.GraphModule, dtype: torch.dtype) -> No
                 "  Parameters and floating inputs are cast, floating buffers and constants are "
                 "not. Cast what meets them in the forward, as in `buffer.to(x.dtype)`."
             )
+
+
+def refuse_packed(where: str) -> NoReturn:
+    """Raises:
+    TraceError: a sequence is packed at `where`.
+    """
+    raise TraceError(
+        f"cannot trace {where}\n  A packed sequence has as many rows as its lengths say, so there "
+        "is no one graph to plan. Give the recurrent layer the padded batch: in one direction it "
+        "yields the same up to each length. Weigh what is behind with a mask, and take last states "
+        "as output[torch.arange(len(lengths)), lengths - 1]. For the other direction turn each row "
+        "around within its length, with torch.gather, and give it to a layer of its own."
+    )
 
 
 def refuse_random(node: fx.Node, source: str, lines: Mapping[str, str]) -> None:

@@ -31,6 +31,8 @@ __all__ = [
     "randint_from",
     "randperm",
     "rot90",
+    "select_scatter",
+    "slice_scatter",
     "slogdet",
     "trace",
     "uniform",
@@ -137,6 +139,28 @@ def masked_scatter(_rng: object, x: Tensor, mask: Tensor, source: Tensor) -> Ten
     mask, x = torch.broadcast_tensors(mask, x)
     place = (mask.flatten().cumsum(0) - 1).view(mask.shape)
     return torch.where(mask, source.flatten()[torch.where(mask, place, 0)], x)
+
+
+def slice_scatter(
+    _rng: object, x: Tensor, source: Tensor, dim: int = 0, *bounds: Any, **more: Any
+) -> Tensor:
+    """Autograd has no formula of it for complex numbers, nor of `select_scatter`."""
+    if not x.is_complex():
+        return aten.slice_scatter.default(x, source, dim, *bounds, **more)
+    parts = _parts(x), _parts(source.to(x.dtype))
+    return torch.view_as_complex(aten.slice_scatter.default(*parts, dim % x.dim(), *bounds, **more))
+
+
+def select_scatter(_rng: object, x: Tensor, source: Tensor, dim: int, index: int) -> Tensor:
+    if not x.is_complex():
+        return aten.select_scatter.default(x, source, dim, index)
+    parts = _parts(x), _parts(source.to(x.dtype))
+    return torch.view_as_complex(aten.select_scatter.default(*parts, dim % x.dim(), index))
+
+
+def _parts(x: Tensor) -> Tensor:
+    """Real and imaginary parts behind the other dims."""
+    return torch.view_as_real(x.resolve_conj())
 
 
 def histc(_rng: object, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -2,11 +2,13 @@
 
 `torch.export` puts what runs under `no_grad` into a subgraph; its `run_decompositions`, which
 takes the writes out, dissolves the subgraph and the mode with it. A mark that torch copies to every
-node made from a marked one tells afterwards what ran without gradients.
+node made from a marked one tells afterwards what ran without gradients, and in which subgraph. Of
+the nodes in there torch then knows the line of generated code alone, so the user's is put back.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -15,10 +17,14 @@ from torch import fx, nn
 from autopar.errors import TraceError
 from autopar.tracer.diagnose import user_line
 
-__all__ = ["mark_no_grad", "runs_without_grad"]
+__all__ = ["mark_no_grad", "restore_lines", "runs_without_grad"]
+
+Lines = dict[tuple[str, str], str]
+"""Stack trace of each node in a subgraph, by name of the subgraph and of the node."""
 
 aten = torch.ops.aten
 _MARK = "autopar_no_grad"
+_GENERATED = re.compile(r'File "<eval_with_key>[^\n]*\n\s*(\w+) =')
 _set_grad = torch.ops.higher_order.wrap_with_set_grad_enabled
 
 
@@ -27,8 +33,8 @@ def runs_without_grad(node: fx.Node) -> bool:
     return bool(node.meta.get("custom", {}).get(_MARK))
 
 
-def mark_no_grad(model: nn.Module, exported: Any) -> None:
-    """Mark the subgraphs of an exported program that run without gradients.
+def mark_no_grad(model: nn.Module, exported: Any) -> Lines:
+    """Mark the subgraphs of an exported program that run without gradients; their lines.
 
     Raises:
         TraceError: one of them writes to a tensor that has a gradient: autograd would pass the
@@ -36,12 +42,15 @@ def mark_no_grad(model: nn.Module, exported: Any) -> None:
     """
     graph = exported.graph_module.graph
     differentiable = _differentiable(exported, model)
+    lines: Lines = {}
     for node in graph.nodes:
         if node.target is not _set_grad or node.args[0]:
             continue
-        node.meta["custom"] = {**node.meta.get("custom", {}), _MARK: True}
         part, *operands = node.args[1:]
-        places = [n for n in _part(exported, part).graph.nodes if n.op == "placeholder"]
+        node.meta["custom"] = {**node.meta.get("custom", {}), _MARK: str(part.target)}
+        inside = _part(exported, part).graph.nodes
+        lines |= {(str(part.target), n.name): n.meta.get("stack_trace") or "" for n in inside}
+        places = [n for n in inside if n.op == "placeholder"]
         outer = dict(zip(places, operands, strict=True))
         for write, written in _writes(_part(exported, part).graph):
             if outer.get(written) in differentiable:
@@ -50,6 +59,17 @@ def mark_no_grad(model: nn.Module, exported: Any) -> None:
                     f"{write.target} writes under no_grad to a tensor that has a gradient. "
                     "Make a new tensor there, or write to x.detach().clone()."
                 )
+
+    return lines
+
+
+def restore_lines(graph: fx.Graph, lines: Lines) -> None:
+    """Give nodes from subgraphs the stack traces that they had in there."""
+    for node in graph.nodes:
+        part = node.meta.get("custom", {}).get(_MARK)
+        found = _GENERATED.search(node.meta.get("stack_trace") or "")
+        if part and found and (trace := lines.get((part, found[1]))):
+            node.meta["stack_trace"] = trace
 
 
 def _part(exported: Any, node: fx.Node) -> fx.GraphModule:

@@ -55,7 +55,9 @@ class Replay(fx.Interpreter):
             except RuntimeError as error:  # shapes or dtypes that export's fakes let pass
                 raise TraceError(f"cannot trace {user_line(n)}\n  {error}") from error
         self.ranges.append((first, torch._C._autograd._get_sequence_nr(), n))
-        self.marks.append((before, n))
+        inside = n.target is torch.ops.higher_order.wrap_with_set_grad_enabled
+        if not inside:  # its ops have marks of their own
+            self.marks.append((before, n))
         return result
 
     def _cast_operands(self, n: fx.Node) -> None:
@@ -69,7 +71,11 @@ class Replay(fx.Interpreter):
         if target is torch.ops.higher_order.wrap_with_set_grad_enabled:
             enabled, part, *operands = args
             with torch.set_grad_enabled(enabled):
-                return Replay(part, self.rng, self.device, self.calls).run(*operands)
+                inner = Replay(part, self.rng, self.device, self.calls)
+                try:
+                    return inner.run(*operands)
+                finally:
+                    self.marks += inner.marks
         if target is custom_function:
             return self.calls.run(*args)
         if target is aten._assert_tensor_metadata.default:

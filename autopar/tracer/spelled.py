@@ -5,6 +5,9 @@
   value beyond them is an error when it runs.
 - ``ctc_loss`` makes a tensor whose shape depends on the longest target, for its own backward.
 - ``cov`` compares weights that it was not given.
+- ``fill_diagonal_`` writes through strides; a mask says where.
+- Layers of ``nn.Transformer`` look into a mask for whether it is causal, which is a hint alone:
+  the mask holds without it, and one that depends on no input is looked at later (`masks`).
 
 A derivative that the forward itself takes is refused: there would be a second one behind it. What
 may be refused later is noted with its line: torch keeps those of methods called `forward` alone.
@@ -14,9 +17,9 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,12 +29,12 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.core.ops import ops
 from autopar.errors import TraceError
-from autopar.tracer.diagnose import SYMBOLIC, innermost_line
+from autopar.tracer.diagnose import SYMBOLIC, innermost_line, refuse_packed
 
 __all__ = ["Spelled"]
 
-_apis: Any = torch._functorch.apis
 _PICKING = (torch.masked_select, torch.Tensor.masked_select, torch.Tensor.__getitem__)
+_DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
@@ -50,12 +53,14 @@ class Spelled(TorchFunctionMode):
         self.picked: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def __enter__(self) -> Any:
-        self._vmap: Any = _apis.vmap_impl
-        _apis.vmap_impl = self._noting_vmap
+        self.originals = [(*place, getattr(*place)) for place in _INNER]
+        for owner, name, original in self.originals:
+            setattr(owner, name, partial(_INNER[owner, name], self.lines, original))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        _apis.vmap_impl = self._vmap
+        for owner, name, original in self.originals:
+            setattr(owner, name, original)
         super().__exit__(*error)
 
     def __torch_function__(
@@ -70,12 +75,12 @@ class Spelled(TorchFunctionMode):
             return _cov(*args, **kwargs)
         if func in (F.ctc_loss, torch.ctc_loss):
             return _ctc_loss(self._padded, *args, **kwargs)
-        if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward):
-            raise TraceError(
-                f"cannot trace {innermost_line(traceback.extract_stack())}\n  The forward takes a "
-                "derivative, and training would take one of that: autopar traces one backward. "
-                "Compute a gradient penalty outside the model, or write the derivative out."
-            )
+        if func is torch.Tensor.fill_diagonal_:
+            return _fill_diagonal(*args, **kwargs)
+        if func in _DERIVATIVES:
+            _refuse_derivative()
+        if getattr(func, "__name__", "") == "_pack_padded_sequence":
+            refuse_packed(innermost_line(traceback.extract_stack()))
         result = func(*args, **kwargs)
         self._note(func, result)
         if func in _PICKING and len(args) == 2 and not kwargs:
@@ -113,9 +118,30 @@ class Spelled(TorchFunctionMode):
             if each not in self.lines:
                 self.lines[each] = innermost_line(traceback.extract_stack())
 
-    def _noting_vmap(self, *args: Any, **kwargs: Any) -> Any:
-        self.lines.setdefault("vmap", innermost_line(traceback.extract_stack()))
-        return self._vmap(*args, **kwargs)
+
+def _noted_vmap(lines: dict[str, str], original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+    lines.setdefault("vmap", innermost_line(traceback.extract_stack()))
+    return original(*args, **kw)
+
+
+def _hinted(_lines: object, _original: object, _mask: Any, hint: Any = None, *_: Any) -> bool:
+    return hint is True
+
+
+def _refuse_derivative(*_args: Any, **_options: Any) -> NoReturn:
+    raise TraceError(
+        f"cannot trace {innermost_line(traceback.extract_stack())}\n  The forward takes a "
+        "derivative, and training would take one of that: autopar traces one backward. "
+        "Compute a gradient penalty outside the model, or write the derivative out."
+    )
+
+
+# torch's functions that are called by their place -> what is called instead
+_INNER: dict[tuple[Any, str], Callable[..., Any]] = {
+    (torch._functorch.apis, "vmap_impl"): _noted_vmap,
+    (torch._functorch.eager_transforms, "_jvp_with_argnums"): _refuse_derivative,
+    (torch.nn.modules.transformer, "_detect_is_causal_mask"): _hinted,
+}
 
 
 @cache
@@ -137,6 +163,15 @@ def _bincount(func: Any, x: Tensor, weights: Tensor | None = None, minlength: in
     elif weights.dtype is not torch.float32:
         weights = weights.to(torch.float64)
     return weights.new_zeros(minlength).index_add(0, x.to(torch.int64), weights)
+
+
+def _fill_diagonal(x: Tensor, value: Any, wrap: bool = False) -> Tensor:
+    """Of a matrix; a tall one has it again below a row left out, if it wraps."""
+    if x.dim() != 2:
+        return x.fill_diagonal_(value, wrap)
+    rows, columns = (torch.arange(size, device=x.device) for size in x.shape)
+    rows = rows % (x.shape[1] + 1) if wrap else rows
+    return x.masked_fill_(rows.unsqueeze(1) == columns, value)
 
 
 def _cov(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from autopar._compat import without_onednn
+from autopar._compat import leaving_transforms, without_onednn
 from autopar.core.collector import paused_collector
 from autopar.core.graph import InputSpec, NodeInfo, OutputSpec, Repeat, TracedModel, output_paths
 from autopar.errors import TraceError
@@ -59,6 +59,7 @@ aten = torch.ops.aten
 
 
 @paused_collector()
+@leaving_transforms()
 @without_onednn()  # the ops of a graph are to run on any device
 def trace(
     model: nn.Module,

@@ -72,7 +72,7 @@ def lower_as_strided(b: Builder, local: LocalCall) -> fx.Node:
             f"as_strided on a view that begins at element {traced.storage_offset()} of its "
             "storage cannot be said of one tensor. Write it with slices and views."
         )
-    x = b.contiguous(local.args[0])
+    x = b.dense(local.args[0])
     if not traced.is_contiguous():
         blank = b.call(aten.new_empty_strided.default, x, list(traced.shape), list(traced.stride()))
         x = b.call(aten.copy.default, blank, x)

@@ -1,0 +1,50 @@
+"""`in_step`: around what a rank runs of a step. Errors say what is wrong, to other ranks too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from autopar.runtime.compiled_step import CompiledStep, tensors_in_order
+from autopar.runtime.index_ranges import check_indices, naming_indices
+from autopar.runtime.lost import begin_step, tell_reason
+from autopar.runtime.pipeline import PipelinedStep
+
+__all__ = ["check_first_batch", "in_step"]
+
+
+@contextmanager
+def in_step(
+    step: CompiledStep | PipelinedStep, args: Any, kwargs: Any, device: torch.device
+) -> Iterator[None]:
+    """Count the step that runs inside; an error is explained by the batch where it comes from it.
+
+    Raises:
+        AutoparError: an input holds an index out of range; else the error is the one that came.
+    """
+    if step.communicates:
+        begin_step()
+    try:
+        with naming_indices(step.traced, lambda: _tensors(step, args, kwargs), device):
+            yield
+    except Exception as error:
+        tell_reason(error)
+        raise
+
+
+def check_first_batch(step: CompiledStep | PipelinedStep, args: Any, kwargs: Any) -> None:
+    """Raises:
+    AutoparError: an input holds an index out of range.
+    """
+    try:
+        check_indices(step.traced, _tensors(step, args, kwargs))
+    except Exception as error:
+        tell_reason(error)
+        raise
+
+
+def _tensors(step: CompiledStep | PipelinedStep, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    return tensors_in_order(step.keywords, step.traced.training, args, kwargs)
