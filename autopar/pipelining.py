@@ -207,7 +207,8 @@ class _Search:
         elif best is not None and here is not None:
             best = self._suited(self._with_schedule(here, best, limit_s, shapes))
             shapes.planned(here, best)
-        shapes.close_least(min(limit_s, _seconds(best) * (1 - _PROVED)))
+        far_s = min(limit_s, _seconds(best) * (1 - _PROVED))
+        shapes.close_least(far_s, short=bool(self.cuts.large))
         return best if _seconds(best) < limit_s else None
 
     def _with_schedule(

@@ -68,8 +68,13 @@ class Liveness:
         self.mesh = built.moves.cluster.mesh_shape
         self.order = ordered(step)
         self.position = {op.name: p for p, op in enumerate(self.order)}
-        self.ends: dict[Value, int] = {}
+        self.ends: dict[Value, int] = {}  # last op that reads it, or anything that shows it
+        self.direct: dict[Value, int] = {}  # or that reads it itself
         self._read_ends()
+        self.views: dict[Value, list[Op]] = defaultdict(list)  # that show a value
+        for op in self.order:
+            if op.view:
+                self.views[op.operands[0]].append(op)
         # between microbatches, gradients are added to sums that live throughout
         kept = {} if step.in_turns else step.gradients
         self.kept = set(kept.values())
@@ -85,7 +90,7 @@ class Liveness:
         self.others = (Row(), *parts, Row())
 
     def _read_ends(self) -> None:
-        """Last op that reads a value or anything that shows it."""
+        """Last reads of all values."""
         ops = self.step.ops
         end = len(self.order)
         hoisted = self.step.is_hoisted
@@ -98,6 +103,7 @@ class Liveness:
         if self.step.in_turns:
             reads += leaving(self.step, self.order)
         for value, position in reads:
+            self.direct[value] = max(self.direct.get(value, -1), position)
             while True:
                 self.ends[value] = max(self.ends.get(value, -1), position)
                 if value[0] not in ops or not ops[value[0]].view:
@@ -167,15 +173,37 @@ class Liveness:
         """What an op's other runs keep for the ops from a position on."""
         if is_away(op.call.target):
             return
+        if op.view:
+            if self._shown_until(op) >= cut:
+                self._copies(row, op, times)
+            return
         for index, spec in enumerate(op.call.outputs):
             if self.ends.get((op.name, index), -1) < cut:
-                continue
-            if op.view:
-                self._copies(row, op, times)
                 continue
             owner = self.built.classes[op.name]
             layouts = [c.outputs[index] for c in self.built.candidates[owner]]
             row.add(owner, times * self._bytes(spec, layouts))
+            self._let_go(row, (op.name, index), times, cut)
+
+    def _shown_until(self, view: Op) -> int:
+        """Last op that reads what a view shows."""
+        return max(self.ends.get((view.name, i), -1) for i in range(len(view.call.outputs)))
+
+    def _let_go(self, row: Row, value: Value, times: int, position: int) -> None:
+        """Less of a value that is only shown, by a view that has a redistributed copy of it."""
+        if self.direct.get(value, -1) >= position:
+            return
+        showing = [view for view in self.views[value] if self._shown_until(view) >= position]
+        sources = self.built.produced(value)
+        if len(showing) != 1 or sources is None:
+            return
+        spec, owner = self.step.specs[value], self.built.classes[value[0]]
+        viewer = self.built.classes[showing[0].name]
+        wanted = [c.inputs[0] for c in self.built.candidates[viewer]]
+        moved = self._moved(sources, wanted, spec)
+        if moved.any():
+            sizes = np.where(moved, self._bytes(spec, sources)[:, None], 0.0)
+            row.add_pair(owner, viewer, -times * sizes)
 
     def _bytes(self, spec: TensorSpec, layouts: Sequence[Layout]) -> Array:
         out = np.empty(len(layouts))
@@ -203,7 +231,7 @@ class Liveness:
             view = op.view
             if not view:
                 self._outputs(row, op, born, position)
-            if born == position or (view and self.ends.get((op.name, 0), -1) >= position):
+            if born == position or (view and self._shown_until(op) >= position):
                 self._copies(row, op, just=born == position)
             for name in self.born[op.name]:
                 self._gradient(row, name, just=born == position)
@@ -295,6 +323,8 @@ class Liveness:
                 continue  # it becomes the gradient
             if position == born or self.ends.get(value, -1) >= position:
                 row.add(owner, self._bytes(spec, [c.outputs[index] for c in candidates]))
+                if position > born:
+                    self._let_go(row, value, 1, position)
 
     def _copies(self, row: Row, op: Op, times: int = 1, just: bool = False) -> None:
         """Operands that arrive by a collective have buffers of their own."""

@@ -43,7 +43,7 @@ EXPOSED = 0.1
 _NEAR = 1e-2  # gap at which no other sum is looked at
 _MOST = 8  # sums
 _LIMITED = 4  # where each takes a search under the memory limit
-_GLANCES = 3  # at plans that are soon found, before the first sum is searched
+_GLANCES = 4  # at plans that are soon found, before the first sum is searched
 _SAME = 1e-4  # of t, and of the value of a sum
 _LAST = 0.99  # of t, beyond which compute would be for nothing
 _NEXT = 0.25  # of t, under a limit, where nothing tells where the greatest bound is
@@ -172,23 +172,22 @@ def promising(
     """
     low: _Line | None = None
     high: _Line | None = None
-    t, least_s = first, math.inf
+    t, greatest, least_s = first, (-math.inf, first), math.inf
     for _ in range(_GLANCES):
         variant = soon(_at(t, exposed), below_s)
         if variant is None:
             break
         found = Found(variant, 0.0)
         line, least_s = _line(found, exposed), min(least_s, _seconds(found, exposed))
+        greatest = max(greatest, (_value(line, t), t))
         if not _is_limited(found):
             break
         low, high = _sides(line, t, low, high)
         then = _next(low, high, t, limited=False)
-        if _value(line, then) <= _value(line, t) * (1 + _NEAR):
+        if _value(line, then) <= greatest[0] * (1 + _NEAR):
             break
         t = then
-        if low is not None and high is not None:
-            break
-    return t, least_s
+    return greatest[1], least_s
 
 
 def _sides(

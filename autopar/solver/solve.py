@@ -220,6 +220,7 @@ class StepSearch:
         """
         self._has_glanced = True
         self.first, least_s = promising(self.search.soon, self.exposed, self.first, below_s)
+        self.search.forget_but(self.first)
         return least_s
 
     def run(

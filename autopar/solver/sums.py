@@ -46,6 +46,11 @@ class SumSearch:
         best = min(tried, key=lambda f: f.seconds)
         return None if best.search.memory.best is None else best
 
+    def forget_but(self, t: float) -> None:
+        """Let go of the searches that have begun, but those of one sum."""
+        for weights in [w for w in self._known if not math.isclose(w.t, t, abs_tol=1e-9)]:
+            del self._known[weights]
+
     def __call__(self, weights: Weights, enough_s: float = 0.0, below_s: float = math.inf) -> Found:
         """The best plan of a sum; the search ends once one is below `enough_s`.
 
