@@ -38,7 +38,7 @@ from autopar.runtime.offload import come_back, go_to_host, held_by, is_offloaded
 from autopar.runtime.stand_ins import StandIns
 from autopar.runtime.summed import dress, undress
 
-__all__ = ["elementwise", "own_parameters", "step_on_shares"]
+__all__ = ["elementwise", "is_share", "own_parameters", "step_on_shares"]
 
 _Kind = TypeVar("_Kind", bound=type[Optimizer])
 _ELEMENTWISE: set[type[Optimizer]] = {
@@ -76,6 +76,11 @@ def step_on_shares(parameters: Iterable[Tensor]) -> None:
     _register()
     for parameter in parameters:
         setattr(parameter, _MARK, True)
+
+
+def is_share(tensor: Tensor) -> bool:
+    """True if it is a parameter of a parallel module."""
+    return hasattr(tensor, _MARK)
 
 
 @cache

@@ -31,6 +31,7 @@ from autopar.runtime.lost import beat, naming_lost_ranks
 from autopar.runtime.names import register
 from autopar.runtime.offload import offload
 from autopar.runtime.pipeline import PipelinedStep
+from autopar.runtime.plain_ways import go_plain_ways
 from autopar.runtime.profile import profile_step
 from autopar.runtime.running import (
     EvaluationFunction,
@@ -76,6 +77,7 @@ class ParallelModule(StateModule):
         seed: int,
     ) -> None:
         super().__init__(model)
+        go_plain_ways()
         self._compile = compile_step
         self._materialize = materialize
         self._steps: dict[Any, CompiledStep | PipelinedStep] = {}
@@ -352,6 +354,7 @@ class ParallelModule(StateModule):
         return (self.training, modes(self), training, input_signature(args, kwargs))
 
     def _step_for(self, args: Any, kwargs: Any) -> CompiledStep | PipelinedStep:
+        go_plain_ways()  # again, as torch's implicit_replication() ends it
         training = self.training and torch.is_grad_enabled()
         signature = self.signature(args, kwargs, training)
         if signature not in self._steps:
