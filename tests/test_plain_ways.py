@@ -105,6 +105,7 @@ def drawn(m: Any) -> list[Any]:
     nn.init.normal_(m.up.weight, std=0.02)
     nn.init.xavier_uniform_(m.down.weight)
     nn.init.trunc_normal_(m.up.bias)
+    nn.init.eye_(m.up.weight)
     for p in m.parameters():
         p.add_(torch.randn_like(p) * 0.1)
     return []

@@ -129,6 +129,55 @@ def test_what_scripts_do_has_the_numbers_of_one_device(follow: Any) -> None:
         assert {name: error for name, error in found.items() if not error < 1e-12} == {}
 
 
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.tail = nn.Sequential(nn.BatchNorm1d(8), nn.ReLU())
+        self.heads = nn.ModuleDict({"a": nn.Linear(8, 4), "b": nn.Linear(8, 4)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (self.heads["a"](self.tail(x)) * self.heads["b"](x)).square().mean()
+
+
+def picked(m: Any) -> list[Any]:
+    """What scripts ask of parts; freezes, fills and stops some of them on the way."""
+    for part in m.modules():
+        if isinstance(part, nn.BatchNorm1d):
+            part.eval()
+    m.apply(lambda p: nn.init.eye_(p.weight) if "Linear" in p.__class__.__name__ else None)
+    for layer in m.layers[:2]:
+        layer.requires_grad_(False)
+    decayed = [n for n, part in m.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)]
+    counted = len(m.layers), len(m.tail), len(m.heads), bool(m.layers[0]), bool(m)
+    named = list(m.heads), list(m.heads.keys()), [n for n, _ in m.heads.items()]
+    kinds = [p.__class__.__name__ for p in (*m.layers, *m.tail, *m.heads.values(), m.layers[-1])]
+    return [decayed, counted, named, kinds]
+
+
+def parts(rank: int) -> float:
+    torch.manual_seed(0)
+    single, x = Parts().double(), batch()["x"]
+    mesh = init_device_mesh("cpu", (2,))
+    given = {"constraints": SPLIT, "cache": False}
+    parallel = autopar.parallelize(copy.deepcopy(single), mesh, (x,), **given)
+    assert picked(parallel) == picked(single)
+    for module in (parallel, single):
+        module(x).backward()
+    with pytest.raises(TypeError, match=r"layers\.0 of a parallel .*Linear, is not iterable"):
+        list(parallel.layers[0])
+    others = dict(parallel.named_parameters())
+    pairs = [(others[n].grad, p.grad) for n, p in single.named_parameters()]
+    assert all((a is None) == (b is None) for a, b in pairs)
+    return max(float(torch.dist(whole(a), b)) for a, b in pairs if b is not None)
+
+
+def test_parts_are_of_the_kinds_of_the_models_parts() -> None:
+    assert max(run_ranks(parts, 2)) < 1e-12
+
+
 def refused(rank: int) -> None:
     parallel, _ = build(Net)
     rows = batch()

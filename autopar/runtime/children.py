@@ -79,6 +79,42 @@ class Mirror(nn.Module):
                 f"{type(original).__name__}: ask the model given to autopar.parallelize"
             ) from None
 
+    def __getitem__(self, index: Any) -> Any:
+        """Of a list, dict or sequence of modules, a part of it; of a slice, all of them."""
+        parts = self._parts_in_order("subscriptable")
+        if isinstance(index, str):
+            return self._modules[index]
+        return nn.ModuleList(parts[index]) if isinstance(index, slice) else parts[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        parts = self._parts_in_order("iterable")
+        in_dict = isinstance(self.__dict__["_original"], nn.ModuleDict)
+        return iter(list(self._modules) if in_dict else parts)
+
+    def __len__(self) -> int:
+        return len(self._parts_in_order("a container"))
+
+    def __bool__(self) -> bool:
+        return True  # as a module without a length is
+
+    def _parts_in_order(self, what: str) -> list[Any]:
+        original: nn.Module = self.__dict__["_original"]
+        if not isinstance(original, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            raise TypeError(f"{_told(self)}, made from {type(original).__name__}, is not {what}")
+        return list(self._modules.values())
+
+    def keys(self) -> Any:
+        """Of a dict of modules, as `nn.ModuleDict` has them."""
+        return self._modules.keys()
+
+    def items(self) -> Any:
+        """Of a dict of modules, as `nn.ModuleDict` has them."""
+        return self._modules.items()
+
+    def values(self) -> Any:
+        """Of a dict of modules, as `nn.ModuleDict` has them."""
+        return self._modules.values()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy with parameters, buffers and modes of its own; what is compiled is shared."""
         copied = type(self).__new__(type(self))
@@ -100,7 +136,16 @@ def _told(mirror: Mirror) -> str:
     return f"the part {path} of a parallel module" if path else "a parallel module"
 
 
-class Child(Mirror):
+class _OfItsKind:
+    """`isinstance` and `__class__` are those of the model's part: scripts pick parts by them."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        original = self.__dict__.get("_original")
+        return type(self) if original is None else type(original)
+
+
+class Child(_OfItsKind, Mirror):
     """A part of a parallel module."""
 
     def __init__(self, original: nn.Module, root: StateModule, path: str) -> None:

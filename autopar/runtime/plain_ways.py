@@ -92,6 +92,8 @@ def _install() -> None:
     handle_dtensor_op(aten.copy_.default, _copy)
     for op in (*_DRAWN_IN_PLACE, *_DRAWN_LIKE):
         handle_dtensor_op(op, _drawn)
+    for op in (aten.eye.out, aten.eye.m_out):
+        handle_dtensor_op(op, _made)
     for op in _ONTO:
         handle_dtensor_op(op, _onto)
     ways: dict[str, Any] = {name: _showing(getattr(Tensor, name)) for name in _VIEWS}
@@ -153,6 +155,13 @@ def _onto(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return by_dtensors_own_way(op, args, kwargs)
     rest, named = _whole((args[1:], kwargs))
     return op(args[0], *rest, **named)
+
+
+def _made(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What is made into a tensor that is given, as `nn.init.eye_` does."""
+    out: DTensor = kwargs["out"]
+    out._local_tensor.copy_(_share_of(op(*args, out=out._local_tensor.new_empty(out.shape)), out))
+    return out
 
 
 def _sum_in_place(tensor: DTensor) -> None:
