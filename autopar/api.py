@@ -214,7 +214,7 @@ def parallelize(
         fusion=Fusion.parse(fusion, torch.device(mesh.device_type)),
     )
     create = partial(planner.hold, init_weights=init_weights, base=base)
-    module = ParallelModule(model, planner.compile, mesh, create, base)
+    module = ParallelModule(model, planner.compile, mesh, create, base, precision)
     if example_inputs is not None:
         args, kwargs = normalize_inputs(example_inputs)
         step = planner.compile(args, kwargs, model.training)

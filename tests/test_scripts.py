@@ -97,6 +97,8 @@ def followed(rank: int) -> dict[str, float]:
     backwards = dict(reversed(batch().items()))
     part = {name: torch.full_like(p, 0.1) for name, p in single.head.state_dict().items()}
     step("inputs in another order", lambda m: m(**backwards).loss.backward())
+    rows = batch()
+    step("by position and keyword", lambda m: m(rows["x"], y=rows["y"]).loss.backward())
     step("a norm beside", lambda m: (m(**batch()).loss + m.head.weight.square().sum()).backward())
     step("a part loaded", lambda m: (m.head.load_state_dict(part), m(**batch()).loss.backward()))
     copies = copy.deepcopy(parallel), copy.deepcopy(single)
@@ -192,6 +194,11 @@ def refused(rank: int) -> None:
     loss = parallel(**rows).loss
     weights = list(parallel.parameters())
     says("second deriv", lambda: torch.autograd.grad(loss, weights, create_graph=True))
+    says("input 'x' of Net.forward.*by position and by", lambda: parallel(rows["x"], **rows))
+    says("3 inputs .* names for 2", lambda: parallel(*rows.values(), rows["x"], y=rows["y"]))
+    with torch.autocast("cpu", torch.bfloat16):
+        says("computes in fp32: pass precision='bf16'", lambda: parallel(**rows))
+        says("computes in fp32: pass precision='bf16'", lambda: parallel.train_step(**rows))
     parallel.eval()
     says(r"\.train\(\) first", lambda: parallel(**rows).loss.backward())
     says("pickled", lambda: pickle.dumps(parallel))
@@ -226,6 +233,27 @@ def predicted(rank: int) -> None:
     drop = autopar.parallelize(nn.Dropout(0.5), mesh, x, cache=False)
     with torch.no_grad():
         assert not torch.equal(drop(x), drop(x))
+
+
+def cast_twice(rank: int) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(8, 8)
+    mesh = init_device_mesh("cpu", (2,))
+    given = {"constraints": SPLIT, "cache": False, "precision": "bf16"}
+    parallel = autopar.parallelize(model, mesh, (x,), **given)
+    found = []
+    for enabled in (False, True):
+        parallel.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = parallel(x)
+            out.float().square().mean().backward()
+        found.append([out, *(whole(p.grad) for p in parallel.parameters())])
+    assert found[0][0].dtype is torch.bfloat16
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_autocast_around_a_step_of_its_precision_changes_nothing() -> None:
+    run_ranks(cast_twice, 2)
 
 
 def test_what_scripts_may_not_do_says_so() -> None:

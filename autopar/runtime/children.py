@@ -28,6 +28,8 @@ __all__ = ["Child", "Mirror", "adopt", "as_in", "modes", "refuse_assigned"]
 class Mirror(nn.Module):
     """Stands for a module of the model, of which it has the children's names and the modes."""
 
+    _original: nn.Module
+
     def _mirror(self, original: nn.Module) -> None:
         # not by nn.Module's own way, which would make it a child
         object.__setattr__(self, "_original", original)

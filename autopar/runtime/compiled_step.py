@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autopar._compat import register_dataclasses
@@ -24,6 +25,7 @@ __all__ = [
     "in_one_piece",
     "input_signature",
     "kept_outputs",
+    "named_inputs",
     "tensors_in_order",
 ]
 
@@ -63,6 +65,34 @@ def input_signature(args: Any, kwargs: Any) -> Any:
         (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves
     )
     return described, str(spec)
+
+
+def named_inputs(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs given by position beside some by keyword: all under the names that the forward has.
+
+    Raises:
+        AutoparError: the forward has no name for one of them, or it is given twice.
+    """
+    if not args or not kwargs:
+        return args, kwargs
+    signature = inspect.signature(model.forward)
+    parameters = signature.parameters.values()
+    names = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(names):
+        raise AutoparError(
+            f"{len(args)} inputs are given by position beside {', '.join(kwargs)}, and "
+            f"{type(model).__name__}.forward{signature} has names for {len(names)}: pass all by "
+            "keyword (the target of a loss_fn as target=)"
+        )
+    twice = [name for name in names[: len(args)] if name in kwargs]
+    if twice:
+        raise AutoparError(
+            f"input {twice[0]!r} of {type(model).__name__}.forward{signature} is given by position "
+            "and by keyword: pass each once (the target of a loss_fn as target=)"
+        )
+    return (), {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def tensors_in_order(

@@ -22,8 +22,9 @@ from autopar.core.loss import position_of_loss
 from autopar.core.placement import Layout
 from autopar.core.plan import Plan
 from autopar.errors import AutoparError
+from autopar.runtime.autocast import check_autocast, outside_autocast
 from autopar.runtime.children import adopt, as_in, modes
-from autopar.runtime.compiled_step import CompiledStep, input_signature
+from autopar.runtime.compiled_step import CompiledStep, input_signature, named_inputs
 from autopar.runtime.data import ShardedLoader
 from autopar.runtime.gradients import clip_gradients
 from autopar.runtime.local_step import step_on_shares
@@ -75,6 +76,7 @@ class ParallelModule(StateModule):
             [Plan], tuple[DeviceMesh, dict[str, nn.Parameter], dict[str, Tensor]]
         ],
         seed: int,
+        precision: str | None = None,
     ) -> None:
         super().__init__(model)
         go_plain_ways()
@@ -84,6 +86,7 @@ class ParallelModule(StateModule):
         self._compared: set[Any] = set()  # signatures of which a batch was seen to be the same
         self._mesh = mesh
         self._seed = seed
+        self._precision = precision
         self._calls = 0
         self._parameter_order: list[str] = []
         self._reserved: dict[str, nn.Parameter] = {}
@@ -188,6 +191,12 @@ class ParallelModule(StateModule):
     # --- running -------------------------------------------------------------------------------
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on the global batch."""
+        args, kwargs = named_inputs(self._original, args, kwargs)
+        check_autocast(self.device.type, self._precision)
+        return self._run(args, kwargs)
+
+    @outside_autocast
+    def _run(self, args: Any, kwargs: Any) -> Any:
         step = self._step_for(args, kwargs)
         if isinstance(step, PipelinedStep):
             return self._in_turns(step, args, kwargs)
@@ -260,6 +269,12 @@ class ParallelModule(StateModule):
                 "train_step under torch.no_grad() or inference_mode(), where there are no "
                 "gradients; call it outside, or call the module itself for its output"
             )
+        args, kwargs = named_inputs(self._original, args, kwargs)
+        check_autocast(self.device.type, self._precision)
+        return self._train_step(args, kwargs)
+
+    @outside_autocast
+    def _train_step(self, args: Any, kwargs: Any) -> Tensor:
         step = self._step_for(args, kwargs)
         index = position_of_loss(step.traced)
         if isinstance(step, CompiledStep) and step.traced.training and not self._has_hooks():
@@ -309,7 +324,7 @@ class ParallelModule(StateModule):
         Returns:
             The loss, as `train_step` does.
         """
-        return profile_step(self, path, args, kwargs, ranks)
+        return profile_step(self, path, *named_inputs(self._original, args, kwargs), ranks)
 
     def print_program(self, rank: int | None = None) -> None:
         """Print the program of a rank, with placements and the user's lines as comments.
