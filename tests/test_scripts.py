@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, update_bn
 
 import autopar
 from tests.dist import run_ranks
@@ -125,7 +126,76 @@ def followed_longer(rank: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("follow", [followed, pytest.param(followed_longer, marks=SLOW)])
+class Normed(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 4))
+
+
+def followed_norms(rank: int) -> dict[str, float]:
+    """Statistics of batch norms over all batches, as of averaged weights, or with a momentum."""
+    torch.manual_seed(0)
+    single, rows = Normed().double(), [batch(size)["x"] for size in (8, 6, 10)]
+    mesh = init_device_mesh("cpu", (2,))
+    given = {"constraints": SPLIT, "cache": False}
+    parallel = autopar.parallelize(copy.deepcopy(single), mesh, (rows[0],), **given)
+    found: dict[str, float] = {}
+
+    def step(name: str, act: Callable[[Any], Any]) -> None:
+        found[name] = alike(
+            parallel, single, lambda m: (act(m), [m(x).square().mean().backward() for x in rows])
+        )
+
+    step("of all batches", lambda m: None)
+    step("of all since", lambda m: m[1].reset_running_stats())
+    step("with a momentum", lambda m: setattr(m[1], "momentum", 0.01))
+    copies = AveragedModel(parallel), AveragedModel(single)
+    for averaged in copies:
+        update_bn(rows, averaged)
+        assert averaged.module[1].momentum == 0.01
+    names = "running_mean", "running_var", "num_batches_tracked"
+    mine, other = (copied.module[1] for copied in copies)
+    apart = [torch.dist(getattr(mine, n).double(), getattr(other, n).double()) for n in names]
+    return {**found, "update_bn": float(max(apart))}
+
+
+def averaged(rank: int) -> dict[str, float]:
+    """Statistics of batch norms, of all batches (SWA) or with another momentum."""
+    kinds = AveragedModel, Net
+    single, rows = Net().double(), [batch(), batch(6), batch(10)]
+    single.body[2].p, single.body[1].momentum = 0.0, None
+    mesh = init_device_mesh("cpu", (2,))
+    parallel = autopar.parallelize(
+        copy.deepcopy(single), mesh, batch(), constraints=SPLIT, cache=False
+    )
+    found = {}
+    for name in ("none", "reset", "update_bn", "less"):
+        for module in (parallel, single):
+            averaging = kinds[0](module)
+            if name == "update_bn":
+                update_bn(map(Rows, rows), averaging)
+                module.load_state_dict(averaging.module.state_dict())
+                continue
+            if name == "reset":
+                module.body[1].reset_running_stats()
+            if name == "less":
+                module.body[1].momentum = 0.01
+            module.zero_grad()
+            for given in rows:
+                module(**given).loss.backward()
+        found[name] = apart(parallel, single)
+    return found
+
+
+class Rows(dict[str, Tensor]):
+    """A batch that `update_bn` passes on as the only input."""
+
+    def to(self, *args: Any) -> Rows:
+        return self
+
+
+@pytest.mark.parametrize(
+    "follow", [followed, followed_norms, pytest.param(followed_longer, marks=SLOW)]
+)
 def test_what_scripts_do_has_the_numbers_of_one_device(follow: Any) -> None:
     for found in run_ranks(follow, 2):
         assert {name: error for name, error in found.items() if not error < 1e-12} == {}

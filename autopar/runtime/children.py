@@ -10,10 +10,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _IncompatibleKeys
 
 from autopar.errors import AutoparError
@@ -156,6 +157,8 @@ class Child(_OfItsKind, Mirror):
         self.__dict__.update(_root=root, _path=path)
         self.training = original.training
 
+    is_set_otherwise = False  # than the model's part, in what a step is traced with
+
     def _get_name(self) -> str:
         return type(self.__dict__["_original"]).__name__
 
@@ -188,6 +191,55 @@ class Child(_OfItsKind, Mirror):
         if original is not None and not own and hasattr(original, name):
             raise AutoparError(f"{name!r} of {_told(self)} cannot be set: {_AHEAD}")
         super().__setattr__(name, value)
+
+
+class BatchNormChild(Child):
+    """A batch norm, whose statistics are reset and averaged as `update_bn` of torch does.
+
+    Attributes:
+        momentum: may be set; None averages over all batches since.
+    """
+
+    def __init__(self, original: nn.Module, root: StateModule, path: str) -> None:
+        super().__init__(original, root, path)
+        self.__dict__.update(momentum=original.momentum, _written=set())
+
+    def reset_running_stats(self) -> None:
+        """As the model's own does."""
+        for name, value in (("running_mean", 0), ("running_var", 1), ("num_batches_tracked", 0)):
+            if self._buffers.get(name) is not None:
+                getattr(self, name).fill_(value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "momentum":
+            self.__dict__["momentum"] = value
+        else:
+            super().__setattr__(name, value)
+
+    @property
+    def is_set_otherwise(self) -> bool:  # type: ignore[override]
+        """True if momentum is another than that of the model's part."""
+        return bool(self.momentum != self.__dict__["_original"].momentum)
+
+    @property
+    def traced_momentum(self) -> float:
+        """What the step is traced with."""
+        return 1.0 if self.momentum is None else float(self.momentum)
+
+    def averaged(self, name: str, value: Tensor) -> Tensor:
+        """What a buffer becomes, of which a step made a value: with momentum None, that of a batch.
+
+        The step is traced with a momentum of one then, as the share of a batch depends on a number
+        that a trace does not have.
+        """
+        written: set[str] = self.__dict__["_written"]  # of the buffers, in this step
+        if name in written:
+            written.clear()
+        written.add(name)
+        if self.momentum is not None or not name.startswith("running_"):
+            return value
+        batches = int(self.num_batches_tracked) + ("num_batches_tracked" not in written)
+        return torch.lerp(getattr(self, name), value, 1.0 / batches)
 
 
 def refuse_assigned(assign: bool) -> None:
@@ -230,7 +282,9 @@ def adopt(root: StateModule, model: nn.Module) -> None:
                 continue
             below = f"{path}.{name}" if path else name
             if id(module) not in made:  # one that is there twice is one child in two places
-                made[id(module)] = Child(module, root, below)
+                normal = isinstance(module, _BatchNorm)
+                kind: type[Child] = BatchNormChild if normal else Child
+                made[id(module)] = kind(module, root, below)
                 fill(made[id(module)], module, below)
             # not by torch's functions, which refuse a name that `ParallelModule` has
             mirror._modules[name] = made[id(module)]
@@ -251,12 +305,14 @@ def _pairs(mirror: Mirror, original: nn.Module) -> Iterator[tuple[nn.Module, nn.
 @contextmanager
 def _kept(original: nn.Module) -> Iterator[None]:
     """The modes of a model are as before afterwards."""
-    before = [(module, module.training) for module in original.modules()]
+    before = [(m, m.training, getattr(m, "momentum", None)) for m in original.modules()]
     try:
         yield
     finally:
-        for module, mode in before:
+        for module, mode, momentum in before:
             module.training = mode
+            if isinstance(module, _BatchNorm):
+                module.momentum = momentum
 
 
 @contextmanager
@@ -266,10 +322,13 @@ def as_in(root: Mirror) -> Iterator[None]:
     with _kept(original):
         for mirror, module in _pairs(root, original):
             module.training = mirror.training
+            if type(mirror) is BatchNormChild:
+                cast(_BatchNorm, module).momentum = mirror.traced_momentum
         yield
 
 
-def modes(root: Mirror) -> tuple[str, ...]:
-    """Names of the parts that are in another mode than the whole is."""
-    mode = root.training
-    return tuple(name for name, part in root.__dict__["_parts"] if part.training is not mode)
+def modes(root: Mirror) -> tuple[Any, ...]:
+    """Names of the parts that are in another mode than the whole is, and momenta that were set."""
+    mode, parts = root.training, root.__dict__["_parts"]
+    other = tuple(name for name, part in parts if part.training is not mode)
+    return other + tuple((name, part.momentum) for name, part in parts if part.is_set_otherwise)

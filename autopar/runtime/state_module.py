@@ -12,7 +12,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from autopar.core.plan import Plan
 from autopar.errors import AutoparError
-from autopar.runtime.children import Mirror, refuse_assigned
+from autopar.runtime.children import BatchNormChild, Mirror, refuse_assigned
 from autopar.runtime.names import StateName, names_of, owner_of
 from autopar.runtime.plain_state import has_plain, load_plain
 
@@ -90,5 +90,8 @@ class StateModule(Mirror):
         return self._names
 
     def _set_buffer(self, name: str, value: Tensor) -> None:
+        owner, leaf = self._owner(name)
         with torch.no_grad():
+            if type(owner) is BatchNormChild:
+                value = owner.averaged(leaf, value)
             self.buffer(name).copy_(value)
