@@ -166,6 +166,53 @@ def refused(rank: int) -> None:
         weight.data = torch.zeros(2, 2)
 
 
+def steps(m: Any, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(3):
+        backward(m)
+        optimizer.step()
+
+
+def resumed(rank: int) -> list[float]:
+    """Distances from one device: resumed from its states, and from those of another plan."""
+    single, mesh = Net().double(), init_device_mesh("cpu", (4,))
+    made = torch.optim.AdamW(single.parameters(), lr=1e-2)
+    steps(single, made)
+    states = copy.deepcopy((single.state_dict(), made.state_dict()))
+    found = []
+    for constraints in ({"data": 4, "zero": 3}, PLANS["2d"][1]):
+        given = {"constraints": constraints, "cache": False}
+        parallel = autopar.parallelize(Net().double(), mesh, batch()[:1], **given)
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+        parallel.load_state_dict(states[0])
+        optimizer.load_state_dict(states[1])
+        steps(parallel, optimizer)
+        steps(single, made)
+        others = dict(parallel.named_parameters())
+        found += [float(torch.dist(whole(others[n]), p)) for n, p in single.named_parameters()]
+        states = parallel.state_dict(), optimizer.state_dict()
+    return found
+
+
+def test_states_of_one_device_and_of_another_plan_are_taken_up() -> None:
+    assert max(max(found) for found in run_ranks(resumed, 4)) < 1e-12
+
+
+def early(rank: int) -> None:
+    torch.manual_seed(0)
+    parallel = autopar.parallelize(Net(), init_device_mesh("cpu", (1,)), cache=False)
+    for act in (
+        lambda: copy.deepcopy(parallel),
+        parallel.state_dict,
+        parallel.up.weight.norm().item,
+    ):
+        with pytest.raises(autopar.AutoparError, match=r"before the first call.*example_inputs"):
+            act()
+
+
+def test_values_before_the_first_call_are_refused() -> None:
+    run_ranks(early, 1)
+
+
 def alone(rank: int) -> str:
     os.environ["AUTOPAR_TIMEOUT_S"] = "2"
     mesh = init_device_mesh("cpu", (2,))

@@ -77,9 +77,15 @@ class Mirror(nn.Module):
             original = self.__dict__.get("_original")
             if original is None or name.startswith("__") or not hasattr(original, name):
                 raise
+            kind, instead = type(original), "ask the model given to autopar.parallelize"
+            if callable(getattr(kind, name, None)):
+                instead += (
+                    ", once it has the weights: model.load_state_dict(parallel.state_dict()) on "
+                    "every rank (in a pipeline, from autopar.save_safetensors)"
+                )
             raise AttributeError(
                 f"{_told(self)} has parameters, buffers and children, and not the {name!r} of "
-                f"{type(original).__name__}: ask the model given to autopar.parallelize"
+                f"{kind.__name__}: {instead}"
             ) from None
 
     def __getitem__(self, index: Any) -> Any:

@@ -34,6 +34,7 @@ from torch.optim.optimizer import (
 )
 
 from autopar.errors import AutoparError
+from autopar.runtime.loaded_states import settle_states
 from autopar.runtime.offload import come_back, go_to_host, held_by, is_offloaded, link_for
 from autopar.runtime.stand_ins import StandIns
 from autopar.runtime.summed import dress, undress
@@ -102,6 +103,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | N
         )
     if not any(hasattr(p, _MARK) for p in parameters):
         return None
+    settle_states(optimizer)
     if closure is None:
         setattr(optimizer, _INSIDE, _LocalStep(optimizer))
     elif type(optimizer) not in _ELEMENTWISE and not isinstance(optimizer, optim.LBFGS):

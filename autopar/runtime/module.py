@@ -129,6 +129,11 @@ class ParallelModule(StateModule):
             offload(self.parameters())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        if self._plan is None:
+            raise AutoparError(
+                "there are no parameters to copy before the first call: pass example_inputs to "
+                "autopar.parallelize"
+            )
         shared = (self._compile, self._materialize, self._mesh, self._plan, self.pending_save)
         memo.update((id(x), x) for x in (*shared, *self._steps.values()) if x is not None)
         for parameter in self.parameters():  # torch does not copy a DTensor that has a gradient

@@ -34,6 +34,7 @@ from autopar._compat import (
 from autopar.errors import AutoparError
 from autopar.runtime.local_step import is_share
 from autopar.runtime.meeting import meet
+from autopar.runtime.state import share_like
 
 __all__ = ["go_plain_ways"]
 
@@ -118,16 +119,14 @@ def _is_whole(tensor: DTensor) -> bool:
     return all(placement.is_replicate() for placement in tensor.placements)
 
 
-def _share_of(full: Tensor, like: DTensor) -> Tensor:
-    """This rank's share of a tensor that is placed as another is, by torch's own reckoning."""
-    whole = [TorchReplicate()] * like.device_mesh.ndim
-    found = DTensor.from_local(full, like.device_mesh, whole, run_check=False)
-    return found.redistribute(placements=like.placements)._local_tensor
-
-
 # --- ops, below autograd ----------------------------------------------------------------------
 def _number(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     tensor: DTensor = args[0]
+    if tensor._local_tensor.is_meta:
+        raise AutoparError(
+            "a parameter of a parallel module has no values before the first call: pass "
+            "example_inputs to autopar.parallelize"
+        )
     return op(tensor._local_tensor if _is_whole(tensor) else _gathered(tensor))
 
 
@@ -138,7 +137,7 @@ def _drawn(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if _is_whole(tensor):
         found = op(local, *args[1:], **kwargs)
     else:
-        found = _share_of(op(local.new_empty(tensor.shape), *args[1:], **kwargs), tensor)
+        found = share_like(op(local.new_empty(tensor.shape), *args[1:], **kwargs), tensor)
     if op in _DRAWN_LIKE:
         return dtensor_like(found, tensor)
     if found is not local:
@@ -160,7 +159,7 @@ def _onto(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _made(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What is made into a tensor that is given, as `nn.init.eye_` does."""
     out: DTensor = kwargs["out"]
-    out._local_tensor.copy_(_share_of(op(*args, out=out._local_tensor.new_empty(out.shape)), out))
+    out._local_tensor.copy_(share_like(op(*args, out=out._local_tensor.new_empty(out.shape)), out))
     return out
 
 
@@ -176,8 +175,10 @@ def _copy(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
     if isinstance(target, DTensor):
         if isinstance(source, DTensor):
-            return by_dtensors_own_way(op, args, kwargs)
-        share = _share_of(source.expand(target.shape), target)
+            if source.device_mesh == target.device_mesh:
+                return by_dtensors_own_way(op, args, kwargs)
+            source = source.full_tensor()
+        share = share_like(source.expand(target.shape), target)
         op(target._local_tensor, share, *args[2:], **kwargs)
         return target
     return op(target, _whole(source), *args[2:], **kwargs)

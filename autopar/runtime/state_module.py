@@ -60,6 +60,19 @@ class StateModule(Mirror):
         kept = {entry.owner for entry in self._names if entry.persistent}
         return {name: held[name] for name in held if name in kept}
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As `nn.Module.state_dict`; parameters are DTensors.
+
+        Raises:
+            AutoparError: there are no values before the first call.
+        """
+        if self._plan is None:
+            raise AutoparError(
+                "there are no values to save before the first call; pass example_inputs to "
+                "autopar.parallelize"
+            )
+        return super().state_dict(*args, **kwargs)
+
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
