@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,6 +196,38 @@ def resumed(rank: int) -> list[float]:
 
 def test_states_of_one_device_and_of_another_plan_are_taken_up() -> None:
     assert max(max(found) for found in run_ranks(resumed, 4)) < 1e-12
+
+
+def saved_by_one(rank: int, path: str) -> list[str]:
+    mesh = init_device_mesh("cpu", (2,))
+    given = {"constraints": PLANS["zero3"][1], "cache": False}
+    parallel = autopar.parallelize(Net().double(), mesh, batch()[:1], **given)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+    steps(parallel, optimizer)
+    if rank == 0:
+        torch.save((parallel.state_dict(), optimizer.state_dict()), path)
+    torch.save((parallel.state_dict(), optimizer.state_dict()), f"{path}.{rank}")
+    torch.distributed.barrier()
+    states = torch.load(f"{path}.{rank}")
+    optimizer.load_state_dict(states[1])
+    parallel.load_state_dict(states[0])
+    steps(parallel, optimizer)
+    states = torch.load(path)
+    optimizer.load_state_dict(states[1])
+    told = []
+    for act in (lambda: parallel.load_state_dict(states[0]), optimizer.step):
+        try:
+            act()
+        except autopar.CheckpointError as error:
+            told.append(str(error))
+    return told
+
+
+def test_shares_that_one_rank_saved_are_not_taken_for_those_of_others(tmp_path: Path) -> None:
+    first, second = run_ranks(saved_by_one, 2, str(tmp_path / "state.pt"))
+    assert all("rank 1 failed: CheckpointError" in told for told in first)
+    assert "up.weight and 3 more of what is loaded on rank 1 are shares of rank 0" in second[0]
+    assert "the state 'exp_avg' number 1 and 7 more" in second[1]
 
 
 def early(rank: int) -> None:

@@ -19,6 +19,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from autopar.errors import AutoparError
 from autopar.runtime.plain_state import has_plain, load_plain
+from autopar.runtime.saved_shares import check_own_shares, is_from_a_file
 
 if TYPE_CHECKING:
     from autopar.runtime.state_module import StateModule
@@ -185,6 +186,8 @@ class Child(_OfItsKind, Mirror):
         """As of the whole module, with the names of this part."""
         root: StateModule = self.__dict__["_root"]
         refuse_assigned(assign)
+        if is_from_a_file(state_dict.values()):
+            check_own_shares(state_dict)
         if not has_plain(state_dict):
             return super().load_state_dict(state_dict, strict)
         prefix = self.__dict__["_path"] + "."

@@ -109,7 +109,8 @@ def tensors_in_order(
         shapes = ", ".join(str(tuple(x.shape)) for x in found if x.requires_grad)
         raise AutoparError(
             f"an input of shape {shapes} requires a gradient; gradients of inputs are not "
-            "produced. Detach it, or register it as an nn.Parameter of the model."
+            "produced. Detach it; or, where another module made it, parallelize one module that "
+            "calls both; or register it as an nn.Parameter of the model."
         )
     return found
 

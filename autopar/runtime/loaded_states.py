@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar._compat import dtensor_like
+from autopar.runtime.saved_shares import check_own_shares, count_as_own, is_from_a_file
 from autopar.runtime.stand_ins import COUNTERS
 from autopar.runtime.state import share_like
 
@@ -20,12 +21,25 @@ __all__ = ["settle_states"]
 
 
 def settle_states(optimizer: Optimizer) -> None:
-    """Place states of a parameter's shape as the parameter is. Collective, if DTensors move."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            states = optimizer.state.get(parameter)
-            if states and isinstance(parameter, DTensor):
-                _settle(states, parameter)
+    """Place states of a parameter's shape as the parameter is. Collective, if DTensors move.
+
+    Raises:
+        CheckpointError: they are the shares of another rank; on all ranks.
+    """
+    held = [
+        (p, optimizer.state.get(p)) for group in optimizer.param_groups for p in group["params"]
+    ]
+    ours = [(p, states) for p, states in held if states and isinstance(p, DTensor)]
+    values = [value for _, states in ours for value in states.values()]
+    if is_from_a_file(values):
+        keys = [key for _, states in ours for key in states]
+        names = (f"the state {key!r} number {number}" for number, key in enumerate(keys))
+        check_own_shares(dict(zip(names, values, strict=True)))
+        for value in values:
+            if isinstance(value, DTensor):
+                count_as_own(value)
+    for parameter, states in ours:
+        _settle(states, parameter)
 
 
 def _settle(states: dict[str, Any], parameter: DTensor) -> None:

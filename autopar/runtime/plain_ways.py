@@ -34,6 +34,7 @@ from autopar._compat import (
 from autopar.errors import AutoparError
 from autopar.runtime.local_step import is_share
 from autopar.runtime.meeting import meet
+from autopar.runtime.saved_shares import pickled
 from autopar.runtime.state import share_like
 
 __all__ = ["go_plain_ways"]
@@ -100,6 +101,7 @@ def _install() -> None:
     ways: dict[str, Any] = {name: _showing(getattr(Tensor, name)) for name in _VIEWS}
     ways |= {"__getitem__": _read, "__setitem__": _write, "__format__": _formatted}
     ways |= {"numpy": _numpy, "tolist": _to_list, "data": property(_data, _set_data)}
+    ways |= {"__reduce_ex__": pickled}
     for name, way in ways.items():
         setattr(DTensor, name, way)
 

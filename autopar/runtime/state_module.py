@@ -15,6 +15,7 @@ from autopar.errors import AutoparError
 from autopar.runtime.children import BatchNormChild, Mirror, refuse_assigned
 from autopar.runtime.names import StateName, names_of, owner_of
 from autopar.runtime.plain_state import has_plain, load_plain
+from autopar.runtime.saved_shares import check_own_shares, is_from_a_file
 
 __all__ = ["StateModule"]
 
@@ -89,6 +90,8 @@ class StateModule(Mirror):
             AutoparError: there are no parameters to fill before the first call.
         """
         refuse_assigned(assign)
+        if is_from_a_file(state_dict.values()):
+            check_own_shares(state_dict)
         if not has_plain(state_dict):
             return super().load_state_dict(state_dict, strict)
         if self._plan is None:
