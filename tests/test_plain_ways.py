@@ -27,6 +27,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.tanh(self.up(x)))
@@ -56,6 +57,8 @@ def numbers(m: Any) -> list[Any]:
             float(f"{p.grad.norm():.6f}"),
         ]
         found += [bool((p.grad > 0.01).any()), p.grad.detach().norm().clamp_(min=1e-3).item()]
+    with torch.autograd.set_detect_anomaly(True):
+        backward(m)
     total = sum(p.grad.norm().item() ** 2 for p in m.parameters()) ** 0.5
     return [*found, total]
 
@@ -109,6 +112,7 @@ def drawn(m: Any) -> list[Any]:
     nn.init.eye_(m.up.weight)
     for p in m.parameters():
         p.add_(torch.randn_like(p) * 0.1)
+        p.mul_(torch.bernoulli(torch.full_like(p, 0.9)))
     return []
 
 

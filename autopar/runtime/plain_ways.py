@@ -52,6 +52,7 @@ _DRAWN_LIKE = (
     aten.randn_like.default,
     aten.randint_like.default,
     aten.randint_like.low_dtype,
+    aten.bernoulli.default,
 )
 # what averages of weights, and norms that clip, are made with
 _ONTO = (
@@ -96,6 +97,8 @@ def _install() -> None:
         handle_dtensor_op(op, _drawn)
     for op in (aten.eye.out, aten.eye.m_out):
         handle_dtensor_op(op, _made)
+    handle_dtensor_op(aten._is_any_true.default, lambda op, args, kwargs: args[0].any())
+    handle_dtensor_op(aten._is_all_true.default, lambda op, args, kwargs: args[0].all())
     for op in _ONTO:
         handle_dtensor_op(op, _onto)
     ways: dict[str, Any] = {name: _showing(getattr(Tensor, name)) for name in _VIEWS}
@@ -139,7 +142,9 @@ def _drawn(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if _is_whole(tensor):
         found = op(local, *args[1:], **kwargs)
     else:
-        found = share_like(op(local.new_empty(tensor.shape), *args[1:], **kwargs), tensor)
+        reads = op is aten.bernoulli.default
+        full = _gathered(tensor) if reads else local.new_empty(tensor.shape)
+        found = share_like(op(full, *args[1:], **kwargs), tensor)
     if op in _DRAWN_LIKE:
         return dtensor_like(found, tensor)
     if found is not local:
