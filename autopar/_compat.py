@@ -50,6 +50,7 @@ __all__ = [
     "group_of",
     "handle_dtensor_op",
     "has_symmetric_memory",
+    "in_function_transform",
     "inductor_compile",
     "layout_of",
     "meet_in_symmetric_memory",
@@ -244,6 +245,11 @@ def dtensor_like(local: Tensor, other: DTensor) -> DTensor:
     """A DTensor of a share, placed and shaped as another is; its checks and autograd left out."""
     # as torch's own dispatch makes them: `__init__` does nothing, and takes longer than the rest
     return DTensor.__new__(DTensor, local, other._spec, requires_grad=False)
+
+
+def in_function_transform() -> bool:
+    """True inside of `torch.func.grad`, `vmap` and their like."""
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 def handle_dtensor_op(op: Any, handler: Callable[..., Any]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, update_bn
 
 import autopar
@@ -269,6 +270,10 @@ def refused(rank: int) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         says("computes in fp32: pass precision='bf16'", lambda: parallel(**rows))
         says("computes in fp32: pass precision='bf16'", lambda: parallel.train_step(**rows))
+    named = dict(parallel.named_parameters())
+    called = lambda p: torch.func.functional_call(parallel, p, (), rows).loss  # noqa: E731
+    says("inside of a transform of torch.func", lambda: torch.func.grad(called)(named))
+    says("DistributedDataParallel around a", lambda: DistributedDataParallel(parallel))
     parallel.eval()
     says(r"\.train\(\) first", lambda: parallel(**rows).loss.backward())
     says("pickled", lambda: pickle.dumps(parallel))

@@ -72,6 +72,11 @@ class Mirror(nn.Module):
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_ddp_params_and_buffers_to_ignore":  # what DDP asks first
+            raise AutoparError(
+                f"DistributedDataParallel around {_told(self)}, whose gradients are reduced "
+                "already: leave it out"
+            )
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autopar._compat import dtensor_like, module_has_hooks
+from autopar._compat import dtensor_like, in_function_transform, module_has_hooks
 from autopar.core.loss import position_of_loss
 from autopar.core.placement import Layout
 from autopar.core.plan import Plan
@@ -196,6 +196,11 @@ class ParallelModule(StateModule):
     # --- running -------------------------------------------------------------------------------
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on the global batch."""
+        if in_function_transform():
+            raise AutoparError(
+                "a parallel module is called inside of a transform of torch.func, which cannot "
+                "see into its compiled step: call it outside, and backward() for gradients"
+            )
         args, kwargs = named_inputs(self._original, args, kwargs)
         check_autocast(self.device.type, self._precision)
         return self._run(args, kwargs)
