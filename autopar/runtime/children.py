@@ -83,6 +83,11 @@ class Mirror(nn.Module):
             original = self.__dict__.get("_original")
             if original is None or name.startswith("__") or not hasattr(original, name):
                 raise
+            if original._parameters.get(name) is not None:
+                raise AttributeError(
+                    f"{name!r} of {_told(self)} is a parameter of a pipeline stage that another "
+                    "rank holds: go by named_parameters(), which has those of this rank"
+                ) from None
             kind, instead = type(original), "ask the model given to autopar.parallelize"
             if callable(getattr(kind, name, None)):
                 instead += (
