@@ -57,6 +57,8 @@ def numbers(m: Any) -> list[Any]:
             float(f"{p.grad.norm():.6f}"),
         ]
         found += [bool((p.grad > 0.01).any()), p.grad.detach().norm().clamp_(min=1e-3).item()]
+    found += [torch.allclose(p, torch.zeros(p.shape).double()) for p in m.parameters()]
+    found += [torch.allclose(p, p.detach() + 1e-12) for p in m.parameters()]
     with torch.autograd.set_detect_anomaly(True):
         backward(m)
     total = sum(p.grad.norm().item() ** 2 for p in m.parameters()) ** 0.5

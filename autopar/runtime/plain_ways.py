@@ -99,6 +99,7 @@ def _install() -> None:
         handle_dtensor_op(op, _made)
     handle_dtensor_op(aten._is_any_true.default, lambda op, args, kwargs: args[0].any())
     handle_dtensor_op(aten._is_all_true.default, lambda op, args, kwargs: args[0].all())
+    handle_dtensor_op(aten.allclose.default, lambda op, args, kwargs: op(*_whole(args), **kwargs))
     for op in _ONTO:
         handle_dtensor_op(op, _onto)
     ways: dict[str, Any] = {name: _showing(getattr(Tensor, name)) for name in _VIEWS}
