@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -329,6 +330,21 @@ def cast_twice(rank: int) -> None:
 
 def test_autocast_around_a_step_of_its_precision_changes_nothing() -> None:
     run_ranks(cast_twice, 2)
+
+
+def shared(rank: int) -> None:
+    mesh, body, x = init_device_mesh("cpu", (1,)), nn.Linear(8, 8), torch.randn(4, 8)
+    first, second = nn.Sequential(body, nn.Tanh()), nn.Sequential(body, nn.Linear(8, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            autopar.parallelize(first, mesh, (x,), cache=False)
+    with pytest.warns(UserWarning, match="0.weight and 1 more of Sequential belong to Seq.* too"):
+        autopar.parallelize(second, mesh, (x,), cache=False)
+
+
+def test_parameters_of_two_parallel_modules_are_warned_of() -> None:
+    run_ranks(shared, 1)
 
 
 def test_what_scripts_may_not_do_says_so() -> None:
