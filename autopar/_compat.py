@@ -39,6 +39,7 @@ from torch.utils import _pytree as pytree
 from autopar.core.placement import Layout, Partial, Replicate, Shard
 
 __all__ = [
+    "by_dtensors_own_way",
     "cloned_store",
     "default_store",
     "dtensor_like",
@@ -49,13 +50,16 @@ __all__ = [
     "fused_all_gather_matmul",
     "fused_matmul_reduce_scatter",
     "group_of",
+    "handle_dtensor_op",
     "has_symmetric_memory",
+    "in_function_transform",
     "inductor_compile",
     "layout_of",
     "leaving_transforms",
     "meet_in_symmetric_memory",
     "module_has_hooks",
     "register_dataclasses",
+    "replicate_plain_tensors",
     "storage_users",
     "symbolic_mode",
     "without_onednn",
@@ -244,6 +248,32 @@ def dtensor_like(local: Tensor, other: DTensor) -> DTensor:
     """A DTensor of a share, placed and shaped as another is; its checks and autograd left out."""
     # as torch's own dispatch makes them: `__init__` does nothing, and takes longer than the rest
     return DTensor.__new__(DTensor, local, other._spec, requires_grad=False)
+
+
+def in_function_transform() -> bool:
+    """True inside of `torch.func.grad`, `vmap` and their like."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def handle_dtensor_op(op: Any, handler: Callable[..., Any]) -> None:
+    """Let `handler(op, args, kwargs)` run an op that has a DTensor among its operands."""
+    DTensor._op_dispatcher._custom_op_handlers[op] = handler
+
+
+def by_dtensors_own_way(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an op that has a handler as if it had none."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handler = handlers.pop(op, None)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        if handler is not None:
+            handlers[op] = handler
+
+
+def replicate_plain_tensors() -> None:
+    """Let plain tensors beside DTensors count as the same on every rank."""
+    DTensor._op_dispatcher._allow_implicit_replication = True
 
 
 def dtensor_placements(layout: Layout) -> list[TorchPlacement]:

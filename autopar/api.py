@@ -24,6 +24,7 @@ from autopar.cost_model.memory import check_optimizer
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.planning import Planner, traced_for
 from autopar.runtime.agree import agree
+from autopar.runtime.children import as_in
 from autopar.runtime.inductor import check_backend
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.optimizers import guard_optimizers
@@ -214,10 +215,11 @@ def parallelize(
         fusion=Fusion.parse(fusion, torch.device(mesh.device_type)),
     )
     create = partial(planner.hold, init_weights=init_weights, base=base)
-    module = ParallelModule(model, planner.compile, mesh, create, base)
+    module = ParallelModule(model, planner.compile, mesh, create, base, precision)
     if example_inputs is not None:
         args, kwargs = normalize_inputs(example_inputs)
-        step = planner.compile(args, kwargs, model.training)
+        with as_in(module):
+            step = planner.compile(args, kwargs, model.training)
         module.install(step, module.signature(args, kwargs, model.training))
     else:
         module.reserve(model, mesh)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -78,6 +79,24 @@ def test_a_batch_that_the_microbatches_do_not_divide_is_run_in_fewer(plan: str) 
         assert numbers == pytest.approx(expected, rel=1e-6)
         assert turns == [4, 3, 3, 1]
         assert evaluated == pytest.approx(model(x[:5]).item(), rel=1e-9)
+
+
+def asked(rank: int) -> str:
+    model, x = tower()
+    given = {"constraints": PLANS["1f1b"][1], "cache": False}
+    parallel = autopar.parallelize(model, init_device_mesh("cpu", (2,)), x, **given)
+    held = dict(parallel.named_parameters())
+    other = next(name for name, _ in model.named_parameters() if name not in held)
+    try:
+        reduce(getattr, other.split("."), parallel)
+    except AttributeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_parameter_of_another_stage_is_said_to_be_one() -> None:
+    for told in run_ranks(asked, 2):
+        assert "is a parameter of a pipeline stage that another rank holds" in told
 
 
 class Scaled(nn.Module):

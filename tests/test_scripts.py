@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, update_bn
 
 import autopar
 from tests.dist import run_ranks
@@ -97,6 +100,8 @@ def followed(rank: int) -> dict[str, float]:
     backwards = dict(reversed(batch().items()))
     part = {name: torch.full_like(p, 0.1) for name, p in single.head.state_dict().items()}
     step("inputs in another order", lambda m: m(**backwards).loss.backward())
+    rows = batch()
+    step("by position and keyword", lambda m: m(rows["x"], y=rows["y"]).loss.backward())
     step("a norm beside", lambda m: (m(**batch()).loss + m.head.weight.square().sum()).backward())
     step("a part loaded", lambda m: (m.head.load_state_dict(part), m(**batch()).loss.backward()))
     copies = copy.deepcopy(parallel), copy.deepcopy(single)
@@ -123,10 +128,128 @@ def followed_longer(rank: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("follow", [followed, pytest.param(followed_longer, marks=SLOW)])
+class Normed(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 4))
+
+
+def followed_norms(rank: int) -> dict[str, float]:
+    """Statistics of batch norms over all batches, as of averaged weights, or with a momentum."""
+    torch.manual_seed(0)
+    single, rows = Normed().double(), [batch(size)["x"] for size in (8, 6, 10)]
+    mesh = init_device_mesh("cpu", (2,))
+    given = {"constraints": SPLIT, "cache": False}
+    parallel = autopar.parallelize(copy.deepcopy(single), mesh, (rows[0],), **given)
+    found: dict[str, float] = {}
+
+    def step(name: str, act: Callable[[Any], Any]) -> None:
+        found[name] = alike(
+            parallel, single, lambda m: (act(m), [m(x).square().mean().backward() for x in rows])
+        )
+
+    step("of all batches", lambda m: None)
+    step("of all since", lambda m: m[1].reset_running_stats())
+    step("with a momentum", lambda m: setattr(m[1], "momentum", 0.01))
+    copies = AveragedModel(parallel), AveragedModel(single)
+    for averaged in copies:
+        update_bn(rows, averaged)
+        assert averaged.module[1].momentum == 0.01
+    names = "running_mean", "running_var", "num_batches_tracked"
+    mine, other = (copied.module[1] for copied in copies)
+    apart = [torch.dist(getattr(mine, n).double(), getattr(other, n).double()) for n in names]
+    return {**found, "update_bn": float(max(apart))}
+
+
+def averaged(rank: int) -> dict[str, float]:
+    """Statistics of batch norms, of all batches (SWA) or with another momentum."""
+    kinds = AveragedModel, Net
+    single, rows = Net().double(), [batch(), batch(6), batch(10)]
+    single.body[2].p, single.body[1].momentum = 0.0, None
+    mesh = init_device_mesh("cpu", (2,))
+    parallel = autopar.parallelize(
+        copy.deepcopy(single), mesh, batch(), constraints=SPLIT, cache=False
+    )
+    found = {}
+    for name in ("none", "reset", "update_bn", "less"):
+        for module in (parallel, single):
+            averaging = kinds[0](module)
+            if name == "update_bn":
+                update_bn(map(Rows, rows), averaging)
+                module.load_state_dict(averaging.module.state_dict())
+                continue
+            if name == "reset":
+                module.body[1].reset_running_stats()
+            if name == "less":
+                module.body[1].momentum = 0.01
+            module.zero_grad()
+            for given in rows:
+                module(**given).loss.backward()
+        found[name] = apart(parallel, single)
+    return found
+
+
+class Rows(dict[str, Tensor]):
+    """A batch that `update_bn` passes on as the only input."""
+
+    def to(self, *args: Any) -> Rows:
+        return self
+
+
+@pytest.mark.parametrize(
+    "follow", [followed, followed_norms, pytest.param(followed_longer, marks=SLOW)]
+)
 def test_what_scripts_do_has_the_numbers_of_one_device(follow: Any) -> None:
     for found in run_ranks(follow, 2):
         assert {name: error for name, error in found.items() if not error < 1e-12} == {}
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.tail = nn.Sequential(nn.BatchNorm1d(8), nn.ReLU())
+        self.heads = nn.ModuleDict({"a": nn.Linear(8, 4), "b": nn.Linear(8, 4)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (self.heads["a"](self.tail(x)) * self.heads["b"](x)).square().mean()
+
+
+def picked(m: Any) -> list[Any]:
+    """What scripts ask of parts; freezes, fills and stops some of them on the way."""
+    for part in m.modules():
+        if isinstance(part, nn.BatchNorm1d):
+            part.eval()
+    m.apply(lambda p: nn.init.eye_(p.weight) if "Linear" in p.__class__.__name__ else None)
+    for layer in m.layers[:2]:
+        layer.requires_grad_(False)
+    decayed = [n for n, part in m.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)]
+    counted = len(m.layers), len(m.tail), len(m.heads), bool(m.layers[0]), bool(m)
+    named = list(m.heads), list(m.heads.keys()), [n for n, _ in m.heads.items()]
+    kinds = [p.__class__.__name__ for p in (*m.layers, *m.tail, *m.heads.values(), m.layers[-1])]
+    return [decayed, counted, named, kinds]
+
+
+def parts(rank: int) -> float:
+    torch.manual_seed(0)
+    single, x = Parts().double(), batch()["x"]
+    mesh = init_device_mesh("cpu", (2,))
+    given = {"constraints": SPLIT, "cache": False}
+    parallel = autopar.parallelize(copy.deepcopy(single), mesh, (x,), **given)
+    assert picked(parallel) == picked(single)
+    for module in (parallel, single):
+        module(x).backward()
+    with pytest.raises(TypeError, match=r"layers\.0 of a parallel .*Linear, is not iterable"):
+        list(parallel.layers[0])
+    others = dict(parallel.named_parameters())
+    pairs = [(others[n].grad, p.grad) for n, p in single.named_parameters()]
+    assert all((a is None) == (b is None) for a, b in pairs)
+    return max(float(torch.dist(whole(a), b)) for a, b in pairs if b is not None)
+
+
+def test_parts_are_of_the_kinds_of_the_models_parts() -> None:
+    assert max(run_ranks(parts, 2)) < 1e-12
 
 
 def refused(rank: int) -> None:
@@ -143,6 +266,15 @@ def refused(rank: int) -> None:
     loss = parallel(**rows).loss
     weights = list(parallel.parameters())
     says("second deriv", lambda: torch.autograd.grad(loss, weights, create_graph=True))
+    says("input 'x' of Net.forward.*by position and by", lambda: parallel(rows["x"], **rows))
+    says("3 inputs .* names for 2", lambda: parallel(*rows.values(), rows["x"], y=rows["y"]))
+    with torch.autocast("cpu", torch.bfloat16):
+        says("computes in fp32: pass precision='bf16'", lambda: parallel(**rows))
+        says("computes in fp32: pass precision='bf16'", lambda: parallel.train_step(**rows))
+    named = dict(parallel.named_parameters())
+    called = lambda p: torch.func.functional_call(parallel, p, (), rows).loss  # noqa: E731
+    says("inside of a transform of torch.func", lambda: torch.func.grad(called)(named))
+    says("DistributedDataParallel around a", lambda: DistributedDataParallel(parallel))
     parallel.eval()
     says(r"\.train\(\) first", lambda: parallel(**rows).loss.backward())
     says("pickled", lambda: pickle.dumps(parallel))
@@ -177,6 +309,42 @@ def predicted(rank: int) -> None:
     drop = autopar.parallelize(nn.Dropout(0.5), mesh, x, cache=False)
     with torch.no_grad():
         assert not torch.equal(drop(x), drop(x))
+
+
+def cast_twice(rank: int) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(8, 8)
+    mesh = init_device_mesh("cpu", (2,))
+    given = {"constraints": SPLIT, "cache": False, "precision": "bf16"}
+    parallel = autopar.parallelize(model, mesh, (x,), **given)
+    found = []
+    for enabled in (False, True):
+        parallel.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = parallel(x)
+            out.float().square().mean().backward()
+        found.append([out, *(whole(p.grad) for p in parallel.parameters())])
+    assert found[0][0].dtype is torch.bfloat16
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_autocast_around_a_step_of_its_precision_changes_nothing() -> None:
+    run_ranks(cast_twice, 2)
+
+
+def shared(rank: int) -> None:
+    mesh, body, x = init_device_mesh("cpu", (1,)), nn.Linear(8, 8), torch.randn(4, 8)
+    first, second = nn.Sequential(body, nn.Tanh()), nn.Sequential(body, nn.Linear(8, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            autopar.parallelize(first, mesh, (x,), cache=False)
+    with pytest.warns(UserWarning, match="0.weight and 1 more of Sequential belong to Seq.* too"):
+        autopar.parallelize(second, mesh, (x,), cache=False)
+
+
+def test_parameters_of_two_parallel_modules_are_warned_of() -> None:
+    run_ranks(shared, 1)
 
 
 def test_what_scripts_may_not_do_says_so() -> None:

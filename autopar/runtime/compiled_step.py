@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autopar._compat import register_dataclasses
@@ -24,6 +25,7 @@ __all__ = [
     "in_one_piece",
     "input_signature",
     "kept_outputs",
+    "named_inputs",
     "tensors_in_order",
 ]
 
@@ -70,6 +72,34 @@ def input_signature(args: Any, kwargs: Any) -> Any:
     return described, str(spec)
 
 
+def named_inputs(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs given by position beside some by keyword: all under the names that the forward has.
+
+    Raises:
+        AutoparError: the forward has no name for one of them, or it is given twice.
+    """
+    if not args or not kwargs:
+        return args, kwargs
+    signature = inspect.signature(model.forward)
+    parameters = signature.parameters.values()
+    names = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(names):
+        raise AutoparError(
+            f"{len(args)} inputs are given by position beside {', '.join(kwargs)}, and "
+            f"{type(model).__name__}.forward{signature} has names for {len(names)}: pass all by "
+            "keyword (the target of a loss_fn as target=)"
+        )
+    twice = [name for name in names[: len(args)] if name in kwargs]
+    if twice:
+        raise AutoparError(
+            f"input {twice[0]!r} of {type(model).__name__}.forward{signature} is given by position "
+            "and by keyword: pass each once (the target of a loss_fn as target=)"
+        )
+    return (), {**dict(zip(names, args, strict=False)), **kwargs}
+
+
 def tensors_in_order(
     keywords: Sequence[str], training: bool, args: Any, kwargs: Any
 ) -> list[Tensor]:
@@ -84,7 +114,8 @@ def tensors_in_order(
         shapes = ", ".join(str(tuple(x.shape)) for x in found if x.requires_grad)
         raise AutoparError(
             f"an input of shape {shapes} requires a gradient; gradients of inputs are not "
-            "produced. Detach it, or register it as an nn.Parameter of the model."
+            "produced. Detach it; or, where another module made it, parallelize one module that "
+            "calls both; or register it as an nn.Parameter of the model."
         )
     return found
 

@@ -34,11 +34,12 @@ from torch.optim.optimizer import (
 )
 
 from autopar.errors import AutoparError
+from autopar.runtime.loaded_states import settle_states
 from autopar.runtime.offload import come_back, go_to_host, held_by, is_offloaded, link_for
 from autopar.runtime.stand_ins import StandIns
 from autopar.runtime.summed import dress, undress
 
-__all__ = ["elementwise", "own_parameters", "step_on_shares"]
+__all__ = ["elementwise", "is_share", "own_parameters", "step_on_shares"]
 
 _Kind = TypeVar("_Kind", bound=type[Optimizer])
 _ELEMENTWISE: set[type[Optimizer]] = {
@@ -78,6 +79,11 @@ def step_on_shares(parameters: Iterable[Tensor]) -> None:
         setattr(parameter, _MARK, True)
 
 
+def is_share(tensor: Tensor) -> bool:
+    """True if it is a parameter of a parallel module."""
+    return hasattr(tensor, _MARK)
+
+
 @cache
 def _register() -> None:
     register_optimizer_step_pre_hook(_before)
@@ -97,6 +103,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | N
         )
     if not any(hasattr(p, _MARK) for p in parameters):
         return None
+    settle_states(optimizer)
     if closure is None:
         setattr(optimizer, _INSIDE, _LocalStep(optimizer))
     elif type(optimizer) not in _ELEMENTWISE and not isinstance(optimizer, optim.LBFGS):

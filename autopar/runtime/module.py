@@ -17,13 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autopar._compat import dtensor_like, module_has_hooks
+from autopar._compat import dtensor_like, in_function_transform, module_has_hooks
 from autopar.core.loss import position_of_loss
 from autopar.core.placement import Layout
 from autopar.core.plan import Plan
 from autopar.errors import AutoparError
+from autopar.runtime.autocast import check_autocast, outside_autocast
 from autopar.runtime.children import adopt, as_in, modes
-from autopar.runtime.compiled_step import CompiledStep, input_signature
+from autopar.runtime.compiled_step import CompiledStep, input_signature, named_inputs
 from autopar.runtime.data import ShardedLoader
 from autopar.runtime.gradients import clip_gradients
 from autopar.runtime.in_step import check_first_batch, in_step
@@ -32,6 +33,7 @@ from autopar.runtime.lost import beat, naming_lost_ranks
 from autopar.runtime.names import register
 from autopar.runtime.offload import offload
 from autopar.runtime.pipeline import PipelinedStep
+from autopar.runtime.plain_ways import go_plain_ways
 from autopar.runtime.profile import profile_step
 from autopar.runtime.running import (
     EvaluationFunction,
@@ -75,14 +77,17 @@ class ParallelModule(StateModule):
             [Plan], tuple[DeviceMesh, dict[str, nn.Parameter], dict[str, Tensor]]
         ],
         seed: int,
+        precision: str | None = None,
     ) -> None:
         super().__init__(model)
+        go_plain_ways()
         self._compile = compile_step
         self._materialize = materialize
         self._steps: dict[Any, CompiledStep | PipelinedStep] = {}
         self._compared: set[Any] = set()  # signatures of which a batch was seen to be the same
         self._mesh = mesh
         self._seed = seed
+        self._precision = precision
         self._calls = 0
         self._parameter_order: list[str] = []
         self._reserved: dict[str, nn.Parameter] = {}
@@ -125,6 +130,11 @@ class ParallelModule(StateModule):
             offload(self.parameters())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        if self._plan is None:
+            raise AutoparError(
+                "there are no parameters to copy before the first call: pass example_inputs to "
+                "autopar.parallelize"
+            )
         shared = (self._compile, self._materialize, self._mesh, self._plan, self.pending_save)
         memo.update((id(x), x) for x in (*shared, *self._steps.values()) if x is not None)
         for parameter in self.parameters():  # torch does not copy a DTensor that has a gradient
@@ -187,6 +197,17 @@ class ParallelModule(StateModule):
     # --- running -------------------------------------------------------------------------------
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on the global batch."""
+        if in_function_transform():
+            raise AutoparError(
+                "a parallel module is called inside of a transform of torch.func, which cannot "
+                "see into its compiled step: call it outside, and backward() for gradients"
+            )
+        args, kwargs = named_inputs(self._original, args, kwargs)
+        check_autocast(self.device.type, self._precision)
+        return self._run(args, kwargs)
+
+    @outside_autocast
+    def _run(self, args: Any, kwargs: Any) -> Any:
         step = self._step_for(args, kwargs)
         if isinstance(step, PipelinedStep):
             return self._in_turns(step, args, kwargs)
@@ -268,6 +289,12 @@ class ParallelModule(StateModule):
                 "train_step under torch.no_grad() or inference_mode(), where there are no "
                 "gradients; call it outside, or call the module itself for its output"
             )
+        args, kwargs = named_inputs(self._original, args, kwargs)
+        check_autocast(self.device.type, self._precision)
+        return self._train_step(args, kwargs)
+
+    @outside_autocast
+    def _train_step(self, args: Any, kwargs: Any) -> Tensor:
         step = self._step_for(args, kwargs)
         index = position_of_loss(step.traced)
         if isinstance(step, CompiledStep) and step.traced.training and not self._has_hooks():
@@ -318,7 +345,7 @@ class ParallelModule(StateModule):
         Returns:
             The loss, as `train_step` does.
         """
-        return profile_step(self, path, args, kwargs, ranks)
+        return profile_step(self, path, *named_inputs(self._original, args, kwargs), ranks)
 
     def print_program(self, rank: int | None = None) -> None:
         """Print the program of a rank, with placements and the user's lines as comments.
@@ -363,6 +390,7 @@ class ParallelModule(StateModule):
         return (self.training, modes(self), training, input_signature(args, kwargs))
 
     def _step_for(self, args: Any, kwargs: Any) -> CompiledStep | PipelinedStep:
+        go_plain_ways()  # again, as torch's implicit_replication() ends it
         training = self.training and torch.is_grad_enabled()
         signature = self.signature(args, kwargs, training)
         if signature not in self._steps:

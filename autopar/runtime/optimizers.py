@@ -8,6 +8,8 @@ would train nothing.
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import MutableMapping
 from functools import cache
 from typing import Any
@@ -26,18 +28,32 @@ __all__ = ["guard_optimizers"]
 _READS_ALL_PARAMETERS = (torch.optim.LBFGS,)
 _MAKES_PLAIN_STATES = {"transformers.optimization.Adafactor"}  # by name: it may not be installed
 _plain: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
+_owners: MutableMapping[Tensor, weakref.ref[nn.Module]] = WeakIdKeyDictionary()
 _WORKING = "torch.optim.AdamW, SGD or another one that works element by element, or autopar.AdamW"
 
 
 def guard_optimizers(model: nn.Module) -> None:
-    """Check every optimizer of this process before its steps.
+    """Check every optimizer of this process before its steps; warn of parameters of two modules.
 
     Args:
         model: the plain module, whose parameters get no gradients from the parallel one.
     """
     _register()
-    for name, parameter in model.named_parameters():
+    named = dict(model.named_parameters())
+    before = [(name, _owners[p]()) for name, p in named.items() if p in _owners]
+    shared = [(name, other) for name, other in before if other is not None and other is not model]
+    if shared:
+        name, other = shared[0]
+        more = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
+        warnings.warn(
+            f"{name}{more} of {type(model).__name__} belong to {type(other).__name__} too, which "
+            "was parallelized before. Each parallel module has parameters of its own, so that "
+            "these are trained apart: put both into one module, and parallelize that.",
+            stacklevel=3,
+        )
+    for name, parameter in named.items():
         _plain[parameter] = name
+        _owners[parameter] = weakref.ref(model)
 
 
 @cache

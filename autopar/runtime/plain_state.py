@@ -49,6 +49,8 @@ def load_plain(
         CheckpointError: names, shapes or kinds do not fit; says which. On every rank.
     """
     held = module.saved_tensors()
+    if module.plan.pipeline is None:  # else ranks look for different names
+        state = {name: _without_other_places(held.get(name), v) for name, v in state.items()}
     fit: _Fit | None = None
     failure: Exception | None = None
     try:
@@ -126,13 +128,22 @@ def _fault(name: str, value: Any, mine: Tensor) -> str | None:
         return f"{name} is {found}, not a tensor with values"
     if value.shape != mine.shape:
         return f"{name} has shape {tuple(value.shape)}, in the module {tuple(mine.shape)}"
-    if isinstance(value, DTensor):
-        same = isinstance(mine, DTensor) and (
-            value.placements == mine.placements and value.device_mesh == mine.device_mesh
-        )
-        if not same:
-            return f"{name} is a DTensor placed otherwise than the module's: give full tensors"
+    if isinstance(value, DTensor) and not _is_placed_as(mine, value):
+        return f"{name} is a DTensor placed otherwise than the module's: give full tensors"
     return None
+
+
+def _is_placed_as(mine: Tensor | None, value: DTensor) -> bool:
+    return isinstance(mine, DTensor) and (
+        value.placements == mine.placements and value.device_mesh == mine.device_mesh
+    )
+
+
+def _without_other_places(mine: Tensor | None, value: Any) -> Any:
+    """The whole of a DTensor that another plan has placed."""
+    if isinstance(value, DTensor) and not value.is_meta and not _is_placed_as(mine, value):
+        return value.full_tensor()
+    return value
 
 
 def _named(what: str, names: Sequence[str], others: Sequence[str]) -> list[str]:

@@ -13,6 +13,7 @@ from autopar._compat import dtensor_placements
 from autopar.core.graph import InputSpec, TracedModel, output_paths
 from autopar.core.placement import Layout, Replicate
 from autopar.errors import AutoparError
+from autopar.runtime.autocast import outside_autocast
 from autopar.runtime.compiled_step import CompiledStep, kept_outputs, tensors_in_order
 from autopar.runtime.lost import naming_lost_ranks
 from autopar.runtime.pipeline import PipelinedStep
@@ -44,6 +45,7 @@ class StepFunction(torch.autograd.Function):
         return outputs
 
     @staticmethod
+    @outside_autocast
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         _refuse_second_order()
         for index in ctx.run.step.traced.beside:

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from autopar._compat import dtensor_like
 from autopar.core.host_link import HOST, HostLink
 
-__all__ = ["StandIns"]
+__all__ = ["COUNTERS", "StandIns"]
 
-_COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})  # states without the parameter's shape
+COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})  # states without the parameter's shape
 _States = MutableMapping[Any, dict[str, Any]]
 
 
@@ -113,7 +113,7 @@ def _as_dtensors(new: dict[str, Any], old: dict[str, Any], parameter: DTensor) -
     found: dict[str, Any] = {}
     for key, value in new.items():
         before = old.get(key)
-        if not isinstance(value, Tensor) or key in _COUNTERS:
+        if not isinstance(value, Tensor) or key in COUNTERS:
             found[key] = value
         elif isinstance(before, DTensor) and before._local_tensor.data_ptr() == value.data_ptr():
             found[key] = before

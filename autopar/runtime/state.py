@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from autopar._compat import dtensor_placements
 from autopar.core.placement import Layout
@@ -18,7 +18,7 @@ from autopar.runtime.agree import agree
 from autopar.runtime.initialize import InitWeights, initial_values
 from autopar.runtime.shards import take_shard
 
-__all__ = ["check_devices", "materialize", "to_dtensor"]
+__all__ = ["check_devices", "materialize", "share_like", "to_dtensor"]
 
 
 def check_devices(model: nn.Module, device_type: str) -> bool:
@@ -58,6 +58,16 @@ def to_dtensor(local: Tensor, shape: tuple[int, ...], layout: Layout, mesh: Devi
         shape=torch.Size(shape),
         stride=stride,
     )
+
+
+def share_like(full: Tensor, like: DTensor) -> Tensor:
+    """This rank's share of a tensor placed as another is, by torch's own reckoning; maybe a view.
+
+    Torch makes strided shards by itself, as of a view, which our layouts do not say.
+    """
+    whole = [Replicate()] * like.device_mesh.ndim
+    found = DTensor.from_local(full, like.device_mesh, whole, run_check=False)
+    return found.redistribute(placements=like.placements)._local_tensor
 
 
 def materialize(

@@ -12,9 +12,10 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from autopar.core.plan import Plan
 from autopar.errors import AutoparError
-from autopar.runtime.children import Mirror, refuse_assigned
+from autopar.runtime.children import BatchNormChild, Mirror, refuse_assigned
 from autopar.runtime.names import StateName, names_of, owner_of
 from autopar.runtime.plain_state import has_plain, load_plain
+from autopar.runtime.saved_shares import check_own_shares, is_from_a_file
 
 __all__ = ["StateModule"]
 
@@ -60,6 +61,19 @@ class StateModule(Mirror):
         kept = {entry.owner for entry in self._names if entry.persistent}
         return {name: held[name] for name in held if name in kept}
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As `nn.Module.state_dict`; parameters are DTensors.
+
+        Raises:
+            AutoparError: there are no values before the first call.
+        """
+        if self._plan is None:
+            raise AutoparError(
+                "there are no values to save before the first call; pass example_inputs to "
+                "autopar.parallelize"
+            )
+        return super().state_dict(*args, **kwargs)
+
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -76,6 +90,8 @@ class StateModule(Mirror):
             AutoparError: there are no parameters to fill before the first call.
         """
         refuse_assigned(assign)
+        if is_from_a_file(state_dict.values()):
+            check_own_shares(state_dict)
         if not has_plain(state_dict):
             return super().load_state_dict(state_dict, strict)
         if self._plan is None:
@@ -90,5 +106,8 @@ class StateModule(Mirror):
         return self._names
 
     def _set_buffer(self, name: str, value: Tensor) -> None:
+        owner, leaf = self._owner(name)
         with torch.no_grad():
+            if type(owner) is BatchNormChild:
+                value = owner.averaged(leaf, value)
             self.buffer(name).copy_(value)

@@ -1,0 +1,316 @@
+"""What scripts do with plain tensors, done to the DTensors that parameters and gradients are.
+
+Torch leaves some of it without effect, or takes a rank's part for the whole (torch 2.13):
+
+- `g.norm().item()` is the norm of this rank's shard, as the sum over ranks is still due.
+- `p.data = x` changes nothing: what is computed with is the local tensor below.
+- `w[0] = 1` and `w[0].zero_()` write to a copy, where `w` is sharded on that dim.
+- `normal_` and its like draw the same numbers for each rank's shard, on a CPU.
+- plain tensors beside DTensors, such as a mask beside a weight, are refused.
+
+Here a number is that of the whole, rows are written, draws are those of one device with the same
+seed, and a plain tensor is what it is on every rank: the same. Every rank has to come, as to all
+that communicates (`meeting`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.utils import _pytree as pytree
+
+from autopar._compat import (
+    by_dtensors_own_way,
+    dtensor_like,
+    handle_dtensor_op,
+    replicate_plain_tensors,
+)
+from autopar.errors import AutoparError
+from autopar.runtime.local_step import is_share
+from autopar.runtime.meeting import meet
+from autopar.runtime.saved_shares import pickled
+from autopar.runtime.state import share_like
+
+__all__ = ["go_plain_ways"]
+
+aten = torch.ops.aten
+
+_DRAWN_IN_PLACE = (
+    aten.normal_.default,
+    aten.uniform_.default,
+    aten.bernoulli_.float,
+    aten.exponential_.default,
+)
+_DRAWN_LIKE = (
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.randint_like.default,
+    aten.randint_like.low_dtype,
+    aten.bernoulli.default,
+)
+# what averages of weights, and norms that clip, are made with
+_ONTO = (
+    aten.add_.Tensor,
+    aten.sub_.Tensor,
+    aten.mul_.Tensor,
+    aten.div_.Tensor,
+    aten.lerp_.Scalar,
+    aten.lerp_.Tensor,
+    aten.addcmul_.default,
+    aten.addcdiv_.default,
+    aten.clamp_.default,
+    aten.clamp_min_.default,
+    aten.clamp_max_.default,
+    aten.pow_.Scalar,
+    aten.sqrt_.default,
+    aten._foreach_add_.List,
+    aten._foreach_sub_.List,
+    aten._foreach_mul_.List,
+    aten._foreach_lerp_.Scalar,
+    aten._foreach_lerp_.List,
+    aten._foreach_copy_.default,
+)
+_VIEWS = ("select", "narrow", "chunk", "split", "unbind", "view", "diagonal")
+_BASIC = int | slice | type(None) | type(Ellipsis)  # other indices make copies of plain tensors too
+_WRITES = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "or")}
+_WRITES |= {"__setitem__", "__iand__", "__ixor__"}
+_WRITE_NOTHING = {"requires_grad_", "detach_", "retain_grad_"}
+
+
+def go_plain_ways() -> None:
+    """Let the DTensors of this process behave so, from now on."""
+    replicate_plain_tensors()
+    _install()
+
+
+@cache
+def _install() -> None:
+    handle_dtensor_op(aten._local_scalar_dense.default, _number)
+    handle_dtensor_op(aten.copy_.default, _copy)
+    for op in (*_DRAWN_IN_PLACE, *_DRAWN_LIKE):
+        handle_dtensor_op(op, _drawn)
+    for op in (aten.eye.out, aten.eye.m_out):
+        handle_dtensor_op(op, _made)
+    handle_dtensor_op(aten._is_any_true.default, lambda op, args, kwargs: args[0].any())
+    handle_dtensor_op(aten._is_all_true.default, lambda op, args, kwargs: args[0].all())
+    handle_dtensor_op(aten.allclose.default, lambda op, args, kwargs: op(*_whole(args), **kwargs))
+    for op in _ONTO:
+        handle_dtensor_op(op, _onto)
+    ways: dict[str, Any] = {name: _showing(getattr(Tensor, name)) for name in _VIEWS}
+    ways |= {"__getitem__": _read, "__setitem__": _write, "__format__": _formatted}
+    ways |= {"numpy": _numpy, "tolist": _to_list, "data": property(_data, _set_data)}
+    ways |= {"__reduce_ex__": pickled}
+    for name, way in ways.items():
+        setattr(DTensor, name, way)
+
+
+def _whole(value: Any) -> Any:
+    """The tree with whole tensors in place of DTensors."""
+    return pytree.tree_map_only(DTensor, _gathered, value)
+
+
+def _gathered(tensor: DTensor) -> Tensor:
+    if not _is_whole(tensor):
+        meet(tensor.device_mesh)
+    return tensor.full_tensor()
+
+
+def _is_whole(tensor: DTensor) -> bool:
+    return all(placement.is_replicate() for placement in tensor.placements)
+
+
+# --- ops, below autograd ----------------------------------------------------------------------
+def _number(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    tensor: DTensor = args[0]
+    if tensor._local_tensor.is_meta:
+        raise AutoparError(
+            "a parameter of a parallel module has no values before the first call: pass "
+            "example_inputs to autopar.parallelize"
+        )
+    return op(tensor._local_tensor if _is_whole(tensor) else _gathered(tensor))
+
+
+def _drawn(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """All random numbers of the whole tensor are drawn, of which this rank keeps its share."""
+    tensor: DTensor = args[0]
+    local = tensor._local_tensor
+    if _is_whole(tensor):
+        found = op(local, *args[1:], **kwargs)
+    else:
+        reads = op is aten.bernoulli.default
+        full = _gathered(tensor) if reads else local.new_empty(tensor.shape)
+        found = share_like(op(full, *args[1:], **kwargs), tensor)
+    if op in _DRAWN_LIKE:
+        return dtensor_like(found, tensor)
+    if found is not local:
+        local.copy_(found)
+    return tensor
+
+
+def _onto(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Onto plain tensors goes the whole of each DTensor; what is partial is summed before."""
+    targets = [x for x in pytree.tree_leaves(args[0]) if isinstance(x, DTensor)]
+    if targets:
+        for target in targets:
+            _sum_in_place(target)
+        return by_dtensors_own_way(op, args, kwargs)
+    rest, named = _whole((args[1:], kwargs))
+    return op(args[0], *rest, **named)
+
+
+def _made(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What is made into a tensor that is given, as `nn.init.eye_` does."""
+    out: DTensor = kwargs["out"]
+    out._local_tensor.copy_(share_like(op(*args, out=out._local_tensor.new_empty(out.shape)), out))
+    return out
+
+
+def _sum_in_place(tensor: DTensor) -> None:
+    if any(placement.is_partial() for placement in tensor.placements):
+        placements = [TorchReplicate() if p.is_partial() else p for p in tensor.placements]
+        found = tensor.redistribute(placements=placements)
+        tensor._local_tensor, tensor._spec = found._local_tensor, found._spec
+
+
+def _copy(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Of a plain tensor a DTensor takes its share, and the other way round the whole."""
+    target, source = args[0], args[1]
+    if isinstance(target, DTensor):
+        if isinstance(source, DTensor):
+            if source.device_mesh == target.device_mesh:
+                return by_dtensors_own_way(op, args, kwargs)
+            source = source.full_tensor()
+        share = share_like(source.expand(target.shape), target)
+        op(target._local_tensor, share, *args[2:], **kwargs)
+        return target
+    return op(target, _whole(source), *args[2:], **kwargs)
+
+
+# --- methods ----------------------------------------------------------------------------------
+class _Copied(DTensor):
+    """What is a view of a plain tensor, and here a copy: what is written to it goes on to there.
+
+    Attributes:
+        base: the tensor that it is a part of.
+        show: makes the view of a plain tensor.
+    """
+
+    base: DTensor
+    show: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        in_place = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+        if in_place and name not in _WRITE_NOTHING:
+            for part in pytree.tree_leaves(args[:1]):
+                if isinstance(part, _Copied):
+                    part.write_back()
+        return found
+
+    def write_back(self) -> None:
+        """Put the values where a view would have them."""
+        _refuse_gradients(self.base)
+        full = _gathered(self.base).clone()
+        self.show(full).copy_(_gathered(self))
+        self.base.copy_(full)
+
+
+def _refuse_gradients(tensor: DTensor) -> None:
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        raise AutoparError(
+            f"a part of a DTensor of shape {tuple(tensor.shape)} that requires a gradient is "
+            "written to: do it under torch.no_grad()"
+        )
+
+
+def _showing(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that makes views, also where torch makes copies."""
+
+    @wraps(method)
+    def call(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        found = method(self, *args, **kwargs)
+        if _is_whole(self) and type(self) is DTensor:
+            return found
+        shown = self._local_tensor.untyped_storage()._cdata
+        for number, part in enumerate(pytree.tree_leaves(found)):
+            if type(part) is not DTensor:
+                continue
+            if type(self) is _Copied or part._local_tensor.untyped_storage()._cdata != shown:
+                part.__class__ = _Copied
+                copied = cast(_Copied, part)
+                copied.base, copied.show = self, _Show(method, args, kwargs, number)
+        return found
+
+    return call
+
+
+class _Show:
+    """One of the views that a method makes of a plain tensor."""
+
+    def __init__(self, method: Callable[..., Any], args: Any, kwargs: Any, number: int) -> None:
+        self._call = method, args, kwargs
+        self._number = number
+
+    def __call__(self, whole: Tensor) -> Tensor:
+        method, args, kwargs = self._call
+        found: Tensor = pytree.tree_leaves(method(whole, *args, **kwargs))[self._number]
+        return found
+
+
+_basic_read = _showing(Tensor.__getitem__)
+
+
+def _read(self: DTensor, index: Any) -> Any:
+    parts = index if isinstance(index, tuple) else (index,)
+    basic = all(isinstance(part, _BASIC) for part in parts)
+    return _basic_read(self, index) if basic else Tensor.__getitem__(self, index)
+
+
+def _write(self: DTensor, index: Any, value: Any) -> None:
+    _refuse_gradients(self)
+    index, value = _whole((index, value))
+    full = _gathered(cast(DTensor, self.detach())).clone()
+    full[index] = value
+    self.copy_(full)
+
+
+def _numpy(self: DTensor, *, force: bool = False) -> Any:
+    return _gathered(self).numpy(force=force)
+
+
+def _to_list(self: DTensor) -> Any:
+    return _gathered(self).tolist()
+
+
+def _formatted(self: DTensor, spec: str) -> str:
+    return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
+
+def _data(self: DTensor) -> Any:
+    return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+
+def _set_data(self: DTensor, value: Tensor) -> None:
+    """Values go where a parameter of a parallel module has its own, which programs read."""
+    if not is_share(self):
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        return
+    if value.shape != self.shape or value.dtype != self.dtype:
+        raise AutoparError(
+            f"a parameter of shape {tuple(self.shape)} and {self.dtype} is given data of shape "
+            f"{tuple(value.shape)} and {value.dtype}, but the step is compiled for the former: "
+            "change the model before autopar.parallelize"
+        )
+    with torch.no_grad():
+        self.copy_(value)

@@ -1,0 +1,71 @@
+"""A DTensor that is pickled holds one rank's share, and remembers whose.
+
+`if rank == 0: torch.save(model.state_dict(), path)` saves the shares of rank 0. Read by the others,
+they would stand there for shares of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import CheckpointError
+from autopar.runtime.agree import agreed
+
+__all__ = ["check_own_shares", "count_as_own", "is_from_a_file", "pickled"]
+
+_RANK = "_autopar_rank"
+
+
+def pickled(self: DTensor, protocol: Any) -> Any:
+    """`DTensor.__reduce_ex__`, with the rank; the tensor itself stays as it is."""
+    made, (function, kind, args, state) = Tensor.__reduce_ex__(self, protocol)
+    if dist.is_initialized():
+        own, slots = state if isinstance(state, tuple) else (state, None)
+        noted = {**(own or {}), _RANK: dist.get_rank()}
+        state = noted if slots is None else (noted, slots)
+    return made, (function, kind, args, state)
+
+
+def is_from_a_file(values: Iterable[Any]) -> bool:
+    """True if some of them are DTensors that were pickled."""
+    return any(isinstance(value, DTensor) and hasattr(value, _RANK) for value in values)
+
+
+def check_own_shares(named: Mapping[str, Any]) -> None:
+    """Refuse what another rank has saved of tensors that are sharded, on all ranks.
+
+    Every rank calls this, where one has something from a file.
+
+    Raises:
+        CheckpointError: names them and the rank.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    other = {name: value for name, value in named.items() if _saved_by(value, rank) != rank}
+    failure: Exception | None = None
+    if other:
+        name, value = next(iter(other.items()))
+        more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+        failure = CheckpointError(
+            f"{name}{more} of what is loaded on rank {rank} are shares of rank "
+            f"{_saved_by(value, rank)}, which saved them: a rank that calls torch.save holds a "
+            "part of each sharded tensor. Use autopar.save_checkpoint on every rank; or make a "
+            "plain model of it on every rank, plain.load_state_dict(model.state_dict()), and let "
+            "one save that; or let each rank save and load a file of its own."
+        )
+    agreed(failure, {})
+
+
+def count_as_own(value: DTensor) -> None:
+    """Forget that a tensor, of which `check_own_shares` has no complaint, was pickled."""
+    value.__dict__.pop(_RANK, None)
+
+
+def _saved_by(value: Any, rank: int) -> int:
+    if not isinstance(value, DTensor) or all(p.is_replicate() for p in value.placements):
+        return rank
+    return int(getattr(value, _RANK, rank))
