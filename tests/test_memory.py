@@ -105,6 +105,46 @@ def test_rows_are_never_below_the_priced_peak(name: str, mesh: tuple[int, ...], 
             assert total <= liveness.row(index).value(chosen)
 
 
+class Gated(torch.nn.Module):
+    """What a product makes is read by way of two views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.ModuleList(torch.nn.Linear(64, 256) for _ in range(3))
+        self.down = torch.nn.ModuleList(torch.nn.Linear(128, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            gate, value = up(x).split(128, -1)
+            x = x + down(torch.sigmoid(gate) * value)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("mesh", [(4,), (2, 2)])
+def test_rows_count_what_views_of_copies_hold(mesh: tuple[int, ...]) -> None:
+    """A copy once, whichever of the outputs is read, and what it is a copy of no longer."""
+    traced = trace(Gated(), {"x": torch.randn(32, 64)})
+    cluster = CLUSTER.with_mesh_shape(mesh, tuple(f"a{i}" for i in range(len(mesh))))
+    step, wanted = build_step(traced), Constraints()
+    pins = Pins(wanted, assign_mesh(wanted, mesh), traced, step)
+    built = build_problem(step, cluster, pins, "adamw")
+    liveness = Liveness(step, built, "adamw", cluster.device.allocation_granularity_bytes)
+    rng = np.random.default_rng(0)
+    free = {pair: np.where(np.isfinite(m), 0.0, np.inf) for pair, m in built.problem.edges.items()}
+    for _ in range(10):
+        costs = {n: np.where(np.isfinite(c), rng.random(len(c)), np.inf)
+                 for n, c in built.problem.costs.items()}  # fmt: skip
+        chosen = solve_problem(type(built.problem)(costs, free), exact=False).chosen
+        names = {n: chosen[built.classes[n]] for n in (*step.ops, *step.parameters)}
+        decision = Decision(
+            {n: built.candidates[built.classes[n]][names[n]] for n in step.ops},
+            {n: built.storages[built.classes[n]][names[n]] for n in step.parameters},
+        )
+        peak = price(step, cluster, decision, "adamw").peak
+        row = liveness.row(peak.index).value(chosen)
+        assert peak.peak_bytes <= row <= 1.2 * peak.peak_bytes
+
+
 class Tables(torch.nn.Module):
     """Microseconds of compute: splitting it costs many times what it takes whole."""
 
