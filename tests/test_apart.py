@@ -6,6 +6,8 @@ import time
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
@@ -60,3 +62,41 @@ def is_late(rank: int) -> float:
 def test_a_rank_that_is_late_is_waited_for() -> None:
     first, other = try_ranks(is_late, 2)
     assert first == other
+
+
+class Wide(nn.Module):
+    """What several ranks split, whatever the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).square().mean()
+
+
+def goes_another_way(rank: int, same: bool) -> str:
+    """Both shapes are known to both ranks, which then take them in another order."""
+    lost._INTERVAL_S = 0.1
+    small, large = torch.ones(2048, 256), torch.ones(4096, 256)
+    mesh = init_device_mesh("cpu", (2,))
+    parallel = autopar.parallelize(Wide().train(), mesh, (small,), constraints=DATA)
+    parallel.train_step(small)
+    parallel.train_step(large)
+    for turn in range(2):
+        parallel.train_step(large if (turn + (rank and not same)) % 2 else small)
+    for _ in range(30 if same else 200):  # other steps, in which both do the same
+        parallel.train_step(small)
+        time.sleep(0.05)
+    return "went on"
+
+
+def test_batches_of_known_shapes_in_another_order() -> None:
+    """Nothing waits, as gradients have the same shapes: what ranks have run is compared."""
+    found = try_ranks(goes_another_way, 2, False, timeout=100)
+    errors = [each for each in found if isinstance(each, RankError)]
+    assert errors
+    told = [e for e in errors if e.kind == "AutoparError"]
+    assert told, [e.trace for e in errors]
+    assert "called their model with batches of different shapes" in told[0].message
+    assert try_ranks(goes_another_way, 2, True, timeout=100) == ["went on"] * 2

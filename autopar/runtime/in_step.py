@@ -23,10 +23,11 @@ def in_step(
     """Count the step that runs inside; an error is explained by the batch where it comes from it.
 
     Raises:
-        AutoparError: an input holds an index out of range; else the error is the one that came.
+        AutoparError: other ranks run other steps, or an input holds an index out of range; else
+            the error is the one that came.
     """
     if step.communicates:
-        begin_step()
+        begin_step(step.plan.fingerprint, step.plan.num_devices)
     try:
         with naming_indices(step.traced, lambda: _tensors(step, args, kwargs), device):
             yield

@@ -6,7 +6,9 @@ leaves its verdict in the store: by the time that others are thrown out of their
 gone too, for the same reason. A process that ends by an exception says so, and why.
 
 The number comes with how many steps that communicate this process has begun. So the thread of a
-rank that waits for others in front of a step sees which have gone on, and answers for them.
+rank that waits for others in front of a step sees which have gone on, and answers for them. It also
+comes with a checksum of which steps these were: ranks whose batches have other shapes, all of them
+met before, would add up gradients of unlike batches.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import atexit
 import os
 import threading
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -55,7 +58,19 @@ class _Heart(NamedTuple):
 
 
 _hearts: list[_Heart] = []  # of the process group that is in use
-_begun = [0]  # steps that communicate
+_KEPT = 1 << 12  # steps whose checksums are known
+
+
+class _At(NamedTuple):
+    """How many steps that communicate this process has begun, and a checksum of their plans."""
+
+    begun: int = 0
+    checksum: int = 0
+
+
+_at = [_At()]
+_trail = [_At()] * _KEPT  # the latest of these, by their number modulo _KEPT
+_unlike: list[str] = []  # what another rank was seen to do
 _awaited: list[list[str]] = []  # a key of each rank, for which this one waits
 
 
@@ -71,9 +86,49 @@ def _reason(rank: int) -> str:
     return f"autopar/reason/{rank}"
 
 
-def begin_step() -> None:
-    """Count a step that communicates, which all ranks run."""
-    _begun[0] += 1
+def begin_step(fingerprint: str, devices: int) -> None:
+    """Count a step that communicates, if all ranks run it.
+
+    Args:
+        fingerprint: of its plan.
+        devices: that it runs on.
+
+    Raises:
+        AutoparError: another rank has run other steps.
+    """
+    if not dist.is_initialized() or devices != dist.get_world_size():
+        return  # other ranks have modules of their own
+    if _unlike:
+        raise AutoparError(_unlike[0])
+    before = _at[0]
+    checksum = zlib.crc32(fingerprint.encode(), before.checksum)
+    now = _At(before.begun + 1, checksum)
+    _trail[now.begun % _KEPT] = _at[0] = now
+
+
+def _written(number: int) -> str:
+    """What this process writes of itself."""
+    return ":".join(map(str, (number, *_at[0])))
+
+
+def _read(written: bytes) -> _At:
+    return _At(*map(int, written.decode().split(":")[1:]))
+
+
+def _compare(store: Any, rank: int) -> None:
+    """Note if the next rank has come to where this one was by other steps."""
+    other = (rank + 1) % dist.get_world_size()
+    if _unlike or not store.check([_key(other)]):
+        return
+    theirs = _read(store.get(_key(other)))
+    mine = _trail[theirs.begun % _KEPT]
+    if mine.begun == theirs.begun and mine.checksum != theirs.checksum:
+        _unlike.append(
+            f"ranks {rank} and {other} have called their model with batches of different shapes "
+            f"(or in another mode) in one of their first {theirs.begun} steps, whose gradients "
+            "were added up as if they were of one batch. Pass every rank the same global batch; "
+            "model.shard_dataloader(loader) loads each rank's rows of one"
+        )
 
 
 def beat() -> None:
@@ -86,7 +141,7 @@ def beat() -> None:
     _rest()
     # a connection of its own: a wait on the store would hold the other one
     own, rank, stop = cloned_store(store), dist.get_rank(), threading.Event()
-    own.set(_key(rank), f"0:{_begun[0]}")
+    own.set(_key(rank), _written(0))
     thread = threading.Thread(target=_beat, args=(stop, own, rank), daemon=True)
     _hearts.append(_Heart(rank, os.getpid(), store, stop, thread))
     thread.start()
@@ -97,7 +152,8 @@ def _beat(stop: threading.Event, own: Any, rank: int) -> None:
     while not stop.wait(_INTERVAL_S):
         number += 1
         try:
-            own.set(_key(rank), f"{number}:{_begun[0]}")
+            own.set(_key(rank), _written(number))
+            _compare(own, rank)
             for keys in tuple(_awaited):
                 _answer(own, keys)
         except RuntimeError:  # the process that holds the store is gone, and with it the job
@@ -132,7 +188,7 @@ def tell_reason(error: BaseException) -> None:
     if _hearts and not isinstance(error, LostRankError):
         first = str(error).partition("\n")[0]
         heart = _hearts[0]
-        _leave(heart, _reason(heart.rank), f"{_begun[0]}:{type(error).__name__}: {first}")
+        _leave(heart, _reason(heart.rank), f"{_at[0].begun}:{type(error).__name__}: {first}")
 
 
 @contextmanager
@@ -158,8 +214,8 @@ def _elsewhere(store: Any, rank: int) -> str:
         return f"rank {rank} ended{_given_reason(store, rank)}"
     if not store.check([_key(rank)]):
         return ""
-    begun = int(store.get(_key(rank)).decode().partition(":")[2])
-    return f"rank {rank} has begun step {begun}, the next one" if begun > _begun[0] else ""
+    begun = _read(store.get(_key(rank))).begun
+    return f"rank {rank} has begun step {begun}, the next one" if begun > _at[0].begun else ""
 
 
 def _given_reason(store: Any, rank: int) -> str:
@@ -167,7 +223,7 @@ def _given_reason(store: Any, rank: int) -> str:
     if not store.check([_reason(rank)]):
         return ""
     step, _, text = store.get(_reason(rank)).decode().partition(":")
-    return f" ({text})" if int(step) >= _begun[0] - 1 else ""
+    return f" ({text})" if int(step) >= _at[0].begun - 1 else ""
 
 
 def lost_ranks() -> list[int]:
