@@ -636,8 +636,8 @@ def unset_and_wrong_mode(rank: int) -> None:
     batch = hw.vectors()
     with pytest.raises(autopar.AutoparError, match="parallel already"):
         autopar.parallelize(parallel, init_device_mesh("cpu", (1,)))
-    with pytest.raises(autopar.AutoparError, match="either by position or by keyword"):
-        parallel(batch["x"], labels=batch["labels"])
+    with pytest.raises(autopar.AutoparError, match="by position and by keyword: pass each once"):
+        parallel(batch["x"], **batch)
 
 
 def test_wrong_use_of_a_parallel_module() -> None:
