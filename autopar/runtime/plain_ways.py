@@ -99,6 +99,7 @@ def _install() -> None:
         handle_dtensor_op(op, _made)
     handle_dtensor_op(aten._is_any_true.default, lambda op, args, kwargs: args[0].any())
     handle_dtensor_op(aten._is_all_true.default, lambda op, args, kwargs: args[0].all())
+    handle_dtensor_op(aten.detach_.default, lambda op, args, kwargs: args[0])  # below autograd
     handle_dtensor_op(aten.allclose.default, lambda op, args, kwargs: op(*_whole(args), **kwargs))
     for op in _ONTO:
         handle_dtensor_op(op, _onto)
@@ -239,7 +240,7 @@ def _showing(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(method)
     def call(self: DTensor, *args: Any, **kwargs: Any) -> Any:
-        found = method(self, *args, **kwargs)
+        found = _shown(method, self, args, kwargs)
         if _is_whole(self) and type(self) is DTensor:
             return found
         shown = self._local_tensor.untyped_storage()._cdata
@@ -253,6 +254,20 @@ def _showing(method: Callable[..., Any]) -> Callable[..., Any]:
         return found
 
     return call
+
+
+def _shown(method: Callable[..., Any], tensor: DTensor, args: Any, kwargs: Any) -> Any:
+    """What a method shows, of the whole tensor where torch cannot tell how it would be sharded."""
+    try:
+        return method(tensor, *args, **kwargs)
+    except RuntimeError:
+        if _is_whole(tensor):
+            raise
+    return method(tensor.redistribute(placements=_replicated(tensor)), *args, **kwargs)
+
+
+def _replicated(tensor: DTensor) -> list[TorchReplicate]:
+    return [TorchReplicate()] * tensor.device_mesh.ndim
 
 
 class _Show:
