@@ -101,6 +101,8 @@ def _install() -> None:
     handle_dtensor_op(aten._is_all_true.default, lambda op, args, kwargs: args[0].all())
     handle_dtensor_op(aten.detach_.default, lambda op, args, kwargs: args[0])  # below autograd
     handle_dtensor_op(aten.allclose.default, lambda op, args, kwargs: op(*_whole(args), **kwargs))
+    for op in (aten.std.correction, aten.var.correction):
+        handle_dtensor_op(op, _of_whole)
     for op in _ONTO:
         handle_dtensor_op(op, _onto)
     ways: dict[str, Any] = {name: _showing(getattr(Tensor, name)) for name in _VIEWS}
@@ -163,6 +165,15 @@ def _onto(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return by_dtensors_own_way(op, args, kwargs)
     rest, named = _whole((args[1:], kwargs))
     return op(args[0], *rest, **named)
+
+
+def _of_whole(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What torch 2.11 takes of each share, and joins as if it were a sum."""
+    tensor: DTensor = args[0]
+    if not _is_whole(tensor):
+        meet(tensor.device_mesh)
+        tensor = tensor.redistribute(placements=_replicated(tensor))
+    return by_dtensors_own_way(op, (tensor, *args[1:]), kwargs)
 
 
 def _made(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
