@@ -15,7 +15,7 @@ from autopar._compat import default_store
 from autopar.errors import AutoparError, CheckpointError
 from autopar.runtime.lost import NEVER, lost_text, tell_reason, watching
 
-__all__ = ["agree", "agreed", "reason", "wait_for_all"]
+__all__ = ["agree", "agreed", "patience_s", "reason", "wait_for_all"]
 
 _PATIENCE_S = 300.0
 _UNLIKE = (
@@ -84,6 +84,11 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
+def patience_s() -> float:
+    """Seconds that ranks wait for each other: `$AUTOPAR_TIMEOUT_S`."""
+    return float(os.environ.get("AUTOPAR_TIMEOUT_S", _PATIENCE_S))
+
+
 def wait_for_all(what: str) -> None:
     """A barrier that ends: where one rank alone has something to compile, the rest never come.
 
@@ -98,7 +103,7 @@ def wait_for_all(what: str) -> None:
     store = default_store()
     keys = [f"autopar/agree/{call}/{other}" for other in range(world)]
     store.set(keys[rank], what)
-    patience = float(os.environ.get("AUTOPAR_TIMEOUT_S", _PATIENCE_S))
+    patience = patience_s()
     try:
         with watching(keys):
             store.wait(keys, timedelta(seconds=patience))

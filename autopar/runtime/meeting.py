@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 import autopar
 from autopar._compat import default_store
 from autopar.errors import AutoparError
+from autopar.runtime.agree import patience_s
 
 __all__ = ["meet"]
 
 _LIBRARIES = tuple(str(Path(str(m.__file__)).parent) + os.sep for m in (torch, autopar))
-_PATIENCE_S = 300.0
 
 _met: set[tuple[str, str]] = set()
 
@@ -41,7 +41,7 @@ def meet(mesh: DeviceMesh) -> None:
     store = default_store()
     keys = {rank: f"autopar/met/{group}/{place}/{rank}" for rank in ranks}
     store.set(keys[dist.get_rank()], "")
-    patience = float(os.environ.get("AUTOPAR_TIMEOUT_S", _PATIENCE_S))
+    patience = patience_s()
     try:
         store.wait(list(keys.values()), timedelta(seconds=patience))
     except RuntimeError as error:  # torch's DistStoreError

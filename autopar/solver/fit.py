@@ -24,10 +24,8 @@ from dataclasses import replace
 from autopar.solver.branch import Part, Split, branch, split_states
 from autopar.solver.found import Fit
 from autopar.solver.ilp import Infeasible, Solution
-from autopar.solver.liveness import Liveness
 from autopar.solver.met_plans import CLOSE, UNLIMITED, MetPlans
 from autopar.solver.multipliers import Proposal, best_prices, heaviest_weights
-from autopar.solver.problem import ChoiceProblem
 from autopar.solver.relaxed import Allowed, Column
 
 __all__ = ["UNLIMITED", "Fit", "MemorySearch"]
@@ -55,18 +53,9 @@ class MemorySearch(MetPlans):
     Arguments and attributes as of `MetPlans`.
     """
 
-    def __init__(
-        self,
-        problem: ChoiceProblem,
-        liveness: Liveness,
-        decide: Callable[[Solution], Fit],
-        limit: int,
-        known: MemorySearch | None = None,
-    ) -> None:
-        super().__init__(problem, liveness, decide, limit, known)
-        self._is_spent = False  # nothing lighter is found by looking on
-        self._has_spread = False
-        self._root: Part | None = None
+    _is_spent = False  # nothing lighter is found by looking on
+    _has_spread = False
+    _root: Part | None = None
 
     def renew(self, limit: int, decide: Callable[[Solution], Fit], host_scale: float) -> None:
         """Search within another limit, with the rows, plans and bounds that are known."""
