@@ -116,6 +116,7 @@ def _entry(
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+        dist.barrier()  # a rank that fails at once must not close what another is connecting to
         result = function(rank, *args)
         dist.barrier()
     except BaseException as error:
