@@ -43,7 +43,7 @@ _HALF = 0.5  # of the way from the weights of a stage to those of the critical p
 _LEAST = 1e-3  # of the step: what an exchange of plans must save
 _NEAR = 0.02  # of the least that a turn can take
 _MOST = 64  # exchanges
-_PROMISED = 0.015  # of the step: what a mixture must promise to save
+_PROMISED = 0.005  # of the step: what a mixture must promise to save
 _MISSED = 2  # stages that are planned in a row for mixtures, to no use
 _REFUSED = (ConstraintError, InfeasiblePlanError)  # of layouts that do not go together
 
@@ -226,22 +226,30 @@ class CriticalStages:
 
     def _regroup(self) -> None:
         """Exchange plans of several stages at once, while mixtures of plans promise much less."""
-        missed, tried = 0, set[tuple[int, ...]]()
+        missed, tried, before_s = 0, set[tuple[int, ...]](), math.inf
         while missed <= _MISSED:
             transfer_s = self._transfer_seconds(self.plans)
             mixture = self.menus.mixture(self.plans, transfer_s)
             if mixture.step_s > self.time.step_s * (1 - _PROMISED):
                 return
-            aims = self.aims | self.menus.best(self.plans, transfer_s)
-            plans = self._planned(aims)
-            if plans is not None and (group := tuple(map(id, plans))) not in tried:
-                tried.add(group)
-                if self._kept(aims, plans):
-                    missed = 0
-                    continue
+            if any(
+                self._regrouped(self.aims | aims, tried)
+                for aims in self.menus.better(self.plans, transfer_s, mixture)
+            ):
+                missed = 0
+                continue
             if not self._extended(mixture.waits):
                 return
-            missed += 1
+            missed = 0 if mixture.step_s < before_s * (1 - _LEAST) else missed + 1
+            before_s = min(before_s, mixture.step_s)
+
+    def _regrouped(self, aims: Aims, tried: set[tuple[int, ...]]) -> bool:
+        """Keep other plans of several stages, which were not tried, if the step gets shorter."""
+        plans = self._planned(aims)
+        if plans is None or (group := tuple(map(id, plans))) in tried:
+            return False
+        tried.add(group)
+        return self._kept(aims, plans)
 
     def _extended(self, waits: Sequence[Waits]) -> bool:
         """Plan the stage that promises most for what a mixture counts; False if none does."""

@@ -19,7 +19,7 @@ import numpy as np
 from autopar.core.considered import Considered
 from autopar.core.constraints import PipelinePin, assign_mesh
 from autopar.core.plan import Plan
-from autopar.core.schedule import AUTOMATIC, actions
+from autopar.core.schedule import AUTOMATIC, SCHEDULES, actions
 from autopar.core.units import format_bytes, format_seconds
 from autopar.cost_model import CollectiveKind
 from autopar.errors import AutoparError, ConstraintError
@@ -54,6 +54,7 @@ class _Known:
     step_s: float | None = None
     why: str = ""
     wide: set[WindowKind] = field(default_factory=set)  # runs that are bounded, or tell nothing
+    joined_s: float = 0.0  # up to which ranks are bounded together
 
 
 class Shapes:
@@ -71,6 +72,7 @@ class Shapes:
         self.known: dict[PipelineShape, _Known] = {}
         self.others: dict[PipelineShape, AutoparError] = {}  # that are impossible
         self.weighed: dict[PipelineShape, bool] = {}  # bounded with the limit, if that told
+        self.together: dict[PipelineShape, float] = {}  # bounds of all ranks, by schedule
         for shape in self._listed(short):
             try:
                 bound_s = self._bound(shape, 0)
@@ -173,7 +175,9 @@ class Shapes:
                 return
             if not self.is_close(least):
                 self.closer(least)
-            elif not (short and self._weigh(least)) and not self._widen(least):
+            elif not (
+                (short and self._weigh(least)) or self._widen(least) or self._join(least, limit_s)
+            ):
                 return
 
     def _weigh(self, shape: PipelineShape) -> bool:
@@ -255,6 +259,37 @@ class Shapes:
             return True
         return False
 
+    def _join(self, shape: PipelineShape, limit_s: float) -> bool:
+        """Raise a bound by what all ranks take together; False if that tells nothing.
+
+        Of the schedules that with the least bound comes first; behind it others matter no more.
+        """
+        known = self.known[shape]
+        if known.joined_s >= limit_s or math.isinf(limit_s):
+            return False
+        known.joined_s, before = limit_s, known.bound_s
+        cluster = self.planner.rank_cluster(shape.size)
+        turn, hop_s = self._turn(shape, known.level, cluster.num_devices), self._hop_s(shape)
+        left = {each: self._of_schedule(each, turn, hop_s) for each in self._any_of(shape)}
+        while left:
+            each = min(left, key=left.__getitem__)
+            if left[each] >= limit_s or not self._may_join(each):
+                break
+            with suppress(Infeasible):  # planning says what is wrong
+                starts = self._starts(each)
+                self.together[each] = self.planner.together(each, turn, hop_s, limit_s, starts)
+            bound_s = max(left.pop(each), self.together.get(each, 0.0))
+            if bound_s <= min(left.values(), default=math.inf):
+                break
+        self.raised(shape, self._bound(shape, known.level))
+        return known.bound_s > before
+
+    def _may_join(self, shape: PipelineShape) -> bool:
+        """True if something is known of the order of its ranks, and its cuts are possible."""
+        fixed = shape.chunks > 1 or shape.cuts is not None
+        known = shape.schedule in (*SCHEDULES, AUTOMATIC) and shape.num_stages > 1
+        return known and not (fixed and self._starts(shape) is None)
+
     def raised(self, shape: PipelineShape, bound_s: float) -> None:
         """Note another bound of a shape."""
         known = self.known[shape]
@@ -279,19 +314,26 @@ class Shapes:
         if kinds:
             body = self.planner.micro(shape.microbatches)[1].body
             turn = hoped(turn, body, self.planner.work.names, kinds, _HIGHER)
+        hop_s = self._hop_s(shape)
+        return min(self._of_schedule(each, turn, hop_s) for each in self._any_of(shape))
+
+    def _hop_s(self, shape: PipelineShape) -> float:
+        """Seconds that a transfer between two ranks takes at least."""
+        cluster = self.planner.rank_cluster(shape.size)
         line = replace(
             cluster,
             mesh_shape=(shape.size, *cluster.mesh_shape),
             axis_names=("pipeline", *(f"axis{i}" for i in range(len(cluster.mesh_shape)))),
         )
         share = self.planner.work.crossing_bytes // (shape.microbatches * cluster.num_devices)
-        hop_s = line.collective_seconds(CollectiveKind("send_recv"), max(1, share), 0)
+        return line.collective_seconds(CollectiveKind("send_recv"), max(1, share), 0)
+
+    def _any_of(self, shape: PipelineShape) -> list[PipelineShape]:
+        """The shape with each schedule whose bounds are to be known."""
         others = list(self.schedules(shape))
         if any(other.schedule == AUTOMATIC for other in others):
-            any_of = others  # any order of one stage a rank has the bounds of automatic ones
-        else:
-            any_of = [shape, *others]
-        return min(self._of_schedule(each, turn, hop_s) for each in any_of)
+            return others  # any order of one stage a rank has the bounds of automatic ones
+        return [shape, *others]
 
     def _turn(self, shape: PipelineShape, level: int, devices: int) -> Turn:
         ahead = self.planner.ahead(shape.size)
@@ -311,18 +353,25 @@ class Shapes:
         return replace(turn, within=within)
 
     def _of_schedule(self, shape: PipelineShape, turn: Turn, hop_s: float) -> float:
-        work = self.planner.work
-        starts: list[int] | None = None
+        starts = self._starts(shape)
         if shape.chunks > 1 or shape.cuts is not None:
-            cuts = shape.cuts or balanced_cuts(work, shape, None)
-            if not set(cuts) <= set(work.names) or len(cuts) + 1 != shape.num_stages:
-                return 0.0  # bad cuts: planning says what is wrong
-            starts = [work.names.index(cut) for cut in cuts]
-            if starts != sorted(set(starts)) or 0 in starts:
+            if starts is None:
                 return 0.0
         elif shape.num_stages > 1:
-            balanced_cuts(work, shape, None)  # there are blocks enough
-        return least_seconds(shape, turn, hop_s, work.joint, starts)
+            balanced_cuts(self.planner.work, shape, None)  # there are blocks enough
+        least_s = least_seconds(shape, turn, hop_s, self.planner.work.joint, starts)
+        return max(least_s, self.together.get(shape, 0.0))
+
+    def _starts(self, shape: PipelineShape) -> list[int] | None:
+        """First blocks of all stages but the first; None: any, or bad cuts: planning says so."""
+        work = self.planner.work
+        if shape.chunks == 1 and shape.cuts is None:
+            return None
+        cuts = shape.cuts or balanced_cuts(work, shape, None)
+        if not set(cuts) <= set(work.names) or len(cuts) + 1 != shape.num_stages:
+            return None
+        starts = [work.names.index(cut) for cut in cuts]
+        return starts if starts == sorted(set(starts)) and 0 not in starts else None
 
     # --- what became of them -------------------------------------------------------------------
     @property

@@ -31,7 +31,8 @@ __all__ = ["plan_step", "plan_within"]
 
 _GAIN = 0.05  # what a pipeline must save unasked: stage programs overlap less than others
 _SCHEDULE_GAIN = 0.01  # what a schedule other than 1F1B must promise to be planned
-_MOST = 2  # shapes that are planned unasked
+_MOST = 4  # shapes that are planned unasked
+_UNSUITED = 1.1  # times what a pipeline may take before its stages are suited to its schedule
 _LARGE = 4  # shapes that turn out not to fit, before no more are tried
 _FAR = 0.75  # of what a plan in one piece takes at least: faster pipelines are planned without it
 _PROVED = 0.01  # shapes whose bounds are nearer to the best plan are not planned
@@ -185,28 +186,24 @@ class _Search:
     def _climb(self, shapes: Shapes, limit_s: float) -> Plan | None:
         """Plans the most promising shapes, while that may help; None above the limit."""
         best: Plan | None = None
-        here: PipelineShape | None = None
         planned = 0
         while planned < _MOST and len({shape.size for shape in self.cuts.large}) < _LARGE:
             below_s = min(limit_s, _seconds(best) * (1 - _PROVED))
             shape = shapes.most_promising(below_s)
             if shape is None:
                 break
-            found = self.cuts.fitting(shape, shapes, min(limit_s, _seconds(best)))
+            found = self.cuts.fitting(shape, shapes, min(limit_s, _seconds(best)) * _UNSUITED)
             if found is not None:
+                found = self._suited(self._with_schedule(shape, found, limit_s, shapes))
                 shapes.planned(shape, found)
             # also one that is given up
             planned += shape not in self.cuts.large and not shapes.is_open(shape)
-            if _seconds(found) < _seconds(best):
-                here, best = shape, found
+            best = _faster(best, found)
         if best is None and self.cuts.large:
             known_s = (
                 limit_s if math.isfinite(limit_s) else _limit(self.known.free_program(self.limit))
             )
             best = self._limited(shapes, known_s)
-        elif best is not None and here is not None:
-            best = self._suited(self._with_schedule(here, best, limit_s, shapes))
-            shapes.planned(here, best)
         far_s = min(limit_s, _seconds(best) * (1 - _PROVED))
         shapes.close_least(far_s, short=bool(self.cuts.large))
         return best if _seconds(best) < limit_s else None

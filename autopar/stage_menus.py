@@ -102,31 +102,53 @@ class StageMenus:
             plans: of the stages, noted before.
             transfer_s: over the boundary behind each stage but the last.
         """
-        menus = [self._options[self._key(stage, plan)] for stage, plan in enumerate(plans)]
         loads = [option.load for option in self._taken(plans)]
         ahead = forwards_ahead(loads, self.microbatches)
-        options = [[option.seconds for option in menu] for menu in menus]
+        options = [[option.seconds for option in menu] for menu in self._menus(plans)]
         return best_mixture(options, self.microbatches, ahead, transfer_s)
 
-    def best(self, plans: Sequence[Plan], transfer_s: Sequence[float]) -> dict[int, Aim]:
+    def better(
+        self, plans: Sequence[Plan], transfer_s: Sequence[float], mixture: Mixture
+    ) -> list[dict[int, Aim]]:
         """What some stages are to be planned for instead, for the step to take less.
+
+        Where many stages have to change for that, none is better alone: the plans that a mixture
+        has most of are a second place to begin.
 
         Args:
             plans, transfer_s: as for `mixture`.
+            mixture: of these plans.
+
+        Returns:
+            What promises most first.
         """
-        taken, found, moved = self._taken(plans), dict[int, Aim](), True
+        near = [menu[i] for menu, i in zip(self._menus(plans), mixture.most, strict=True)]
+        found = [self._descended(begun, transfer_s) for begun in (self._taken(plans), near)]
+        found.sort(key=lambda taken: self._soft_seconds(taken, transfer_s))
+        return [
+            {s: each.aim for s, each in enumerate(taken) if each.plan is not plans[s]}
+            for taken in found
+        ]
+
+    def _descended(self, begun: Sequence[_Option], transfer_s: Sequence[float]) -> list[_Option]:
+        """Options of the stages, one exchanged after the other while the step gets shorter."""
+        taken, moved = list(begun), True
+        menus = self._menus([option.plan for option in begun])
         least_s = self._soft_seconds(taken, transfer_s)
         while moved:
             moved = False
-            for stage, plan in enumerate(plans):
-                for option in self._options[self._key(stage, plan)]:
+            for stage, menu in enumerate(menus):
+                for option in menu:
                     before, taken[stage] = taken[stage], option
                     seconds = self._soft_seconds(taken, transfer_s)
                     if seconds < least_s * (1 - _ROUNDING):
-                        least_s, found[stage], moved = seconds, option.aim, True
+                        least_s, moved = seconds, True
                     else:
                         taken[stage] = before
-        return {s: aim for s, aim in found.items() if taken[s].plan is not plans[s]}
+        return taken
+
+    def _menus(self, plans: Sequence[Plan]) -> list[list[_Option]]:
+        return [self._options[self._key(stage, plan)] for stage, plan in enumerate(plans)]
 
     def _taken(self, plans: Sequence[Plan]) -> list[_Option]:
         return [

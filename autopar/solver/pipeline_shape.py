@@ -36,6 +36,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.core.list_schedule import RankLoad, list_schedule, most_ahead
 from autopar.core.schedule import AUTOMATIC, SCHEDULES, Kind, actions
@@ -44,6 +45,7 @@ from autopar.errors import ConstraintError
 from autopar.solver.cuts import least_cuts, least_done, runs_of
 from autopar.solver.ideal import BlockWork
 from autopar.solver.problem import Array
+from autopar.solver.step_lp import Line
 from autopar.solver.turn import Turn
 from autopar.solver.windows import between
 
@@ -53,12 +55,16 @@ __all__ = [
     "cuts_that_fit",
     "expected_seconds",
     "least_seconds",
+    "line_of",
+    "open_runs",
     "stage_mesh",
 ]
 
 _WHOLE_BACKWARD = ("gpipe", "1f1b", "interleaved")
 _ONE_BY_ONE = ("1f1b", "zero-bubble")  # each rank begins with one forward less than the one before
 _EXCHANGES = 48  # cuts that are tried
+_OPEN = 250  # runs of all ranks among which cuts are soon found
+_NEAR = 1e-3  # of a limit, to which it is lowered for fewer
 _CLOCKED = 0.5  # patience of automatic orders, where those of many cuts are compared
 
 
@@ -133,6 +139,72 @@ def least_seconds(
     firsts, ends = [0, *starts], [*starts, len(turn.step)]
     sums = {name: turn.runs(name)[firsts, ends] for name in turn.found}
     return _of_stages(shape, sums, hop_s)
+
+
+def line_of(shape: PipelineShape, hop_s: float) -> Line:
+    """What is known of the order in which the ranks of a shape work."""
+    early = shape.schedule in (*_ONE_BY_ONE, AUTOMATIC) and shape.chunks == 1
+    return Line(
+        ranks=shape.size,
+        microbatches=shape.microbatches,
+        transfer_s=[hop_s] * (shape.size - 1),
+        chunks=shape.chunks,
+        ahead=_early(shape) if early else None,
+        whole=shape.schedule in _WHOLE_BACKWARD,
+    )
+
+
+def open_runs(
+    shape: PipelineShape,
+    turn: Turn,
+    hop_s: float,
+    joint: Sequence[bool],
+    limit_s: float,
+    starts: Sequence[int] | None = None,
+) -> tuple[float, list[list[tuple[int, int]]]]:
+    """Of each stage, the runs of blocks that it may hold in a step that takes less than a limit.
+
+    Args:
+        shape, turn, hop_s, joint, starts: as for `least_seconds`.
+        limit_s: that each rank must be done before.
+
+    Returns:
+        The limit, or one below it with which not too many are open, and the runs by their first
+        blocks and those behind their last; none where there are no such cuts.
+    """
+    total = len(turn.step)
+    if starts is not None:
+        return limit_s, [[run] for run in zip([0, *starts], [*starts, total], strict=True)]
+    ranks, (back, _) = _ranks(shape, turn, hop_s), _round_trips(shape, turn, hop_s)
+    done = [np.maximum(*each) for each in zip(ranks, back, strict=True)]
+    free = np.array([*(not j for j in joint), True])
+    lower_s, found = 0.0, _open_below(done, free, limit_s)
+    upper_s = limit_s
+    while sum(int(each.sum()) for each in found) > _OPEN and upper_s - lower_s > _NEAR * limit_s:
+        middle_s = (lower_s + upper_s) / 2
+        fewer = _open_below(done, free, middle_s)
+        if all(each.any() for each in fewer):
+            upper_s, found = middle_s, fewer
+        else:
+            lower_s = middle_s  # no cuts take less
+    runs = [[(int(i), int(j)) for i, j in zip(*each.nonzero(), strict=True)] for each in found]
+    return upper_s, runs
+
+
+def _open_below(
+    done: Sequence[Array], free: NDArray[np.bool_], limit_s: float
+) -> list[NDArray[np.bool_]]:
+    """Of each rank, which runs it may hold for all ranks to be done before a limit."""
+    total = len(free) - 1
+    before, found = np.arange(total + 1) == 0, list[NDArray[np.bool_]]()
+    for each in done:
+        found.append((each < limit_s) & free & before[:, None])
+        before = found[-1].any(axis=0)
+    left = np.arange(total + 1) == total
+    for r in reversed(range(len(found))):
+        found[r] &= left
+        left = found[r].any(axis=1)
+    return found
 
 
 def _round_trips(shape: PipelineShape, turn: Turn, hop_s: float) -> tuple[list[Array], Array]:
