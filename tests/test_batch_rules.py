@@ -188,3 +188,81 @@ def test_the_batch_of_a_recurrent_layer_is_split(layer: type[nn.LSTM] | type[nn.
             return self.layer(x)[0].pow(2).mean()
 
     _in_turns(Recurrent(), _double(_BATCH, 3, 4))
+
+
+_ACTIVATIONS = {
+    "elu": F.elu,
+    "gelu": F.gelu,
+    "hardshrink": F.hardshrink,
+    "hardsigmoid": F.hardsigmoid,
+    "hardswish": F.hardswish,
+    "hardtanh": F.hardtanh,
+    "leaky_relu": F.leaky_relu,
+    "logit": lambda x: torch.logit(x.square() / 9, eps=1e-3),
+    "log_sigmoid": F.logsigmoid,
+    "mish": F.mish,
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "softplus": F.softplus,
+    "softshrink": F.softshrink,
+    "tanh": torch.tanh,
+}
+
+
+class Filters(nn.Module):
+    """A filter that a network makes of the positions, and a gate of a parameter."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.activation = _ACTIVATIONS[name]
+        self.network = nn.ModuleList((nn.Linear(3, 8), nn.Linear(8, 4)))
+        self.gate = nn.Parameter(torch.linspace(-1, 2, 4))
+        self.register_buffer("places", torch.linspace(-1, 1, 18).view(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = self.network
+        filters = last(self.activation(first(self.places))).t()
+        return (x * filters * self.activation(self.gate)[:, None]).sum(-1).pow(2).mean()
+
+
+@pytest.mark.parametrize("name", _ACTIVATIONS)
+def test_activations_of_what_parameters_make_are_no_hindrance_to_microbatches(name: str) -> None:
+    torch.manual_seed(0)
+    _in_turns(Filters(name), _double(_BATCH, 4, 6))
+
+
+def test_poles_of_a_state_space_in_microbatches() -> None:
+    class Poles(nn.Module):
+        """Outputs (B, C, L) of a filter whose factors are complex."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.pole = nn.Parameter(torch.rand(4, 3))
+            self.read = nn.Parameter(torch.randn(4, 3, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            powers = torch.exp((self.pole * (-1 + 2j))[..., None] * torch.arange(x.shape[-1]))
+            filters = torch.einsum("cn,cnl->cl", torch.view_as_complex(self.read), powers).real
+            spectrum = torch.fft.rfft(x, n=12) * torch.fft.rfft(filters, n=12)
+            return torch.fft.irfft(spectrum, n=12)[..., :6].pow(2).mean()
+
+    torch.manual_seed(0)
+    _in_turns(Poles(), _double(_BATCH, 4, 6))
+
+
+def test_blocks_that_only_parameters_reach_are_planned_in_microbatches() -> None:
+    """They run once a step, and no microbatch holds any of their ops."""
+
+    class Made(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4))
+            self.body = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+            self.places = nn.Buffer(torch.linspace(-1, 1, 18).view(6, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x @ self.network(self.places)).pow(2).mean()
+
+    torch.manual_seed(0)
+    _in_turns(Made(), _double(_BATCH, 6))
+    _planned(Made().double(), (_double(_BATCH, 6),), {"pipeline": {"size": 2, "microbatches": 2}})

@@ -1,13 +1,15 @@
 """Dense contractions: the einsum equation is the rule.
 
 Each is linear in either operand, so a Partial could pass through beside a replicated one. That row
-is offered where it is what keeps the batch split: to the gradients of a product of parameters (a
-weight of low rank, a weight that a network makes), which are contractions of a sum over the batch
-with the other factor. `note_factors` finds those factors; elsewhere the row would only cost
-planning time.
+is offered where it is what keeps the batch split: to the gradients of a product of parameters, or
+of one with a constant (a weight of low rank, a weight or a filter that a network makes), which are
+contractions of a sum over the batch with the other factor. `note_factors` finds those factors;
+elsewhere the row would only cost planning time.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 from torch import fx
@@ -32,12 +34,13 @@ _VIEWS = (
     aten.transpose.int,
     aten.permute.default,
     aten.view.default,
+    aten._conj.default,
 )
 _KEY = "factor"
 
 
 def note_factors(traced: TracedModel) -> None:
-    """Write into the meta of nodes that they are factors in a product of parameters.
+    """Write into the meta of nodes that they are factors beside parameters in a product.
 
     Args:
         traced: a traced step; done before it is copied, so that recomputed values have it too.
@@ -48,8 +51,8 @@ def note_factors(traced: TracedModel) -> None:
         _viewed(operand)
         for node in traced.graph.nodes
         if node.target in _CONTRACTIONS and node.name not in fed
-        if all(operand.name in weighted for operand in node.all_input_nodes)
-        for operand in node.all_input_nodes
+        for operand, other in itertools.permutations(node.all_input_nodes, 2)
+        if other.name in weighted
     }
     for node in traced.graph.nodes if factors else ():
         if _viewed(node) in factors:
