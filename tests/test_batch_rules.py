@@ -266,3 +266,54 @@ def test_blocks_that_only_parameters_reach_are_planned_in_microbatches() -> None
     torch.manual_seed(0)
     _in_turns(Made(), _double(_BATCH, 6))
     _planned(Made().double(), (_double(_BATCH, 6),), {"pipeline": {"size": 2, "microbatches": 2}})
+
+
+class Weighed(nn.Module):
+    """Losses with learned weights, one of them a mean over the labels that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+        self.spread = nn.Parameter(torch.tensor([0.3, -0.2]))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        scores = self.head(x)
+        losses = torch.stack(
+            [F.cross_entropy(scores, target, ignore_index=0), scores.pow(2).mean()]
+        )
+        return (torch.exp(-self.spread) * losses + self.spread).sum()
+
+
+def test_a_learned_weight_of_a_mean_over_counted_labels() -> None:
+    torch.manual_seed(0)
+    _in_turns(Weighed(), _double(_BATCH, 6), torch.tensor([0, 1, 2, 1]))
+
+
+class Solved(nn.Module):
+    """Right-hand sides of the batch in systems of parameters, and of parameters."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.more = nn.Parameter(torch.randn(4, 4))
+        self.name = name
+
+    def solve(self, right: Tensor) -> Tensor:
+        square = self.weight @ self.weight.mT + torch.eye(4)
+        if self.name == "triangular":
+            lower = torch.linalg.cholesky(square)
+            return torch.linalg.solve_triangular(lower, right, upper=False)
+        if self.name == "cholesky":
+            return torch.cholesky_solve(right, torch.linalg.cholesky(square))
+        if self.name == "inverse":
+            return torch.linalg.inv(square) @ right
+        return torch.linalg.solve(square, right.mT, left=False).mT
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.solve(x.mT).pow(2).sum() + (x @ self.solve(self.more)).pow(2).mean()
+
+
+@pytest.mark.parametrize("name", ["triangular", "cholesky", "inverse", "right"])
+def test_solves_with_right_hand_sides_of_the_batch(name: str) -> None:
+    torch.manual_seed(0)
+    _in_turns(Solved(name), _double(_BATCH, 4))

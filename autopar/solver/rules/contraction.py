@@ -3,13 +3,15 @@
 Each is linear in either operand, so a Partial could pass through beside a replicated one. That row
 is offered where it is what keeps the batch split: to the gradients of a product of parameters, or
 of one with a constant (a weight of low rank, a weight or a filter that a network makes), which are
-contractions of a sum over the batch with the other factor. `note_factors` finds those factors;
-elsewhere the row would only cost planning time.
+contractions of a sum over the batch with the other factor; and to those of inverses and
+decompositions of parameters. `note_factors` finds those factors; elsewhere the row would only cost
+planning time.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 
 import torch
 from torch import fx
@@ -20,6 +22,7 @@ from autopar.core.placement import Partial, Replicate, Shard
 from autopar.core.strategy import AxisStrategy, OpCall
 from autopar.solver.rules.dims import runs_of
 from autopar.solver.rules.labels import by_labels, linear_rows
+from autopar.solver.rules.linalg import MATRICES
 from autopar.solver.rules.registry import facts, rule
 
 __all__ = ["note_factors"]
@@ -35,6 +38,7 @@ _VIEWS = (
     aten.permute.default,
     aten.view.default,
     aten._conj.default,
+    operator.getitem,
 )
 _KEY = "factor"
 
@@ -47,13 +51,16 @@ def note_factors(traced: TracedModel) -> None:
     """
     weighted = dependents(traced, "parameter")
     fed = dependents(traced, "input", "received", "seed", "tangent")
-    factors = {
-        _viewed(operand)
-        for node in traced.graph.nodes
-        if node.target in _CONTRACTIONS and node.name not in fed
-        for operand, other in itertools.permutations(node.all_input_nodes, 2)
-        if other.name in weighted
-    }
+    alone = [n for n in traced.graph.nodes if n.name in weighted and n.name not in fed]
+    factors: set[fx.Node] = set()
+    for node in alone:
+        operands = node.all_input_nodes
+        if node.target in MATRICES:
+            factors.update((node, *map(_viewed, operands)))
+        elif node.target in _CONTRACTIONS:
+            beside = [[o for o in operands if o is not x] or [x] for x in operands]
+            reached = [any(o.name in weighted for o in others) for others in beside]
+            factors.update(map(_viewed, itertools.compress(operands, reached)))
     for node in traced.graph.nodes if factors else ():
         if _viewed(node) in factors:
             node.meta[_KEY] = True
