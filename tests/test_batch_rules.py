@@ -317,3 +317,20 @@ class Solved(nn.Module):
 def test_solves_with_right_hand_sides_of_the_batch(name: str) -> None:
     torch.manual_seed(0)
     _in_turns(Solved(name), _double(_BATCH, 4))
+
+
+def test_boundaries_of_each_row_are_split_with_the_rows() -> None:
+    class Bins(nn.Module):
+        """What a spline of each row looks up, in bins (B, P) that a network makes."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.widths = nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            edges = self.widths(x).softmax(-1).cumsum(-1)
+            places = torch.searchsorted(edges.detach(), x[:, :2].sigmoid().contiguous())
+            return edges.gather(1, places.clamp(max=3)).pow(2).mean()
+
+    torch.manual_seed(0)
+    _in_turns(Bins(), _double(_BATCH, 6))

@@ -189,12 +189,16 @@ def bucketize_rule(call: OpCall) -> list[AxisStrategy]:
 
 @rule(aten.searchsorted.Tensor)
 def searchsorted_rule(call: OpCall) -> list[AxisStrategy]:
-    """(boundaries, x) -> the place of each element, in boundaries that are whole."""
+    """(boundaries, x) -> the place of each element, in boundaries that are whole.
+
+    Boundaries (B, P) of each row of x (B, Q) are split with the rows.
+    """
     boundaries, x = call.operands[:2]
-    if len(call.operands) > 2 or len(boundaries.shape) != 1:
+    if len(call.operands) > 2 or not boundaries.shape:
         return [replicated_row(call)]
     names = [f"d{i}" for i in range(len(x.shape))]
-    return by_labels(call, [[None], names], [names])
+    rows = names[:-1] if len(boundaries.shape) > 1 else []
+    return by_labels(call, [[*rows, None], names], [names])
 
 
 @rule(aten._prelu_kernel_backward.default)
