@@ -73,3 +73,31 @@ def test_heads_on_the_batch_are_split_with_it(
             for row in plan.predicted.comm_bytes
             if row.kind != "all_reduce"
         )
+
+
+class Masked(nn.Module):
+    """Heads on the batch beside an input that is joined alike, and beside positions in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        heads = torch.cat(self.read(x).split(4, -1), 0).tanh()
+        masks = torch.cat([mask, 2 * mask + mask.mean()], 0)
+        places = torch.linspace(0, 1, heads.size(0), dtype=x.dtype)
+        return (heads * (masks + places)[:, None, None]).square().mean()
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_stands_beside_joined_heads_is_cut_as_they_are(devices: int) -> None:
+    """Each microbatch takes its rows of every head: those in a row were taken."""
+    torch.manual_seed(0)
+    model = Masked().double()
+    inputs = torch.randn(8, 3, 8, dtype=torch.float64), torch.rand(8, dtype=torch.float64)
+    pins: dict[str, Any] = {"pipeline": {"size": 1, "microbatches": 2}}
+    if devices > 1:
+        pins["data"] = devices
+    plan = plan_for(model, inputs, (devices,), pins)
+    found = autopar.verify(plan, model, inputs)
+    assert found.worst[1] < 1e-12, found.worst
