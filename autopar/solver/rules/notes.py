@@ -20,4 +20,4 @@ def note_places(traced: TracedModel) -> None:
     note_orders(traced.graph)
     note_factors(traced)
     note_activated(traced)
-    note_joined(traced.graph)
+    note_joined(traced)
