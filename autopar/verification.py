@@ -145,7 +145,7 @@ def relative_error(value: Tensor, expected: Tensor, floor: float = 0.0) -> float
     """‖value − expected‖ / max(‖expected‖, floor), or the plain norm where both are 0."""
     if value.shape != expected.shape:
         return float("inf")
-    wide = torch.float64
+    wide = torch.complex128 if value.is_complex() or expected.is_complex() else torch.float64
     difference = (value.to(wide) - expected.to(wide)).norm()
     norm = max(float(expected.to(wide).norm()), floor)
     error = float(difference / norm) if norm > 0 else float(difference)

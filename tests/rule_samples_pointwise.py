@@ -122,6 +122,9 @@ def _from_schema(op: Any, narrow: bool) -> Sample:
     return case(f"{op}{'.narrow' if narrow else ''}", function, *makers)
 
 
+_MODULES = ("rules.derivatives", "rules.pointwise")
+
+
 def _pointwise_ops() -> list[Any]:
     by_hand = (
         aten.imag.default,
@@ -135,7 +138,7 @@ def _pointwise_ops() -> list[Any]:
     return [
         op
         for op in registered_ops()
-        if getattr(find_rule(op), "__module__", "").endswith("rules.pointwise")
+        if getattr(find_rule(op), "__module__", "").endswith(_MODULES)
         and op.namespace == "aten"
         and op not in by_hand
     ]

@@ -188,3 +188,149 @@ def test_the_batch_of_a_recurrent_layer_is_split(layer: type[nn.LSTM] | type[nn.
             return self.layer(x)[0].pow(2).mean()
 
     _in_turns(Recurrent(), _double(_BATCH, 3, 4))
+
+
+_ACTIVATIONS = {
+    "elu": F.elu,
+    "gelu": F.gelu,
+    "hardshrink": F.hardshrink,
+    "hardsigmoid": F.hardsigmoid,
+    "hardswish": F.hardswish,
+    "hardtanh": F.hardtanh,
+    "leaky_relu": F.leaky_relu,
+    "logit": lambda x: torch.logit(x.square() / 9, eps=1e-3),
+    "log_sigmoid": F.logsigmoid,
+    "mish": F.mish,
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "softplus": F.softplus,
+    "softshrink": F.softshrink,
+    "tanh": torch.tanh,
+}
+
+
+class Filters(nn.Module):
+    """A filter that a network makes of the positions, and a gate of a parameter."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.activation = _ACTIVATIONS[name]
+        self.network = nn.ModuleList((nn.Linear(3, 8), nn.Linear(8, 4)))
+        self.gate = nn.Parameter(torch.linspace(-1, 2, 4))
+        self.register_buffer("places", torch.linspace(-1, 1, 18).view(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = self.network
+        filters = last(self.activation(first(self.places))).t()
+        return (x * filters * self.activation(self.gate)[:, None]).sum(-1).pow(2).mean()
+
+
+@pytest.mark.parametrize("name", _ACTIVATIONS)
+def test_activations_of_what_parameters_make_are_no_hindrance_to_microbatches(name: str) -> None:
+    torch.manual_seed(0)
+    _in_turns(Filters(name), _double(_BATCH, 4, 6))
+
+
+def test_poles_of_a_state_space_in_microbatches() -> None:
+    class Poles(nn.Module):
+        """Outputs (B, C, L) of a filter whose factors are complex."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.pole = nn.Parameter(torch.rand(4, 3))
+            self.read = nn.Parameter(torch.randn(4, 3, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            powers = torch.exp((self.pole * (-1 + 2j))[..., None] * torch.arange(x.shape[-1]))
+            filters = torch.einsum("cn,cnl->cl", torch.view_as_complex(self.read), powers).real
+            spectrum = torch.fft.rfft(x, n=12) * torch.fft.rfft(filters, n=12)
+            return torch.fft.irfft(spectrum, n=12)[..., :6].pow(2).mean()
+
+    torch.manual_seed(0)
+    _in_turns(Poles(), _double(_BATCH, 4, 6))
+
+
+def test_blocks_that_only_parameters_reach_are_planned_in_microbatches() -> None:
+    """They run once a step, and no microbatch holds any of their ops."""
+
+    class Made(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4))
+            self.body = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+            self.places = nn.Buffer(torch.linspace(-1, 1, 18).view(6, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x @ self.network(self.places)).pow(2).mean()
+
+    torch.manual_seed(0)
+    _in_turns(Made(), _double(_BATCH, 6))
+    _planned(Made().double(), (_double(_BATCH, 6),), {"pipeline": {"size": 2, "microbatches": 2}})
+
+
+class Weighed(nn.Module):
+    """Losses with learned weights, one of them a mean over the labels that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+        self.spread = nn.Parameter(torch.tensor([0.3, -0.2]))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        scores = self.head(x)
+        losses = torch.stack(
+            [F.cross_entropy(scores, target, ignore_index=0), scores.pow(2).mean()]
+        )
+        return (torch.exp(-self.spread) * losses + self.spread).sum()
+
+
+def test_a_learned_weight_of_a_mean_over_counted_labels() -> None:
+    torch.manual_seed(0)
+    _in_turns(Weighed(), _double(_BATCH, 6), torch.tensor([0, 1, 2, 1]))
+
+
+class Solved(nn.Module):
+    """Right-hand sides of the batch in systems of parameters, and of parameters."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.more = nn.Parameter(torch.randn(4, 4))
+        self.name = name
+
+    def solve(self, right: Tensor) -> Tensor:
+        square = self.weight @ self.weight.mT + torch.eye(4)
+        if self.name == "triangular":
+            lower = torch.linalg.cholesky(square)
+            return torch.linalg.solve_triangular(lower, right, upper=False)
+        if self.name == "cholesky":
+            return torch.cholesky_solve(right, torch.linalg.cholesky(square))
+        if self.name == "inverse":
+            return torch.linalg.inv(square) @ right
+        return torch.linalg.solve(square, right.mT, left=False).mT
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.solve(x.mT).pow(2).sum() + (x @ self.solve(self.more)).pow(2).mean()
+
+
+@pytest.mark.parametrize("name", ["triangular", "cholesky", "inverse", "right"])
+def test_solves_with_right_hand_sides_of_the_batch(name: str) -> None:
+    torch.manual_seed(0)
+    _in_turns(Solved(name), _double(_BATCH, 4))
+
+
+def test_boundaries_of_each_row_are_split_with_the_rows() -> None:
+    class Bins(nn.Module):
+        """What a spline of each row looks up, in bins (B, P) that a network makes."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.widths = nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            edges = self.widths(x).softmax(-1).cumsum(-1)
+            places = torch.searchsorted(edges.detach(), x[:, :2].sigmoid().contiguous())
+            return edges.gather(1, places.clamp(max=3)).pow(2).mean()
+
+    torch.manual_seed(0)
+    _in_turns(Bins(), _double(_BATCH, 6))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.verification import relative_error
 from tests.test_handwritten import plan_for
 
 DATA, COLUMNS = {"data": 2}, {"tensor": {"mode": "1d", "size": 2}}
@@ -41,11 +42,17 @@ def _one(f: Tensor, w: Tensor) -> Tensor:
     return out
 
 
+def _scaled(f: Tensor, w: Tensor) -> Tensor:
+    """A number times a parameter that is real, as the poles of state space models are."""
+    return torch.exp(1j * w.real + (0.5 - 2j) * w.imag) * f[..., :4].sum((0, 1)) / (1 + 3j)
+
+
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "matrix": lambda f, w: f.mT @ w[0] @ w[1],
     "batch": lambda f, w: torch.bmm(f[:4, :, :4], w),
     "modes": lambda f, w: torch.einsum("bix,iox->box", f[..., :4], w),
     "real part": lambda f, w: torch.einsum("bix,iox->box", f[..., :4], w).real,
+    "complex numbers": _scaled,
     "written modes": _lowest,
     "written channel": _one,
 }
@@ -60,3 +67,9 @@ def test_complex_numbers(name: str, constraints: Any) -> None:
     found = autopar.verify(plan, model, (x,))
     assert set(found.gradients) == {"weight"}
     assert found.worst[1] < 1e-12, found.worst
+
+
+def test_errors_are_those_of_both_parts() -> None:
+    value = torch.tensor([1.0 + 1.0j])
+    assert relative_error(value, value.conj()) == pytest.approx(2**0.5)
+    assert relative_error(value, value) == 0.0

@@ -56,11 +56,13 @@ class Feed:
         prologue: index among the prologue's results; None for an input of the step.
         source: placeholder of the step, where it is one.
         dim: of which a microbatch gets its share; None for the whole value.
+        runs: parts of that dim, each of which it gets its share of.
     """
 
     prologue: int | None
     source: str
     dim: int | None
+    runs: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +212,8 @@ class _Localiser:
         shape = local_shape(given.shape, (wanted,), self.mesh)
         suffix = "" if source is not None and source.kind == "input" else "_whole"
         name = f"{producer.name}{suffix}{'' if dim in (0, None) else f'_{dim}'}"
+        if wanted.split > 1:
+            name += f"_in_{wanted.split}"
         if value[1]:
             name += f"_output_{value[1]}"
         if dim is None and not suffix:
@@ -227,7 +231,7 @@ class _Localiser:
             dtype=given.dtype,
         )
         self._placeholder(spec, name, (*value, wanted))
-        self.feeds[name] = Feed(index, value[0], dim)
+        self.feeds[name] = Feed(index, value[0], dim, wanted.split)
 
     def _spec(self, value: Value) -> torch.Tensor:
         found = self.nodes[value[0]].meta["val"]

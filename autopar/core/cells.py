@@ -277,8 +277,12 @@ def _prefixes(path: str) -> list[str]:
 
 
 def _in_order(traced: TracedModel, members: dict[Owner, list[fx.Node]]) -> list[Owner]:
-    """Those in which forward ops run at each turn, in the order of the first of them."""
+    """Those in which forward ops run at each turn, in the order of the first of them.
+
+    What no input reaches runs once a step: a network that makes a filter is no block.
+    """
     position = {node: i for i, node in enumerate(traced.graph.nodes)}
+    fed = dependents(traced, "input", "received", "seed")
 
     def first(nodes: Iterable[fx.Node]) -> int | None:
         running = (
@@ -286,6 +290,7 @@ def _in_order(traced: TracedModel, members: dict[Owner, list[fx.Node]]) -> list[
             for n in nodes
             if n.op == "call_function"
             and node_info(traced, n).phase == "forward"
+            and n.name in fed
             and n.name not in traced.hoisted
         )
         return next(running, None)

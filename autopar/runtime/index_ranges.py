@@ -163,11 +163,25 @@ def _of(node: fx.Node) -> Iterator[_Lookup]:
     elif node.target is _LOSS:
         yield _Lookup(node, args[0], args[1], args[0].meta["val"].shape[-1], args[2])
     elif node.target in _ALONG and args[0].meta["val"].dim():
-        yield _Lookup(node, args[0], args[2], args[0].meta["val"].shape[args[1]])
+        size = args[0].meta["val"].shape[args[1]]
+        key = _from_end(args[2], size)
+        yield _Lookup(node, args[0], key or args[2], size, from_end=key is not None)
     elif node.target is aten.index.Tensor:
         for size, index in zip(args[0].meta["val"].shape, args[1], strict=False):
             if index is not None:
                 yield _Lookup(node, args[0], index, size, from_end=True)
+
+
+def _from_end(index: fx.Node, size: int) -> fx.Node | None:
+    """The index behind one to which `size` was added where it is negative; None for others."""
+    while index.target in (*REARRANGING, aten.expand.default):
+        index = index.all_input_nodes[0]
+    if index.target is not aten.where.self:
+        return None
+    (below, wrapped, key), pair = index.args, (index.args[2], size)
+    spelled = [(aten.lt.Scalar, (key, 0)), (aten.add.Tensor, pair)]
+    made = [(n.target, n.args) for n in (below, wrapped) if isinstance(n, fx.Node)]
+    return key if isinstance(key, fx.Node) and made == spelled else None
 
 
 def _needed(index: fx.Node) -> list[fx.Node]:

@@ -135,8 +135,8 @@ def microbatch_inputs(
     for name, feed in micro.feeds.items():
         value = whole[feed.source] if feed.prologue is None else prologue[feed.prologue]
         if feed.dim is not None:
-            length = value.shape[feed.dim] // microbatches
-            value = value.narrow(feed.dim, turn * length, length)
+            parts = value.unflatten(feed.dim, (feed.runs, microbatches, -1))
+            value = parts.select(feed.dim + 1, turn).flatten(feed.dim, feed.dim + 1)
         found[name] = value
     return found
 

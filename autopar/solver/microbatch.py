@@ -11,6 +11,7 @@ Allowed at the ends: P for the loss and the gradients (they add up), R for buffe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -93,7 +94,10 @@ class _Splitter:
         }
 
     def _states(self, op: Op) -> list[Candidate]:
-        """Rows of the rule without communication; what is computed from activations is split."""
+        """Rows of the rule without communication; what is computed from activations is split.
+
+        Numbers may be the same for all turns: a learned weight of a loss over a count of labels.
+        """
         if self.size == 1:
             row = replicated(op.call)
             none = ("",)
@@ -105,7 +109,8 @@ class _Splitter:
             for row in share_rows(op.call)
         )
         found += [c for c in shares if c not in found]
-        if op.name in self.weighted and op.name in self.fed:
+        numbers = all(math.prod(spec.shape) == 1 for spec in op.call.outputs)
+        if op.name in self.weighted and op.name in self.fed and not numbers:
             found = [c for c in found if not _same(c.outputs)]
         # what is the same for all turns is made from what is the same for all turns
         found = [c for c in found if not _same(c.outputs) or _same(c.inputs)]

@@ -53,6 +53,7 @@ from autopar.tracer.randomness import (
     randn,
     randn_like,
 )
+from autopar.tracer.spectrograms import istft, stft
 
 __all__ = ["REPLACEMENTS", "decomposition_table", "token_loss"]
 
@@ -276,6 +277,8 @@ REPLACEMENTS: Mapping[Any, Replacement] = {
     aten.randint.default: randint,
     aten.randint.low: randint_from,
     aten.randperm.default: randperm,
+    aten.stft.default: stft,
+    aten.istft.default: istft,
 }
 
 

@@ -8,20 +8,15 @@ triangle becomes `is_causal`, for which kernels do half the work and no mask is 
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import torch
-from torch import Tensor, fx
-from torch.fx.node import map_aggregate
+from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
+
+from autopar.tracer.constants import constant
 
 __all__ = ["say_plain_masks"]
 
 aten = torch.ops.aten
-
-# elements of what is computed on the way: the mask of 16,384 positions
-_LIMIT = 1 << 28
 
 
 def say_plain_masks(graph: fx.Graph) -> None:
@@ -45,7 +40,7 @@ def say_plain_masks(graph: fx.Graph) -> None:
 def _kind(mask: fx.Node) -> str | None:
     """What a mask says: "all", "causal", or None for all else and where it is not a constant."""
     with _disable_current_modes():
-        value = _constant(mask, {})
+        value = constant(mask, {})
         if value is None:
             return None
         # a dim that was expanded says the same everywhere
@@ -57,46 +52,3 @@ def _kind(mask: fx.Node) -> str | None:
             if bool((part == torch.ones(rows, columns, dtype=torch.bool).tril()).all()):
                 return "causal"
     return None
-
-
-def _constant(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
-    """The value of a node that is computed from numbers alone; None for any other, or a large one.
-
-    Args:
-        node: of an exported graph.
-        known: values of nodes met before.
-    """
-    if node in known:
-        return known[node]
-    known[node] = None
-    fake = node.meta.get("val")
-    if not isinstance(fake, Tensor) or not _is_repeatable(node.target):
-        return None
-    if math.prod(fake.shape) > _LIMIT and not _is_view(node.target):
-        return None
-    sources = [_constant(source, known) for source in node.all_input_nodes]
-    if any(source is None for source in sources):
-        return None
-
-    def swap(arg: Any) -> Any:
-        if isinstance(arg, fx.Node):
-            return known[arg]
-        return torch.device("cpu") if isinstance(arg, torch.device) else arg
-
-    args, kwargs = map_aggregate((tuple(node.args), dict(node.kwargs)), swap)
-    known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    return known[node]
-
-
-def _is_view(target: Any) -> bool:
-    return target in (aten.expand.default, aten.unsqueeze.default, aten.view.default)
-
-
-def _is_repeatable(target: Any) -> bool:
-    """True for an op that gives the same each time and writes to nothing."""
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and not target._schema.is_mutable
-        and torch.Tag.nondeterministic_seeded not in target.tags
-        and "empty" not in target._schema.name
-    )

@@ -3,6 +3,7 @@
 Applied in this order before autograd:
 
 - `drop_no_ops`: metadata asserts, aliases, contiguous and casts that change nothing.
+- `pick_in_turn`: ``x[arange(n), i]`` is a gather, and writes to it are a scatter.
 - `say_plain_masks`: attention masks that are constants are dropped or become `is_causal`.
 - `join_repeated_heads`: keys and values that are repeated for the query heads of a group are not.
 - `sink_flattening`: ``linear(flatten(x))`` becomes ``flatten(linear(x))`` and adjacent views
@@ -20,13 +21,15 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from autopar.core.ops import ops
 from autopar.tracer.heads import join_repeated_heads
+from autopar.tracer.in_turn import pick_in_turn
 from autopar.tracer.masks import say_plain_masks
 
 __all__ = ["invert_permutations", "prepare_graph"]
@@ -37,9 +40,15 @@ _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _LINEARS = (aten.linear.default, aten.addmm.default, aten.mm.default)
 
 
-def prepare_graph(gm: fx.GraphModule) -> None:
-    """Run all the rewrites on an exported graph, in place."""
+def prepare_graph(gm: fx.GraphModule, lifted: Mapping[str, Tensor]) -> None:
+    """Run all the rewrites on an exported graph, in place.
+
+    Args:
+        gm: holds the graph.
+        lifted: tensors that the forward made of plain values, by the name of their placeholder.
+    """
     drop_no_ops(gm.graph)
+    pick_in_turn(gm.graph, lifted)
     say_plain_masks(gm.graph)
     join_repeated_heads(gm.graph)
     sink_flattening(gm.graph)

@@ -13,7 +13,7 @@ from autopar.errors import TraceError
 from autopar.tracer.capture import PREFIX
 from autopar.tracer.cleanup import tied_parameters
 
-__all__ = ["check_no_input_mutation", "input_specs"]
+__all__ = ["check_no_input_mutation", "input_specs", "lifted_tensors"]
 
 
 def check_no_input_mutation(exported: Any) -> None:
@@ -36,6 +36,16 @@ def check_no_input_mutation(exported: Any) -> None:
                 "place. Compute a new tensor from it (torch.nn.utils.parametrize does), or "
                 "change it between steps."
             )
+
+
+def lifted_tensors(exported: Any) -> dict[str, Tensor]:
+    """Tensors that a forward made of plain values, by the name of their placeholder."""
+    lifted = exported.graph_signature.inputs_to_lifted_tensor_constants
+    return {
+        name: exported.constants[target]
+        for name, target in lifted.items()
+        if isinstance(exported.constants.get(target), Tensor)
+    }
 
 
 def input_specs(exported: Any, model: nn.Module) -> tuple[list[InputSpec], set[str]]:

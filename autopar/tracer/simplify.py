@@ -1,5 +1,6 @@
 """Simplifications of the joint graph that change no number, for what autograd spells at length.
 
+- `conjugate_numbers`: ``conj(1j)``, which autograd asks for in ``x * 1j``, is ``-1j``.
 - `drop_neutral`: ``x ** 1``, ``x * 1``, ``x / 1``, ``x + 0`` and ``x - 0`` are ``x``.
 - `compute_before_expanding`: ``f(expand(x))`` is ``expand(f(x))`` for an elementwise ``f``.
 - `scale_the_smaller`: ``expand(c) * (x * 2ⁿ)`` is ``expand(c * 2ⁿ) * x`` for n > 0, which rounds
@@ -26,6 +27,7 @@ aten = torch.ops.aten
 
 _TIMES = (aten.mul.Tensor, aten.mul.Scalar)
 _BY_NUMBER = (*_TIMES, aten.div.Tensor, aten.div.Scalar, aten.pow.Tensor_Scalar)
+_CONJUGATES = (aten._conj.default, aten._conj_physical.default)
 _PLUS_NUMBER = (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar)
 _OF_ONE = (*_BY_NUMBER, aten.neg.default, aten._to_copy.default)
 
@@ -37,11 +39,21 @@ def simplify(graph: fx.Graph, info: dict[str, NodeInfo]) -> None:
         graph: with fake values.
         info: origin of every node, by name; new nodes are added to it.
     """
+    conjugate_numbers(graph)
     drop_neutral(graph)
     compute_before_expanding(graph, info)
     scale_the_smaller(graph, info)
     join_slices(graph, info)
     graph.eliminate_dead_code()
+
+
+def conjugate_numbers(graph: fx.Graph) -> None:
+    """Let what reads the conjugate of a number read that number: no rank has a tensor of it."""
+    for node in list(graph.nodes):
+        if node.target not in _CONJUGATES or isinstance(node.args[0], fx.Node):
+            continue
+        node.replace_all_uses_with(node.args[0].conjugate())
+        graph.erase_node(node)
 
 
 def drop_neutral(graph: fx.Graph) -> None:

@@ -50,7 +50,7 @@ from autopar.tracer.precision import cast_gradients, cast_last, lift_casts, low_
 from autopar.tracer.randomness import RandomContext
 from autopar.tracer.replay import Mark, Replay, last_node
 from autopar.tracer.rewrites import invert_permutations, prepare_graph
-from autopar.tracer.signature import check_no_input_mutation, input_specs
+from autopar.tracer.signature import check_no_input_mutation, input_specs, lifted_tensors
 from autopar.tracer.simplify import simplify
 
 __all__ = ["normalize_inputs", "trace"]
@@ -169,7 +169,7 @@ class _JointTrace:
             refuse_sparse(self.exported, self.model)
         specs, self.plain = input_specs(self.exported, self.model)
         self.casts = lift_casts(gm.graph, self.capture.dtype)
-        prepare_graph(gm)
+        prepare_graph(gm, lifted_tensors(self.exported))
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         device = torch.device("cpu")
         with fake:

@@ -1,13 +1,17 @@
 """Dense contractions: the einsum equation is the rule.
 
 Each is linear in either operand, so a Partial could pass through beside a replicated one. That row
-is offered where it is what keeps the batch split: to the gradients of a product of parameters (a
-weight of low rank, a weight that a network makes), which are contractions of a sum over the batch
-with the other factor. `note_factors` finds those factors; elsewhere the row would only cost
+is offered where it is what keeps the batch split: to the gradients of a product of parameters, or
+of one with a constant (a weight of low rank, a weight or a filter that a network makes), which are
+contractions of a sum over the batch with the other factor; and to those of inverses and
+decompositions of parameters. `note_factors` finds those factors; elsewhere the row would only cost
 planning time.
 """
 
 from __future__ import annotations
+
+import itertools
+import operator
 
 import torch
 from torch import fx
@@ -18,6 +22,7 @@ from autopar.core.placement import Partial, Replicate, Shard
 from autopar.core.strategy import AxisStrategy, OpCall
 from autopar.solver.rules.dims import runs_of
 from autopar.solver.rules.labels import by_labels, linear_rows
+from autopar.solver.rules.linalg import MATRICES
 from autopar.solver.rules.registry import facts, rule
 
 __all__ = ["note_factors"]
@@ -32,25 +37,30 @@ _VIEWS = (
     aten.transpose.int,
     aten.permute.default,
     aten.view.default,
+    aten._conj.default,
+    operator.getitem,
 )
 _KEY = "factor"
 
 
 def note_factors(traced: TracedModel) -> None:
-    """Write into the meta of nodes that they are factors in a product of parameters.
+    """Write into the meta of nodes that they are factors beside parameters in a product.
 
     Args:
         traced: a traced step; done before it is copied, so that recomputed values have it too.
     """
     weighted = dependents(traced, "parameter")
     fed = dependents(traced, "input", "received", "seed", "tangent")
-    factors = {
-        _viewed(operand)
-        for node in traced.graph.nodes
-        if node.target in _CONTRACTIONS and node.name not in fed
-        if all(operand.name in weighted for operand in node.all_input_nodes)
-        for operand in node.all_input_nodes
-    }
+    alone = [n for n in traced.graph.nodes if n.name in weighted and n.name not in fed]
+    factors: set[fx.Node] = set()
+    for node in alone:
+        operands = node.all_input_nodes
+        if node.target in MATRICES:
+            factors.update((node, *map(_viewed, operands)))
+        elif node.target in _CONTRACTIONS:
+            beside = [[o for o in operands if o is not x] or [x] for x in operands]
+            reached = [any(o.name in weighted for o in others) for others in beside]
+            factors.update(map(_viewed, itertools.compress(operands, reached)))
     for node in traced.graph.nodes if factors else ():
         if _viewed(node) in factors:
             node.meta[_KEY] = True

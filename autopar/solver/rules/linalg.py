@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import torch
 
+from autopar.core.placement import Partial, Replicate, Shard
 from autopar.core.strategy import AxisStrategy, OpCall
 from autopar.solver.rules.labels import Labels, by_labels, linear_rows, replicated_row
 from autopar.solver.rules.registry import rule
 
+__all__ = ["MATRICES"]
+
 aten = torch.ops.aten
 
 
-@rule(
+_FACTORED = (
     aten.linalg_cholesky_ex.default,
     aten.linalg_inv_ex.default,
     aten.linalg_matrix_exp.default,
@@ -19,11 +22,18 @@ aten = torch.ops.aten
     aten._linalg_svd.default,
     aten.linalg_qr.default,
     aten.linalg_lu_factor_ex.default,
-    aten.linalg_lu_solve.default,
-    aten.linalg_solve_triangular.default,
-    aten._linalg_solve_ex.default,
-    aten.cholesky_solve.default,
 )
+# where the right-hand side stands among the operands
+_SOLVES = {
+    aten.linalg_lu_solve.default: 2,
+    aten.linalg_solve_triangular.default: 1,
+    aten._linalg_solve_ex.default: 1,
+    aten.cholesky_solve.default: 0,
+}
+MATRICES = (*_FACTORED, *_SOLVES)
+
+
+@rule(*_FACTORED)
 def matrices_rule(call: OpCall) -> list[AxisStrategy]:
     """Each matrix by itself; operands that broadcast over a batch are left whole."""
     lead = call.operands[0].shape[:-2]
@@ -38,6 +48,25 @@ def matrices_rule(call: OpCall) -> list[AxisStrategy]:
     ]
     count = len(call.operands)
     return by_labels(call, names[:count], names[count:])
+
+
+@rule(*_SOLVES)
+def solve_rule(call: OpCall) -> list[AxisStrategy]:
+    """A⁻¹ B (or B A⁻¹): beside the batch, columns (rows) of B are apart; linear in B.
+
+    Other outputs than the first are of A alone.
+    """
+    right = _SOLVES[call.target]
+    sides = call.operands[right].shape, call.outputs[0].shape
+    if sides[0] != sides[1] or len(sides[0]) < 2:
+        return matrices_rule(call)
+    columns = Shard(len(sides[0]) - (1 if call.kwargs.get("left", True) else 2))
+    rows = matrices_rule(call)
+    for placement in (columns, Partial()):
+        inputs = [placement if i == right else Replicate() for i in range(len(call.operands))]
+        others = [Replicate() for _ in call.outputs[1:]]
+        rows.append(AxisStrategy(tuple(inputs), (placement, *others)))
+    return rows
 
 
 @rule(aten._cdist_forward.default)

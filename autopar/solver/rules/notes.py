@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autopar.core.graph import TracedModel
 from autopar.solver.rules.contraction import note_factors
+from autopar.solver.rules.derivatives import note_activated
 from autopar.solver.rules.joined import note_joined
 from autopar.solver.rules.own_order import note_orders
 
@@ -18,4 +19,5 @@ def note_places(traced: TracedModel) -> None:
     """
     note_orders(traced.graph)
     note_factors(traced)
-    note_joined(traced.graph)
+    note_activated(traced)
+    note_joined(traced)

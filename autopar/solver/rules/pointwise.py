@@ -67,22 +67,19 @@ _NONLINEAR = [
     "abs acos acosh add.Scalar asin asinh atan atanh atan2 bitwise_and.Tensor bitwise_and.Scalar",
     "bitwise_not bitwise_or.Tensor bitwise_or.Scalar bitwise_xor.Tensor ceil celu clamp",
     "clamp.Tensor clamp_max clamp_min clamp_max.Tensor clamp_min.Tensor cos cosh div.Tensor_mode",
-    "div.Scalar_mode elu elu_backward eq.Scalar eq.Tensor erf erfc exp exp2 expm1 floor",
-    "floor_divide fmod.Scalar fmod.Tensor ge.Scalar ge.Tensor gelu gelu_backward gt.Scalar",
-    "gt.Tensor hardsigmoid hardsigmoid_backward hardswish hardswish_backward hardtanh",
-    "hardtanh_backward isinf isnan isfinite le.Scalar le.Tensor leaky_relu leaky_relu_backward",
-    "lerp.Tensor lerp.Scalar log log10 log1p log2 log_sigmoid_forward logical_and logical_not",
-    "logical_or logical_xor logit lt.Scalar lt.Tensor maximum minimum mish mish_backward",
-    "nan_to_num ne.Scalar ne.Tensor pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor reciprocal",
-    "relu remainder.Scalar remainder.Tensor round rsqrt rsub.Scalar rsub.Tensor sgn sigmoid",
-    "sigmoid_backward sign silu silu_backward sin sinh softplus softplus_backward softshrink",
-    "sqrt square sub.Scalar tan tanh tanh_backward trunc where.Scalar",
-    "xlogy.Tensor _prelu_kernel log_sigmoid_backward bitwise_left_shift.Tensor fill.Scalar",
-    "bitwise_right_shift.Tensor heaviside hypot logaddexp erfinv lgamma digamma polygamma",
-    "special_i0 special_entr masked_fill.Tensor addcmul addcdiv exponential frac deg2rad signbit",
-    "hardshrink hardshrink_backward softshrink_backward threshold sinc logaddexp2 i0 isposinf",
-    "isneginf copysign.Tensor copysign.Scalar special_erfcx special_i0e special_log_ndtr",
-    "polar __and__.Tensor __or__.Tensor __xor__.Tensor __lshift__.Scalar __rshift__.Scalar",
+    "div.Scalar_mode elu eq.Scalar eq.Tensor erf erfc exp exp2 expm1 floor floor_divide",
+    "fmod.Scalar fmod.Tensor ge.Scalar ge.Tensor gelu gt.Scalar gt.Tensor hardsigmoid hardswish",
+    "hardtanh isinf isnan isfinite le.Scalar le.Tensor leaky_relu lerp.Tensor lerp.Scalar log",
+    "log10 log1p log2 log_sigmoid_forward logical_and logical_not logical_or logical_xor logit",
+    "lt.Scalar lt.Tensor maximum minimum mish nan_to_num ne.Scalar ne.Tensor pow.Scalar",
+    "pow.Tensor_Scalar pow.Tensor_Tensor reciprocal relu remainder.Scalar remainder.Tensor round",
+    "rsqrt rsub.Scalar rsub.Tensor sgn sigmoid sign silu sin sinh softplus softshrink sqrt square",
+    "sub.Scalar tan tanh trunc where.Scalar xlogy.Tensor _prelu_kernel bitwise_left_shift.Tensor",
+    "fill.Scalar bitwise_right_shift.Tensor heaviside hypot logaddexp erfinv lgamma digamma",
+    "polygamma special_i0 special_entr masked_fill.Tensor addcmul addcdiv exponential frac",
+    "deg2rad signbit hardshrink threshold sinc logaddexp2 i0 isposinf isneginf copysign.Tensor",
+    "copysign.Scalar special_erfcx special_i0e special_log_ndtr polar __and__.Tensor",
+    "__or__.Tensor __xor__.Tensor __lshift__.Scalar __rshift__.Scalar",
 ]
 
 
@@ -192,12 +189,16 @@ def bucketize_rule(call: OpCall) -> list[AxisStrategy]:
 
 @rule(aten.searchsorted.Tensor)
 def searchsorted_rule(call: OpCall) -> list[AxisStrategy]:
-    """(boundaries, x) -> the place of each element, in boundaries that are whole."""
+    """(boundaries, x) -> the place of each element, in boundaries that are whole.
+
+    Boundaries (B, P) of each row of x (B, Q) are split with the rows.
+    """
     boundaries, x = call.operands[:2]
-    if len(call.operands) > 2 or len(boundaries.shape) != 1:
+    if len(call.operands) > 2 or not boundaries.shape:
         return [replicated_row(call)]
     names = [f"d{i}" for i in range(len(x.shape))]
-    return by_labels(call, [[None], names], [names])
+    rows = names[:-1] if len(boundaries.shape) > 1 else []
+    return by_labels(call, [[*rows, None], names], [names])
 
 
 @rule(aten._prelu_kernel_backward.default)
