@@ -27,6 +27,7 @@ from autopar.tracer.diagnose import (
 )
 from autopar.tracer.frozen_values import putting_back, warn_of_frozen
 from autopar.tracer.no_grad import mark_no_grad, restore_lines
+from autopar.tracer.picked_places import say_picked
 from autopar.tracer.precision import call_in
 from autopar.tracer.spelled import Spelled
 
@@ -144,7 +145,8 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
             with Spelled(lines), _without_partial_graph():
                 exported = torch.export.export(capture, args, kwargs, strict=False)
             checks = {**passed, **dict.fromkeys(drop_assertions(exported.graph_module))}
-            refuse_data_dependent(capture.wrapped, exported.graph_module, lines)
+            stuck = say_picked(exported.graph_module)
+            refuse_data_dependent(capture.wrapped, exported.graph_module, lines, stuck)
             refuse_vmap(exported, lines)
             if capture.dtype is not None:
                 refuse_mixed(capture.wrapped, exported.graph_module, capture.dtype)

@@ -30,8 +30,10 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from autopar._compat import asks_emptiness, upper_bound
 from autopar.errors import UncheckedWarning
 from autopar.tracer.diagnose import MODES, is_outside, user_line
+from autopar.tracer.picked import picking_mask, same_rows
 
 __all__ = ["drop_assertions", "passing_checks", "warn_of"]
 
@@ -68,7 +70,8 @@ def passing_checks() -> Iterator[Mapping[str, None]]:
         try:
             return of_number(value)
         except GuardOnDataDependentSymNode:
-            found = answer()
+            found = _not_empty(value)
+            found = answer() if found is None else found
             if found is None:
                 raise
             return found
@@ -80,6 +83,15 @@ def passing_checks() -> Iterator[Mapping[str, None]]:
     finally:
         del torch.Tensor.__bool__
         torch.SymBool.__bool__ = of_number  # type: ignore[method-assign]
+
+
+def _not_empty(asked: torch.SymBool) -> bool | None:
+    """torch asks of what it is given whether it is empty, and does by another way what it does for
+    the others: a graph for any number of rows is one for none. A model's own code is not believed.
+    """
+    frame = _asking(sys._getframe(2))
+    inside = frame is not None and not is_outside(frame.f_code.co_filename)
+    return asks_emptiness(asked) if inside else None
 
 
 def drop_assertions(gm: fx.GraphModule) -> Iterator[str]:
@@ -94,18 +106,29 @@ def drop_assertions(gm: fx.GraphModule) -> Iterator[str]:
 
 
 def _holds_anyway(condition: Any) -> bool:
-    """True for the bounds that torch notes of how many elements something picks of a tensor."""
-    if not isinstance(condition, fx.Node) or condition.target not in (operator.le, operator.ge):
+    """True for what torch notes of how many elements something picks of a tensor: bounds, and that
+    equal masks pick equally many."""
+    compared = (operator.eq, operator.le, operator.ge)
+    if not isinstance(condition, fx.Node) or condition.target not in compared:
         return False
     given: Any = condition.args
     size, bound = given
+    if isinstance(bound, fx.Node):
+        return same_rows(condition.graph, size, bound)
     if not isinstance(size, fx.Node) or size.target is not torch.ops.aten.sym_size.int:
         return False
     (picked,) = size.all_input_nodes
-    sources = [x.meta.get("val") for x in picked.all_input_nodes]
-    counts = [x.numel() for x in sources if isinstance(x, Tensor)]
-    known = bool(counts) and all(isinstance(n, int) for n in (*counts, bound))
-    return known and (bound >= max(counts) if condition.target is operator.le else bound <= 0)
+    mask = picking_mask(size)
+    sources = [x.meta.get("val") for x in (picked.all_input_nodes if mask is None else [mask])]
+    counts = [_most(x.numel()) for x in sources if isinstance(x, Tensor)]
+    if condition.target is operator.eq or not counts or not isinstance(bound, int):
+        return False
+    return bound >= max(counts) if condition.target is operator.le else bound <= 0
+
+
+def _most(count: Any) -> float:
+    """The largest that a number can be."""
+    return count if isinstance(count, int) else float(upper_bound(count))
 
 
 def _source(node: fx.Node) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["say_plain_masks"]
+__all__ = ["is_repeatable", "say_plain_masks"]
 
 aten = torch.ops.aten
 
@@ -70,7 +70,7 @@ def _constant(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
         return known[node]
     known[node] = None
     fake = node.meta.get("val")
-    if not isinstance(fake, Tensor) or not _is_repeatable(node.target):
+    if not isinstance(fake, Tensor) or not is_repeatable(node.target):
         return None
     if math.prod(fake.shape) > _LIMIT and not _is_view(node.target):
         return None
@@ -92,7 +92,7 @@ def _is_view(target: Any) -> bool:
     return target in (aten.expand.default, aten.unsqueeze.default, aten.view.default)
 
 
-def _is_repeatable(target: Any) -> bool:
+def is_repeatable(target: Any) -> bool:
     """True for an op that gives the same each time and writes to nothing."""
     return (
         isinstance(target, torch._ops.OpOverload)
