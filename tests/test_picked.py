@@ -123,7 +123,9 @@ def _logarithm(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
 
 def _look_up(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
     """-100 is no row of the table."""
-    return m.table(y[y != -100]).square().mean()
+    rows = y != -100
+    one = F.one_hot(y[rows], CLASSES).to(x.dtype) * m.classes(x)[rows]
+    return m.table(y[rows]).square().mean() + m.table.weight[y[rows]].sum() + one.mean()
 
 
 def _none(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
@@ -267,3 +269,92 @@ def test_what_needs_to_know_how_many_is_refused(head: Head) -> None:
         errors(head)
     assert f"in {head.__name__}" in str(caught.value)
     assert REFUSED.get(head, "") in str(caught.value)
+
+
+# --- whether anything is picked -------------------------------------------------------------------
+def _of_all(m: Model, x: Tensor) -> Tensor:
+    """Gives all parameters a gradient, which one device leaves out where none is picked."""
+    return m.inner(x).sum() + m.classes(x).sum()
+
+
+def _any(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    rows, loss = y >= 0, _of_all(m, x)
+    if rows.any():
+        loss = loss + F.cross_entropy(m.classes(x)[rows], y[rows])
+    if rows.sum() > 0:
+        loss = loss + m.inner(x)[rows].square().mean()
+    return loss
+
+
+def _size(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    """As DeBERTa does."""
+    index = (y.flatten() >= 0).nonzero()
+    if index.size(0) > 0:
+        logits = m.classes(x).flatten(0, 1)
+        chosen = torch.gather(logits, 0, index.expand(index.size(0), CLASSES))
+        loss = F.cross_entropy(chosen, torch.gather(y.flatten(), 0, index.view(-1)))
+    else:
+        loss = torch.tensor(0.0).to(x)
+    return loss + _of_all(m, x)
+
+
+def _skipped(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    out, flat = torch.zeros_like(x), x.flatten(0, 1)
+    for kind in range(3):
+        rows = mask == kind
+        if rows.any():
+            out[rows] = m.inner(x[rows]) * (kind + 1)
+        (places,) = torch.where(rows.flatten())
+        if places.numel() == 0:
+            continue
+        out = out.flatten(0, 1).index_add(0, places, m.inner(flat[places])).view_as(x)
+    return out.square().sum() + _of_all(m, x)
+
+
+@pytest.mark.parametrize("picked", ["some", "none"])
+@pytest.mark.parametrize("head", [_any, _size, _skipped])
+def test_a_branch_on_whether_anything_is_picked(head: Head, picked: str) -> None:
+    ids, mask, labels = batch()
+    if picked == "none":
+        mask, labels = mask + 5, torch.full_like(labels, -100)
+    checks._warned.clear()
+    with pytest.warns(autopar.UncheckedWarning, match="whether a mask picks anything"):
+        found = errors(head, (ids, mask, labels))
+    assert found.worst[1] < 1e-12, found.worst
+
+
+def _other_side(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    rows = y >= 0
+    if rows.any():
+        return F.cross_entropy(m.classes(x)[rows], y[rows])
+    return m.inner(x).sum()
+
+
+def _does_more(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    rows = y >= 0
+    if (rows.flatten().nonzero()).size(0) > 0:
+        loss = F.cross_entropy(m.classes(x)[rows], y[rows])
+    else:
+        loss = m.inner(x).sum()
+    return loss
+
+
+def _picks_nothing(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    rows = y >= 0
+    if rows.any():
+        x = m.inner(x)
+    return F.cross_entropy(m.classes(x)[rows], y[rows])
+
+
+def _of_many(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    rows = y >= 0
+    if rows.sum() > 2:
+        x = x + m.inner(x)[rows].mean()
+    return x.square().sum()
+
+
+@pytest.mark.parametrize("head", [_other_side, _does_more, _picks_nothing, _of_many])
+def test_a_branch_that_does_something_else_is_refused(head: Head) -> None:
+    with pytest.raises(autopar.TraceError, match=f"in {head.__name__}: if") as caught:
+        errors(head)
+    assert "decides what runs" in str(caught.value)

@@ -18,8 +18,9 @@ import linecache
 import operator
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -33,6 +34,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from autopar._compat import asks_emptiness, upper_bound
 from autopar.errors import UncheckedWarning
 from autopar.tracer.diagnose import MODES, is_outside, user_line
+from autopar.tracer.emptiness import some_are_picked
 from autopar.tracer.picked import picking_mask, same_rows
 
 __all__ = ["drop_assertions", "passing_checks", "warn_of"]
@@ -47,23 +49,35 @@ _ASSERTIONS = (
 _warned: set[str] = set()
 
 
-@contextmanager
-def passing_checks() -> Iterator[Mapping[str, None]]:
-    """While a model is exported, checks of unknown values pass; yields their lines."""
-    passed: dict[str, None] = {}
-    of_number = torch.SymBool.__bool__
+@dataclass
+class Answers:
+    """What a forward was told of values: lines of checks that passed, and of those that asked
+    whether rows are picked."""
 
-    def answer() -> bool | None:
-        frame = _asking(sys._getframe(2))
+    passed: dict[str, None] = field(default_factory=dict)
+    some: dict[str, None] = field(default_factory=dict)
+
+    def to(self, frame: FrameType | None) -> bool | None:
+        """What is answered to the code of a frame, if it may be."""
         found = None if frame is None else passing(frame)
-        if found is not None:
-            passed[_described(frame)] = None
+        if frame is None or found is not None:
+            self.passed.update({_described(frame): None} if frame else {})
+            return found
+        found = goes_on(frame)
+        self.some.update({_described(frame): None} if found is not None else {})
         return found
+
+
+@contextmanager
+def passing_checks() -> Iterator[Answers]:
+    """While a model is exported, checks of unknown values pass, and masks pick rows."""
+    answers = Answers()
+    of_number = torch.SymBool.__bool__
 
     def tensor_bool(value: Tensor) -> bool:
         # asked for its number, a fake tensor would leave an assertion about it in the graph
         unknown = isinstance(value, FakeTensor) and value.constant is None
-        found = answer() if unknown else None
+        found = answers.to(_asking(sys._getframe(1))) if unknown else None
         return torch._C.TensorBase.__bool__(value) if found is None else found
 
     def number_bool(value: torch.SymBool) -> bool:
@@ -71,7 +85,7 @@ def passing_checks() -> Iterator[Mapping[str, None]]:
             return of_number(value)
         except GuardOnDataDependentSymNode:
             found = _not_empty(value)
-            found = answer() if found is None else found
+            found = answers.to(_asking(sys._getframe(1))) if found is None else found
             if found is None:
                 raise
             return found
@@ -79,7 +93,7 @@ def passing_checks() -> Iterator[Mapping[str, None]]:
     torch.Tensor.__bool__ = tensor_bool  # type: ignore[assignment, method-assign]
     torch.SymBool.__bool__ = number_bool  # type: ignore[method-assign]
     try:
-        yield passed
+        yield answers
     finally:
         del torch.Tensor.__bool__
         torch.SymBool.__bool__ = of_number  # type: ignore[method-assign]
@@ -95,11 +109,15 @@ def _not_empty(asked: torch.SymBool) -> bool | None:
 
 
 def drop_assertions(gm: fx.GraphModule) -> Iterator[str]:
-    """Take out what `torch._check` left in an exported graph; yields the lines."""
+    """Take out what `torch._check` left in an exported graph; yields the lines. What torch notes
+    of dtypes goes too: it is of the trace, and rewrites need not keep to it.
+    """
     parts = [part for part in gm.modules() if isinstance(part, fx.GraphModule)]
     for graph in (part.graph for part in parts):
         for node in reversed(graph.nodes):
-            if node.target in _ASSERTIONS:
+            if node.target is torch.ops.aten._assert_tensor_metadata.default:
+                graph.erase_node(node)
+            elif node.target in _ASSERTIONS:
                 if not _holds_anyway(node.args[0]):
                     yield _source(node)
                 graph.erase_node(node)
@@ -138,18 +156,23 @@ def _source(node: fx.Node) -> str:
     return line
 
 
-def warn_of(passed: Iterable[str]) -> None:
-    """One warning for each line whose check a program leaves out."""
-    for where in passed:
+_LEFT_OUT = (
+    "looks at values, which a trace does not have, and only raises: the parallel program leaves "
+    "this check out. Where values may be wrong, check the batch before the step."
+)
+_SOME_ARE = (
+    "asks whether a mask picks anything, which a trace does not know: the parallel program goes on "
+    "as where it does. Where nothing is picked, sums and means of picked rows are 0 and nothing is "
+    "written; what else this branch computes should not depend on it."
+)
+
+
+def warn_of(passed: Iterable[str], some: Iterable[str] = ()) -> None:
+    """One warning for each line whose check, or other side, a program leaves out."""
+    for where, text in (*((w, _LEFT_OUT) for w in passed), *((w, _SOME_ARE) for w in some)):
         if where not in _warned:
             _warned.add(where)
-            warnings.warn(
-                f"{where}\n  looks at values, which a trace does not have, and only raises: the "
-                "parallel program leaves this check out. Where values may be wrong, check the "
-                "batch before the step.",
-                UncheckedWarning,
-                stacklevel=2,
-            )
+            warnings.warn(f"{where}\n  {text}", UncheckedWarning, stacklevel=2)
 
 
 def _asking(frame: FrameType | None) -> FrameType | None:
@@ -190,6 +213,17 @@ def passing(frame: FrameType) -> bool | None:
     if leaf is None or _is_caught(frame, _named(error, frame)):
         return None
     return leaf[1]
+
+
+def goes_on(frame: FrameType) -> bool | None:
+    """The answer to a frame that asks whether rows are picked; None to other questions."""
+    nodes = _nodes(frame.f_code.co_filename)
+    found = [n for n in nodes if isinstance(n, ast.If) and _spans([n.test], frame.f_lineno)]
+    if len(found) != 1:
+        return None
+    asked = [leaf for leaf in _leaves(found[0].test, True) if _is_asked(frame, leaf[0])]
+    alone = not isinstance(found[0].test, ast.BoolOp)
+    return some_are_picked(found[0], *asked[0]) if asked and alone else None
 
 
 def _raised(check: ast.If | ast.Assert) -> tuple[ast.expr | None, bool]:

@@ -114,6 +114,7 @@ class Picks:
     """Says one graph; holds what is known of its nodes."""
 
     graph: fx.Graph
+    zero_of_none: bool = False
     known: dict[fx.Node, Said] = field(default_factory=dict)
     picks: dict[tuple[int, tuple[int, ...]], Pick] = field(default_factory=dict)
     keys: dict[fx.Node, int] = field(default_factory=dict)

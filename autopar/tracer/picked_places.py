@@ -46,8 +46,12 @@ _SAFE = frozenset(
 )
 
 
-def say_picked(gm: fx.GraphModule) -> list[fx.Node]:
+def say_picked(gm: fx.GraphModule, zero_of_none: bool = False) -> list[fx.Node]:
     """Say picked rows with all rows, in place, as far as rules go.
+
+    Args:
+        gm: an exported graph.
+        zero_of_none: means of no rows are 0, not nan.
 
     Returns:
         what has no form with all rows, first things first
@@ -55,20 +59,17 @@ def say_picked(gm: fx.GraphModule) -> list[fx.Node]:
     stuck = []
     for part in list(gm.modules()):
         if isinstance(part, fx.GraphModule) and any(map(_is_source, part.graph.nodes)):
-            stuck += _say(part.graph)
+            stuck += _say(Picks(graph=part.graph, zero_of_none=zero_of_none))
             part.recompile()
     return stuck
 
 
-def _say(graph: fx.Graph) -> list[fx.Node]:
-    picks, stuck = Picks(graph=graph), []
+def _say(picks: Picks) -> list[fx.Node]:
+    graph, stuck = picks.graph, []
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         picks.at = node
-        if node.target is aten._assert_tensor_metadata.default and args_of(node)[0] in picks.known:
-            graph.erase_node(node)  # what it says of all rows is not what it said
-            continue
         reads = any(picks.found(n) is not None for n in node.all_input_nodes)
         rule = _rule_of(node) if reads else None
         if _is_source(node):
@@ -109,7 +110,7 @@ def _only_safe(node: fx.Node, seen: set[fx.Node]) -> bool:
         if user in seen or user.op == "output":
             continue
         seen.add(user)
-        if not _is_safe(user) or (_is_unknown(user) and not _only_safe(user, seen)):
+        if not _is_safe(user, node) or (_is_unknown(user) and not _only_safe(user, seen)):
             return False
     return True
 
@@ -367,9 +368,11 @@ _SOURCES: dict[str, Rule] = {
 }
 
 
-def _is_safe(node: fx.Node) -> bool:
+def _is_safe(node: fx.Node, operand: fx.Node) -> bool:
     """True if no finite number is beyond what an op, or its derivative, is made for."""
     name = name_of(node.target)
+    if name.startswith("index") and operand not in (args_of(node)[0], args_of(node)[-1]):
+        return False  # a place, which may be out of range
     if name in ("pow", "div"):
         return isinstance(args_of(node)[1], int) and args_of(node)[1] > 0
     python = node.target in rows_of.NUMBERS or node.target in (

@@ -47,7 +47,8 @@ NUMBERS = (
 )
 # each row on its own whatever the arguments are, in the shape of the first
 ROWWISE = frozenset(
-    "to _to_copy contiguous detach alias type_as dropout zeros_like ones_like full_like".split()
+    "to _to_copy contiguous detach alias type_as dropout zeros_like ones_like full_like "
+    "one_hot".split()
 )
 
 

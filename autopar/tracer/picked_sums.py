@@ -110,6 +110,13 @@ def _divided(picks: Picks, total: fx.Node, rows: Rows, dims: set[int]) -> fx.Nod
     shape = value_of(rows.node).shape
     others = math.prod(shape[d] for d in dims if d != rows.dim)
     count = picks.call(aten.mul.Tensor, picks.count(rows.pick), others)
+    return _over(picks, total, count)
+
+
+def _over(picks: Picks, total: fx.Node, count: fx.Node) -> fx.Node:
+    """A mean, which is 0 of nothing where the model asks before."""
+    if picks.zero_of_none:
+        count = picks.call(aten.clamp_min.default, count, 1)
     return picks.call(aten.div.Tensor, total, count)
 
 
@@ -151,6 +158,12 @@ def token_loss(picks: Picks, node: fx.Node) -> Said | fx.Node | None:
     if logits.pick.key != target.pick.key or value_of(target.node).dtype.is_floating_point:
         return None
     ignored = picks.only_picked(target, _argument(node, "ignore_index"))
+    plain = all(_argument(node, n) in (None, 0) for n in ("weight", "label_smoothing"))
+    if picks.zero_of_none and plain and _argument(node, "reduction") == 1:
+        ignore = _argument(node, "ignore_index")
+        total = picks.call(node.target, logits.node, ignored, None, 2, ignore)
+        counted = picks.call(aten.ne.Scalar, ignored, ignore)
+        return _over(picks, total, picks.call(aten.sum.default, counted))
     made = picks.call(node.target, logits.node, ignored, *args_of(node)[2:], **node.kwargs)
     if _argument(node, "reduction") == 0:
         return Rows(node=made, dim=0, pick=logits.pick)
