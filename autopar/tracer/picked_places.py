@@ -42,7 +42,9 @@ _SAFE = frozenset(
     "_to_copy contiguous detach alias clone type_as zeros_like ones_like full_like abs eq ne lt le "
     "gt ge logical_not logical_and logical_or bitwise_and bitwise_or bitwise_not argmax argmin "
     "cross_entropy_loss nll_loss_nd mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss "
-    "binary_cross_entropy_with_logits sum mean amax amin any all index_put index_put_".split()
+    "binary_cross_entropy_with_logits sum mean amax amin any all index_put index_put_ index_add "
+    "index_add_ masked_scatter masked_scatter_ masked_fill clamp clamp_min clamp_max cat gather "
+    "linalg_vector_norm logsumexp leaky_relu elu selu hardtanh softplus mish erf sin cos".split()
 )
 
 
@@ -371,15 +373,14 @@ _SOURCES: dict[str, Rule] = {
 def _is_safe(node: fx.Node, operand: fx.Node) -> bool:
     """True if no finite number is beyond what an op, or its derivative, is made for."""
     name = name_of(node.target)
-    if name.startswith("index") and operand not in (args_of(node)[0], args_of(node)[-1]):
+    looks_up = name == "gather" and operand is not args_of(node)[0]
+    if looks_up or (
+        name.startswith("index") and operand not in (args_of(node)[0], args_of(node)[-1])
+    ):
         return False  # a place, which may be out of range
     if name in ("pow", "div"):
         return isinstance(args_of(node)[1], int) and args_of(node)[1] > 0
-    python = node.target in rows_of.NUMBERS or node.target in (
-        operator.le,
-        operator.ge,
-        operator.eq,
-    )
+    python = node.target in (*rows_of.NUMBERS, operator.le, operator.ge, operator.eq)
     return name in _SAFE or python
 
 
