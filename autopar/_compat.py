@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx, nn
 from torch._C import _functorch
@@ -35,10 +36,12 @@ from torch.fx.node import has_side_effect
 from torch.library import Library
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.functions import FloorDiv
 
 from autopar.core.placement import Layout, Partial, Replicate, Shard
 
 __all__ = [
+    "asks_emptiness",
     "by_dtensors_own_way",
     "cloned_store",
     "default_store",
@@ -47,6 +50,7 @@ __all__ = [
     "fake_empty",
     "fake_mode_of",
     "fake_view",
+    "floor_divided",
     "fused_all_gather_matmul",
     "fused_matmul_reduce_scatter",
     "group_of",
@@ -62,6 +66,7 @@ __all__ = [
     "replicate_plain_tensors",
     "storage_users",
     "symbolic_mode",
+    "upper_bound",
     "without_onednn",
 ]
 
@@ -320,6 +325,25 @@ def _holds_tensors(value: Any) -> bool:
     inside = pytree.tree_leaves([getattr(value, field.name) for field in fields])
     made = all(field.init for field in fields)  # else it could not be made again
     return made and any(isinstance(x, Tensor) or _holds_tensors(x) for x in inside)
+
+
+def upper_bound(number: Any) -> Any:
+    """The largest that a number which depends on values can be."""
+    return number.node.shape_env.bound_sympy(number.node.expr).upper
+
+
+def floor_divided(size: Any, divisor: int) -> Any:
+    """What a shape says where a dim that depends on values is divided."""
+    return FloorDiv(size, divisor)
+
+
+def asks_emptiness(answer: Any) -> bool | None:
+    """Of `n == 0` False and of `n != 0` True, for a number of rows n; else None."""
+    asked = answer.node.expr
+    if isinstance(asked, (sympy.Eq, sympy.Ne)) and asked.rhs == 0:
+        sizes = all(s in answer.node.shape_env.size_like for s in asked.lhs.free_symbols)
+        return isinstance(asked, sympy.Ne) if sizes else None
+    return None
 
 
 @contextmanager

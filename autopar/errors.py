@@ -74,7 +74,7 @@ class UnsupportedOpWarning(UserWarning):
 
 
 class UncheckedWarning(UserWarning):
-    """The model checks values and raises; the parallel program leaves the check out."""
+    """The model asks for values, and the parallel program goes on without a check or a branch."""
 
 
 class FrozenValueWarning(UserWarning):

@@ -294,14 +294,17 @@ def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="regular expression of class names")
+    parser.add_argument("--more", action="store_true", help="classes of transformers' other lists")
     parser.add_argument("--plans", default="data,free")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", type=Path, help="outcomes, a line each; what it has is not rerun")
     parser.add_argument("--again", default="^$", help="regular expression of statuses to rerun")
     parser.add_argument("--write", type=Path, help="the table to write")
     args = parser.parse_args()
+    if args.more and args.write:
+        parser.error("the page is of the classes without --more")
     kept = _kept(args.json)
-    names = [n for n in in_turn(classes()) if re.search(args.only, n)]
+    names = [n for n in in_turn(classes(args.more)) if re.search(args.only, n)]
     names = [n for n in names if n not in kept or re.search(args.again, kept[n].status)]
 
     def progress(outcome: Outcome) -> None:

@@ -10,6 +10,7 @@ import inspect
 import io
 import logging
 import warnings
+from collections.abc import Iterable
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch import nn
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-BATCH, LENGTH, VOCAB, LABELS, IMAGE = 4, 16, 128, 4, 32
+from tests.hf_inputs import IMAGE, LABELS, VOCAB, inputs_for
+
 MAX_PARAMETERS = 8_000_000
 _MAPPINGS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -33,10 +35,21 @@ class NotBuiltError(Exception):
     """No tiny configuration of the class builds and runs eagerly."""
 
 
-def classes() -> dict[str, str]:
-    """Model type by class name, for every class that transformers lists."""
+def classes(more: bool = False) -> dict[str, str]:
+    """Model type by class name, for every class of the lists that the page is of; or of others."""
+    if more:
+        listed, every = classes(), _listed([n for n in dir(modeling_auto) if _is_list(n)])
+        return {name: kind for name, kind in every.items() if name not in listed}
+    return _listed(_MAPPINGS)
+
+
+def _is_list(name: str) -> bool:
+    return name.startswith("MODEL_") and name.endswith("_MAPPING_NAMES")
+
+
+def _listed(mappings: Iterable[str]) -> dict[str, str]:
     found: dict[str, str] = {}
-    for mapping in _MAPPINGS:
+    for mapping in mappings:
         for model_type, names in getattr(modeling_auto, mapping).items():
             for name in (names,) if isinstance(names, str) else names:
                 found.setdefault(name, model_type)
@@ -81,7 +94,11 @@ _SIZES: dict[str, Any] = {
     ),
     **dict.fromkeys("qk_rope_head_dim rotary_dim index_head_dim".split(), 8),
     **dict.fromkeys("q_lora_rank kv_lora_rank o_lora_rank".split(), 32),
-    **dict.fromkeys("vocab_size entity_vocab_size vocab_size_per_layer_input".split(), VOCAB),
+    **dict.fromkeys(
+        "vocab_size entity_vocab_size vocab_size_per_layer_input "
+        "pronunciation_vocab_size shape_vocab_size".split(),
+        VOCAB,
+    ),
     **dict.fromkeys("max_position_embeddings n_positions n_ctx max_seq_len".split(), 64),
     **dict.fromkeys(
         "num_local_experts num_experts n_routed_experts moe_num_experts num_experts_total".split(),
@@ -105,6 +122,17 @@ _SIZES: dict[str, Any] = {
     "sep_token_id": 2,
     "num_virtual_tokens": 4,
     "is_decoder": None,
+    "mask_time_prob": 0.0,
+    "mask_feature_prob": 0.0,
+    "num_frames": 4,
+    "context_length": 32,
+    "prediction_length": 8,
+    "coordinate_size": 8,
+    "shape_size": 16,
+    "pronunciation_embed_dim": 16,
+    "shape_embed_dim": 16,
+    "axial_pos_embds": False,
+    "default_language": "en_XX",
 }
 _LISTS: dict[str, Any] = {
     "attention_types": [[["global"], 1]],
@@ -123,6 +151,7 @@ _GENTLE = (
     "num_encoder_layers num_decoder_layers vocab_size num_labels image_size pad_token_id "
     "bos_token_id eos_token_id decoder_start_token_id max_position_embeddings"
 ).split()
+_FILLED = ("vocab_size", "default_language", "num_key_value_heads", "head_dim", "rope_theta")
 _LAYER_LISTS = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types")
 
 
@@ -158,24 +187,41 @@ def _kept_layers(config: Any) -> tuple[int, dict[str, list[Any]]]:
     return len(keep), {n: [v[i] for i in keep] for n, v in lists.items()}
 
 
-def _overrides(config: Any, level: int) -> dict[str, Any]:
-    fields = _fields(config)
+def _is_named(config: Any, name: str, value: Any) -> bool:
+    attribute = getattr(type(config), name, None)
+    fixed = isinstance(attribute, property) and attribute.fset is None
+    return not name.startswith("_") and not fixed
+
+
+def _by_name(config: Any, level: int) -> dict[str, Any]:
+    """Sizes of the fields whose names are known."""
     chosen: dict[str, Any] = {}
-    layers, layer_lists = _kept_layers(config)
-    for name, value in fields.items():
-        attribute = getattr(type(config), name, None)
+    for name, value in _fields(config).items():
         if getattr(type(config), "attribute_map", {}).get(name) == "num_stages":
             continue
-        if name.startswith("_") or (isinstance(attribute, property) and attribute.fset is None):
+        if not _is_named(config, name, value):
             continue
+        given = value is not None or name.endswith("token_id") or (level == 2 and name in _FILLED)
         if isinstance(value, float) and "drop" in name:
             chosen[name] = 0.0
-        elif isinstance(value, (list, tuple)) and level == 0:
+        elif isinstance(value, (list, tuple)) and level != 1:
             if (small := _small_list(name, list(value))) is not None:
                 chosen[name] = small
-        elif name in _SIZES and (value is not None or name.endswith("token_id")):
-            if (level == 0 or name in _GENTLE) and not isinstance(value, (list, tuple, dict)):
+        elif name in _SIZES and given:
+            if (level != 1 or name in _GENTLE) and not isinstance(value, (list, tuple, dict)):
                 chosen[name] = _SIZES[name]
+    return chosen
+
+
+def _overrides(config: Any, level: int) -> dict[str, Any]:
+    fields, chosen = _fields(config), _by_name(config, level)
+    layers, layer_lists = _kept_layers(config)
+    if level == 2:
+        layers = layers if layer_lists else 2
+        chosen["use_cache"] = False
+        rope = fields.get("rope_parameters")
+        if isinstance(rope, dict) and rope.get("rope_theta", 0) is None:
+            chosen["rope_parameters"] = {**rope, "rope_theta": 10000.0}
     for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers"):
         if name in chosen:
             chosen[name] = layers
@@ -184,11 +230,11 @@ def _overrides(config: Any, level: int) -> dict[str, Any]:
         chosen["head_dim"] = chosen["qk_rope_head_dim"]
     if "kv_lora_rank" in chosen and "num_key_value_heads" in chosen:
         chosen["num_key_value_heads"] = chosen["num_attention_heads"]
-    if level == 0 and {"depths", "embed_dim"} <= set(fields):
+    if level != 1 and {"depths", "embed_dim"} <= set(fields):
         chosen["embed_dim"] = 16  # of the first of several stages
-    if level == 0 and {"depths", "window_size"} <= set(fields):
+    if level != 1 and {"depths", "window_size"} <= set(fields):
         chosen.update(image_size=2 * IMAGE, window_size=2)  # the last stage has one window
-    if level == 0:
+    if level != 1:
         chosen.update({k: v for k, v in _LISTS.items() if k in fields})
     chosen.pop("is_decoder", None)
     chosen["num_labels"] = LABELS
@@ -216,7 +262,11 @@ def _shrunk(config: Any, level: int) -> Any:
 
 
 def tiny_config(model_type: str, level: int) -> Any:
-    """A small configuration of a model type; level 0 shrinks all, 1 depth and vocabulary only."""
+    """A small configuration of a model type.
+
+    Level 0 shrinks all, 1 depth and vocabulary only; 2 is 0 with two layers, without a cache and
+    with what is left open filled in.
+    """
     kind: Any = CONFIG_MAPPING[model_type]
     if model_type == "encoder-decoder":
         parts = [_shrunk(hf.BertConfig(), level) for _ in range(2)]
@@ -229,55 +279,13 @@ def tiny_config(model_type: str, level: int) -> Any:
     return made
 
 
-# --- inputs -----------------------------------------------------------------------------------
-def _text(config: Any) -> Any:
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def _ids(vocab: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, max(vocab, 4), (BATCH, LENGTH), generator=generator)
-    ids[:, -1] = 2
-    return ids
-
-
-def _images(config: Any) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    vision = getattr(config, "vision_config", config)
-    channels = getattr(vision, "num_channels", None) or 3
-    size = getattr(vision, "image_size", None) or 64
-    height, width = (size, size) if isinstance(size, int) else size
-    return torch.randn(BATCH, channels, height, width, generator=generator)
-
-
-def inputs_for(name: str, model: nn.Module, config: Any) -> dict[str, Any]:
-    """A batch with labels."""
-    accepted = inspect.signature(model.forward).parameters
-    made: dict[str, Any] = {}
-    if "ImageClassification" in name and "input_ids" not in accepted:
-        made[next(n for n in accepted if n in ("pixel_values", "inputs"))] = _images(config)
-        labels = torch.arange(BATCH) % LABELS
-    else:
-        vocab = getattr(_text(config), "vocab_size", None) or VOCAB
-        made["input_ids" if "input_ids" in accepted else next(iter(accepted))] = _ids(vocab, 0)
-        if "attention_mask" in accepted:
-            made["attention_mask"] = torch.ones(BATCH, LENGTH, dtype=torch.int64)
-        if "Classification" in name:
-            labels = torch.arange(BATCH) % LABELS
-        elif "decoder_input_ids" in accepted:
-            labels = _ids(vocab, 1)
-        else:
-            labels = made[next(iter(made))].clone()
-    if "labels" in accepted:
-        made["labels"] = labels
-    return made
-
-
 # --- models -----------------------------------------------------------------------------------
 def _attempt(
     name: str, kind: Any, level: int, dtype: torch.dtype
 ) -> tuple[nn.Module, dict[str, Any]]:
-    config = tiny_config(classes()[name], level)
+    config = tiny_config(classes().get(name) or classes(more=True)[name], level)
+    if "QuestionAnswering" in name:
+        config.num_labels = 2  # a start and an end
     parts = [config, *_children(config).values()]
     expected = getattr(kind, "config_class", None)
     if expected is not None and not isinstance(config, expected):
@@ -289,7 +297,7 @@ def _attempt(
     torch.manual_seed(0)
     model = kind(config).to(dtype).train()
     inputs = {
-        k: v.to(dtype) if v.is_floating_point() else v
+        k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
         for k, v in inputs_for(name, model, config).items()
     }
     with torch.no_grad():
@@ -311,7 +319,7 @@ def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
         raise NotBuiltError("transformers does not export the class")
     reasons: list[str] = []
     for dtype in (torch.float64, torch.float32):
-        for level in (0, 1):
+        for level in (0, 1, 2):
             try:
                 with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
                     warnings.simplefilter("ignore")

@@ -24,6 +24,7 @@ from autopar.solver.candidates import Candidate, Pricer, expand
 from autopar.solver.moves import MoveCosts
 from autopar.solver.read_step import build_step
 from autopar.solver.solve import solve
+from autopar.solver.step import ALONE, Bucket
 from autopar.tracer.trace import trace
 
 R, P = Replicate(), Partial()
@@ -52,6 +53,25 @@ def test_moves_grow_with_bytes_and_are_never_negative(profile, mesh, data, small
     assert 0 <= low <= high or low == high == np.inf
     sent = [m for m in path(src, dst, mesh) or () if m.kind != "slice"]
     assert (low > 0) == bool(sent) or low == np.inf
+
+
+@settings(max_examples=30)
+@given(mesh=_meshes, data=st.data(), num_bytes=st.sampled_from([0, 4096]))
+def test_a_move_costs_what_its_collectives_do(mesh, data, num_bytes) -> None:
+    """Also of an empty tensor, such as a table of as many columns as are missing: nothing."""
+    cluster = cluster_of("cpu-gloo", mesh)
+    src = data.draw(layouts(len(mesh), R, P, Shard(0)))
+    dst = data.draw(layouts(len(mesh), R, Shard(0)))
+    for bucket in (ALONE, Bucket(3, ("all_reduce", "all_gather", "reduce_scatter"))):
+        found = MoveCosts(cluster).matrix([src], [dst], num_bytes, bucket)
+        sent = enumerate(m for m in path(src, dst, mesh) or () if m.kind != "slice")
+        seconds = sum(
+            Pricer(cluster).collective(
+                m.kind, m.axis, num_bytes * m.fraction, bucket.shared(m.kind, i)
+            )
+            for i, m in sent
+        )
+        assert found[0, 0] == pytest.approx(seconds, rel=1e-9)
 
 
 @settings(max_examples=30)

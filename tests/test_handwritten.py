@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.verification import _compared
 from tests import handwritten as hw
 
 BUILDERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]]]] = {
@@ -108,3 +109,16 @@ def test_verify_notices_a_wrong_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(lockstep, "_run_group", slightly_wrong)
     assert autopar.verify(plan, model, inputs).worst[1] > 1e-7
+
+
+@pytest.mark.parametrize(
+    ("dtype", "left", "bound"), [(torch.float32, 3e-10, 1e-5), (torch.float64, 1e-16, 1e-9)]
+)
+def test_what_rounding_leaves_of_zero_is_no_error(
+    dtype: torch.dtype, left: float, bound: float
+) -> None:
+    one = torch.ones(4, dtype=dtype)
+    expected = {("gradient", "one"): one, ("gradient", "none"): one * left}
+    found = _compared({("gradient", "one"): one, ("gradient", "none"): -one * left}, expected)
+    assert found.gradients["none"] < bound
+    assert _compared({**expected, ("gradient", "none"): one * 1e-4}, expected).worst[1] > 0.9

@@ -110,6 +110,9 @@ class MoveCosts:
             num_bytes: of the whole tensor.
             bucket: what the tensor's moves may be joined with; see `Cluster.bucketed_seconds`.
         """
+        if not num_bytes:  # nothing is sent of an empty tensor, and takes no time
+            known = self.matrix(sources, targets, 1.0)
+            return np.where(np.isfinite(known), 0.0, np.inf)
         if bucket.count > 1:
             return self._bucketed(sources, targets, num_bytes, bucket)
         at = np.ix_(self._numbers(sources), self._numbers(targets))

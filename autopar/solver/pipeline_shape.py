@@ -169,8 +169,8 @@ def open_runs(
         limit_s: that each rank must be done before.
 
     Returns:
-        The limit, or one below it with which not too many are open, and the runs by their first
-        blocks and those behind their last; none where there are no such cuts.
+        The limit, or one below it with which not too many are open (0 if there is none), and the
+        runs by their first blocks and those behind their last; none where there are no such cuts.
     """
     total = len(turn.step)
     if starts is not None:
@@ -187,6 +187,8 @@ def open_runs(
             upper_s, found = middle_s, fewer
         else:
             lower_s = middle_s  # no cuts take less
+    if sum(int(each.sum()) for each in found) > _OPEN:
+        return 0.0, [[] for _ in found]  # that takes too long
     runs = [[(int(i), int(j)) for i, j in zip(*each.nonzero(), strict=True)] for each in found]
     return upper_s, runs
 

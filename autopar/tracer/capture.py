@@ -27,6 +27,7 @@ from autopar.tracer.diagnose import (
 )
 from autopar.tracer.frozen_values import putting_back, warn_of_frozen
 from autopar.tracer.no_grad import mark_no_grad, restore_lines
+from autopar.tracer.picked_places import say_picked
 from autopar.tracer.precision import call_in
 from autopar.tracer.spelled import Spelled
 
@@ -139,12 +140,13 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
             )
     lines = capture.notes.lines
     try:
-        with passing_checks() as passed, warnings.catch_warnings():
+        with passing_checks() as answers, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Spelled(lines), _without_partial_graph():
                 exported = torch.export.export(capture, args, kwargs, strict=False)
-            checks = {**passed, **dict.fromkeys(drop_assertions(exported.graph_module))}
-            refuse_data_dependent(capture.wrapped, exported.graph_module, lines)
+            checks = {**answers.passed, **dict.fromkeys(drop_assertions(exported.graph_module))}
+            stuck = say_picked(exported.graph_module, bool(answers.some))
+            refuse_data_dependent(capture.wrapped, exported.graph_module, lines, stuck)
             refuse_vmap(exported, lines)
             if capture.dtype is not None:
                 refuse_mixed(capture.wrapped, exported.graph_module, capture.dtype)
@@ -158,7 +160,7 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
         refused = explain_call(capture.wrapped, capture.autopar_loss_fn, args, kwargs)
         text = refused or explain_failure(capture.wrapped, error, lines)
         raise TraceError(text) from error
-    warn_of(checks)
+    warn_of(checks, answers.some)
     warn_of_frozen(capture.notes.frozen)
     return exported
 

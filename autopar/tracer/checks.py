@@ -18,8 +18,9 @@ import linecache
 import operator
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -30,8 +31,11 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from autopar._compat import asks_emptiness, upper_bound
 from autopar.errors import UncheckedWarning
 from autopar.tracer.diagnose import MODES, is_outside, user_line
+from autopar.tracer.emptiness import some_are_picked
+from autopar.tracer.picked import picking_mask, same_rows
 
 __all__ = ["drop_assertions", "passing_checks", "warn_of"]
 
@@ -45,30 +49,43 @@ _ASSERTIONS = (
 _warned: set[str] = set()
 
 
-@contextmanager
-def passing_checks() -> Iterator[Mapping[str, None]]:
-    """While a model is exported, checks of unknown values pass; yields their lines."""
-    passed: dict[str, None] = {}
-    of_number = torch.SymBool.__bool__
+@dataclass
+class Answers:
+    """What a forward was told of values: lines of checks that passed, and of those that asked
+    whether rows are picked."""
 
-    def answer() -> bool | None:
-        frame = _asking(sys._getframe(2))
+    passed: dict[str, None] = field(default_factory=dict)
+    some: dict[str, None] = field(default_factory=dict)
+
+    def to(self, frame: FrameType | None) -> bool | None:
+        """What is answered to the code of a frame, if it may be."""
         found = None if frame is None else passing(frame)
-        if found is not None:
-            passed[_described(frame)] = None
+        if frame is None or found is not None:
+            self.passed.update({_described(frame): None} if frame else {})
+            return found
+        found = goes_on(frame)
+        self.some.update({_described(frame): None} if found is not None else {})
         return found
+
+
+@contextmanager
+def passing_checks() -> Iterator[Answers]:
+    """While a model is exported, checks of unknown values pass, and masks pick rows."""
+    answers = Answers()
+    of_number = torch.SymBool.__bool__
 
     def tensor_bool(value: Tensor) -> bool:
         # asked for its number, a fake tensor would leave an assertion about it in the graph
         unknown = isinstance(value, FakeTensor) and value.constant is None
-        found = answer() if unknown else None
+        found = answers.to(_asking(sys._getframe(1))) if unknown else None
         return torch._C.TensorBase.__bool__(value) if found is None else found
 
     def number_bool(value: torch.SymBool) -> bool:
         try:
             return of_number(value)
         except GuardOnDataDependentSymNode:
-            found = answer()
+            found = _not_empty(value)
+            found = answers.to(_asking(sys._getframe(1))) if found is None else found
             if found is None:
                 raise
             return found
@@ -76,36 +93,60 @@ def passing_checks() -> Iterator[Mapping[str, None]]:
     torch.Tensor.__bool__ = tensor_bool  # type: ignore[assignment, method-assign]
     torch.SymBool.__bool__ = number_bool  # type: ignore[method-assign]
     try:
-        yield passed
+        yield answers
     finally:
         del torch.Tensor.__bool__
         torch.SymBool.__bool__ = of_number  # type: ignore[method-assign]
 
 
+def _not_empty(asked: torch.SymBool) -> bool | None:
+    """torch asks of what it is given whether it is empty, and does by another way what it does for
+    the others: a graph for any number of rows is one for none. A model's own code is not believed.
+    """
+    frame = _asking(sys._getframe(2))
+    inside = frame is not None and not is_outside(frame.f_code.co_filename)
+    return asks_emptiness(asked) if inside else None
+
+
 def drop_assertions(gm: fx.GraphModule) -> Iterator[str]:
-    """Take out what `torch._check` left in an exported graph; yields the lines."""
+    """Take out what `torch._check` left in an exported graph; yields the lines. What torch notes
+    of dtypes goes too: it is of the trace, and rewrites need not keep to it.
+    """
     parts = [part for part in gm.modules() if isinstance(part, fx.GraphModule)]
     for graph in (part.graph for part in parts):
         for node in reversed(graph.nodes):
-            if node.target in _ASSERTIONS:
+            if node.target is torch.ops.aten._assert_tensor_metadata.default:
+                graph.erase_node(node)
+            elif node.target in _ASSERTIONS:
                 if not _holds_anyway(node.args[0]):
                     yield _source(node)
                 graph.erase_node(node)
 
 
 def _holds_anyway(condition: Any) -> bool:
-    """True for the bounds that torch notes of how many elements something picks of a tensor."""
-    if not isinstance(condition, fx.Node) or condition.target not in (operator.le, operator.ge):
+    """True for what torch notes of how many elements something picks of a tensor: bounds, and that
+    equal masks pick equally many."""
+    compared = (operator.eq, operator.le, operator.ge)
+    if not isinstance(condition, fx.Node) or condition.target not in compared:
         return False
     given: Any = condition.args
     size, bound = given
+    if isinstance(bound, fx.Node):
+        return same_rows(condition.graph, size, bound)
     if not isinstance(size, fx.Node) or size.target is not torch.ops.aten.sym_size.int:
         return False
     (picked,) = size.all_input_nodes
-    sources = [x.meta.get("val") for x in picked.all_input_nodes]
-    counts = [x.numel() for x in sources if isinstance(x, Tensor)]
-    known = bool(counts) and all(isinstance(n, int) for n in (*counts, bound))
-    return known and (bound >= max(counts) if condition.target is operator.le else bound <= 0)
+    mask = picking_mask(size)
+    sources = [x.meta.get("val") for x in (picked.all_input_nodes if mask is None else [mask])]
+    counts = [_most(x.numel()) for x in sources if isinstance(x, Tensor)]
+    if condition.target is operator.eq or not counts or not isinstance(bound, int):
+        return False
+    return bound >= max(counts) if condition.target is operator.le else bound <= 0
+
+
+def _most(count: Any) -> float:
+    """The largest that a number can be."""
+    return count if isinstance(count, int) else float(upper_bound(count))
 
 
 def _source(node: fx.Node) -> str:
@@ -115,18 +156,23 @@ def _source(node: fx.Node) -> str:
     return line
 
 
-def warn_of(passed: Iterable[str]) -> None:
-    """One warning for each line whose check a program leaves out."""
-    for where in passed:
+_LEFT_OUT = (
+    "looks at values, which a trace does not have, and only raises: the parallel program leaves "
+    "this check out. Where values may be wrong, check the batch before the step."
+)
+_SOME_ARE = (
+    "asks whether a mask picks anything, which a trace does not know: the parallel program goes on "
+    "as where it does. Where nothing is picked, sums and means of picked rows are 0 and nothing is "
+    "written; what else this branch computes should not depend on it."
+)
+
+
+def warn_of(passed: Iterable[str], some: Iterable[str] = ()) -> None:
+    """One warning for each line whose check, or other side, a program leaves out."""
+    for where, text in (*((w, _LEFT_OUT) for w in passed), *((w, _SOME_ARE) for w in some)):
         if where not in _warned:
             _warned.add(where)
-            warnings.warn(
-                f"{where}\n  looks at values, which a trace does not have, and only raises: the "
-                "parallel program leaves this check out. Where values may be wrong, check the "
-                "batch before the step.",
-                UncheckedWarning,
-                stacklevel=2,
-            )
+            warnings.warn(f"{where}\n  {text}", UncheckedWarning, stacklevel=2)
 
 
 def _asking(frame: FrameType | None) -> FrameType | None:
@@ -167,6 +213,17 @@ def passing(frame: FrameType) -> bool | None:
     if leaf is None or _is_caught(frame, _named(error, frame)):
         return None
     return leaf[1]
+
+
+def goes_on(frame: FrameType) -> bool | None:
+    """The answer to a frame that asks whether rows are picked; None to other questions."""
+    nodes = _nodes(frame.f_code.co_filename)
+    found = [n for n in nodes if isinstance(n, ast.If) and _spans([n.test], frame.f_lineno)]
+    if len(found) != 1:
+        return None
+    asked = [leaf for leaf in _leaves(found[0].test, True) if _is_asked(frame, leaf[0])]
+    alone = not isinstance(found[0].test, ast.BoolOp)
+    return some_are_picked(found[0], *asked[0]) if asked and alone else None
 
 
 def _raised(check: ast.If | ast.Assert) -> tuple[ast.expr | None, bool]:

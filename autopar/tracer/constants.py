@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-__all__ = ["constant"]
+__all__ = ["constant", "is_repeatable"]
 
 aten = torch.ops.aten
 
@@ -34,7 +34,7 @@ def constant(
         return lifted[node.name]
     known[node] = None
     fake = node.meta.get("val")
-    if not isinstance(fake, Tensor) or not _is_repeatable(node.target):
+    if not isinstance(fake, Tensor) or not is_repeatable(node.target):
         return None
     if math.prod(fake.shape) > _LIMIT and not _is_view(node.target):
         return None
@@ -56,7 +56,7 @@ def _is_view(target: Any) -> bool:
     return target in (aten.expand.default, aten.unsqueeze.default, aten.view.default)
 
 
-def _is_repeatable(target: Any) -> bool:
+def is_repeatable(target: Any) -> bool:
     """True for an op that gives the same each time and writes to nothing."""
     return (
         isinstance(target, torch._ops.OpOverload)

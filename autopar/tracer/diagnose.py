@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -52,7 +52,9 @@ _REMEDY = (
 )
 
 _ROWS = (
-    "How many rows are picked depends on values, so there is no one graph to plan. Keep all rows "
+    "How many rows are picked depends on values, so there is no one graph to plan. Rows that a "
+    "mask picks are planned up to a loss, a sum, a mean or `x[mask] = rows`, with what treats each "
+    "row on its own before it. Else keep all rows "
     "and weight them: torch.where(mask[:, None], rows, 0), (losses * mask).sum() / mask.sum(), or "
     "ignore_index in a loss. A loop over experts gives each expert all tokens, as in\n"
     "    out = out + expert(x) * (weights * (chosen == i)).sum(-1, keepdim=True)\n"
@@ -100,12 +102,16 @@ def user_line(node: fx.Node) -> str:
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-def refuse_data_dependent(model: nn.Module, gm: fx.GraphModule, lines: Mapping[str, str]) -> None:
+def refuse_data_dependent(
+    model: nn.Module, gm: fx.GraphModule, lines: Mapping[str, str], stuck: Sequence[fx.Node] = ()
+) -> None:
     """Raises:
-    TraceError: a value or a shape of the exported graph is known only when it runs.
+    TraceError: a value or a shape of the exported graph is known only when it runs; `stuck` are
+        ops that need to know how many rows are picked.
     """
-    for part in gm.modules():
-        for node in _live(part.graph) if isinstance(part, fx.GraphModule) else ():
+    parts = [part for part in gm.modules() if isinstance(part, fx.GraphModule)]
+    for live in (_live(part.graph) for part in parts):
+        for node in live:
             value = node.meta.get("val")
             values = value if isinstance(value, (tuple, list)) else (value,)
             given = (v for v in values if isinstance(v, (torch.Tensor, *SYMBOLIC)))
@@ -116,7 +122,16 @@ def refuse_data_dependent(model: nn.Module, gm: fx.GraphModule, lines: Mapping[s
                 what = f"{node.target} gives {_described(value)}"
                 remedy = _ROWS if _picks_rows(node) else _REMEDY
                 where = f"cannot trace {type(model).__name__} at {line}"
+                behind = next((n for n in stuck if n is not node and n in live), None)
+                if behind is not None:
+                    what += f"; {_called(behind)} at {user_line(behind)} needs to know it"
                 raise TraceError(f"{where}\n  {what}\n  {remedy}")
+
+
+def _called(node: fx.Node) -> str:
+    target = node.target
+    overload = isinstance(target, torch._ops.OpOverload)
+    return str(target) if overload else getattr(target, "__name__", str(target))
 
 
 def _picks_rows(node: fx.Node) -> bool:

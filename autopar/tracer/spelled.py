@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.core.ops import ops
 from autopar.errors import TraceError
 from autopar.tracer.diagnose import SYMBOLIC, innermost_line, refuse_packed
+from autopar.tracer.same_masks import SameMasks
 
 __all__ = ["Spelled"]
 
@@ -49,6 +50,7 @@ class Spelled(TorchFunctionMode):
     def __init__(self, lines: dict[str, str]) -> None:
         super().__init__()
         self.lines = lines
+        self.same = SameMasks()
         # what a mask picked, by id: the result, what from, the mask
         self.picked: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
@@ -81,7 +83,9 @@ class Spelled(TorchFunctionMode):
             _refuse_derivative()
         if getattr(func, "__name__", "") == "_pack_padded_sequence":
             refuse_packed(innermost_line(traceback.extract_stack()))
+        args = self.same.picking(func, args)
         result = func(*args, **kwargs)
+        self.same.note(func, args, kwargs, result)
         self._note(func, result)
         if func in _PICKING and len(args) == 2 and not kwargs:
             source, mask = args

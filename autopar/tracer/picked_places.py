@@ -1,0 +1,397 @@
+"""Picked rows of an exported graph are said with all rows: where it begins, and what has a rule.
+
+Rows are picked by `x[mask]`, `masked_select`, or by the places that `nonzero` and `where` give, and
+written back by `x[mask] = rows`, `index_add` and `masked_scatter`. See `picked` for the idea.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from autopar.tracer import picked_rows as rows_of
+from autopar.tracer.picked import (
+    Count,
+    Pick,
+    Picks,
+    Rows,
+    Said,
+    args_of,
+    name_of,
+    schema_of,
+    value_of,
+)
+from autopar.tracer.picked_rows import pointwise
+from autopar.tracer.picked_sums import LOSSES, NEUTRAL, elementwise_loss, reduced, token_loss
+
+__all__ = ["say_picked"]
+
+aten = torch.ops.aten
+Rule = Callable[[Picks, fx.Node], Said | fx.Node | None]
+
+# finite, with finite derivatives, of all that is finite
+_SAFE = frozenset(
+    "index masked_select nonzero where getitem sym_size view reshape _unsafe_view flatten squeeze "
+    "unsqueeze select slice transpose permute expand expand_as broadcast_tensors t linear add sub "
+    "mul neg square relu gelu silu sigmoid tanh softmax log_softmax layer_norm dropout to "
+    "_to_copy contiguous detach alias clone type_as zeros_like ones_like full_like abs eq ne lt le "
+    "gt ge logical_not logical_and logical_or bitwise_and bitwise_or bitwise_not argmax argmin "
+    "cross_entropy_loss nll_loss_nd mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss "
+    "binary_cross_entropy_with_logits sum mean amax amin any all index_put index_put_ index_add "
+    "index_add_ masked_scatter masked_scatter_ masked_fill clamp clamp_min clamp_max cat gather "
+    "linalg_vector_norm logsumexp leaky_relu elu selu hardtanh softplus mish erf sin cos".split()
+)
+
+
+def say_picked(gm: fx.GraphModule, zero_of_none: bool = False) -> list[fx.Node]:
+    """Say picked rows with all rows, in place, as far as rules go.
+
+    Args:
+        gm: an exported graph.
+        zero_of_none: means of no rows are 0, not nan.
+
+    Returns:
+        what has no form with all rows, first things first
+    """
+    stuck = []
+    for part in list(gm.modules()):
+        if isinstance(part, fx.GraphModule) and any(map(_is_source, part.graph.nodes)):
+            stuck += _say(Picks(graph=part.graph, zero_of_none=zero_of_none))
+            part.recompile()
+    return stuck
+
+
+def _say(picks: Picks) -> list[fx.Node]:
+    graph, stuck = picks.graph, []
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        picks.at = node
+        reads = any(picks.found(n) is not None for n in node.all_input_nodes)
+        rule = _rule_of(node) if reads else None
+        if _is_source(node):
+            rule = _SOURCES[name_of(node.target)]
+        found = rule(picks, node) if rule is not None else None
+        if found is None and (reads or _is_source(node)):
+            stuck.append(node)
+        if isinstance(found, fx.Node):
+            name = node.name
+            node.replace_all_uses_with(found)
+            graph.erase_node(node)
+            found._rename(name)  # outputs are known by name
+        elif found is not None:
+            picks.known[node] = found
+    graph.eliminate_dead_code()
+    return [node for node in graph.nodes if node in set(stuck)]
+
+
+def _is_source(node: fx.Node) -> bool:
+    name = name_of(node.target)
+    return name == "item" or (name in _SOURCES and _is_unknown(node))
+
+
+def _is_unknown(node: fx.Node) -> bool:
+    """True if a shape in a node's value depends on values."""
+    value = node.meta.get("val")
+    parts = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(p, Tensor) and free_unbacked_symbols(p) for p in parts)
+
+
+def _started(picks: Picks, node: fx.Node, rows: Rows) -> Rows:
+    """Rows where they are picked, filled where an op behind could fail on those that were not."""
+    return rows if _only_safe(node, set()) else picks.filled(rows)
+
+
+def _only_safe(node: fx.Node, seen: set[fx.Node]) -> bool:
+    for user in node.users:
+        if user in seen or user.op == "output":
+            continue
+        seen.add(user)
+        if not _is_safe(user, node) or (_is_unknown(user) and not _only_safe(user, seen)):
+            return False
+    return True
+
+
+# --- where rows are picked --------------------------------------------------------------------
+def _index(picks: Picks, node: fx.Node) -> Rows | None:
+    """By one mask, or by all places of one, with whole dims around."""
+    source: Any = args_of(node)[0]
+    indices: list[Any] = list(args_of(node)[1])
+    given = [i for i, x in enumerate(indices) if x is not None]
+    if given != list(range(given[0], given[-1] + 1)):
+        return None
+    first = given[0]
+    inner = picks.found(source)
+    if len(given) == 1 and indices[first].meta["val"].dtype is torch.bool:
+        if inner is not None or indices[first] in picks.known:
+            return _picked_again(picks, inner, indices[first], first)
+        return _masked(picks, node, source, indices[first], first)
+    found = [picks.found(indices[i]) for i in given]
+    if inner is not None or not all(isinstance(f, Rows) for f in found):
+        return None
+    return _at_places(picks, node, source, found, first)
+
+
+def _masked(picks: Picks, node: fx.Node, source: fx.Node, mask: fx.Node, dim: int) -> Rows | None:
+    pick = picks.pick_of(mask)
+    if pick is None:
+        return None
+    if source in picks.written:
+        source = picks.call(aten.clone.default, source)
+    value, rank = value_of(source), value_of(mask).dim()
+    if rank > 1:
+        shape = [*value.shape[:dim], pick.rows, *value.shape[dim + rank :]]
+        source = picks.call(aten.reshape.default, source, shape)
+    return _started(picks, node, Rows(node=source, dim=dim, pick=pick))
+
+
+def _picked_again(picks: Picks, inner: Any, mask: fx.Node, dim: int) -> Rows | None:
+    """Rows picked of picked ones, by a mask over these."""
+    chosen = picks.found(mask)
+    if not isinstance(inner, Rows) or not isinstance(chosen, Rows) or inner.dim != dim:
+        return None
+    if inner.pick.key != chosen.pick.key or value_of(chosen.node).dim() != 1:
+        return None
+    both = picks.call(aten.logical_and.default, inner.pick.flat, chosen.node)
+    key = ("again", inner.pick.key, picks.key(chosen.node))
+    pick = Pick(mask=both, flat=both, key=key)
+    return picks.filled(Rows(node=inner.node, dim=dim, pick=pick))
+
+
+def _at_places(
+    picks: Picks, node: fx.Node, source: fx.Node, found: list[Any], dim: int
+) -> Rows | None:
+    if any(f.pick is not found[0].pick for f in found) or any(
+        value_of(f.node).dim() != 1 for f in found
+    ):
+        return None
+    pick, shape = found[0].pick, value_of(found[0].pick.mask).shape
+    value = value_of(source)
+    if [f.places for f in found] == list(range(len(shape))):
+        if value.shape[dim : dim + len(shape)] == shape:
+            return _masked(picks, node, source, pick.mask, dim)
+    indices = [*[None] * dim, *(f.node for f in found)]
+    made = picks.call(aten.index.Tensor, source, indices)
+    return _started(picks, node, Rows(node=made, dim=dim, pick=pick))
+
+
+def _masked_select(picks: Picks, node: fx.Node) -> Rows | None:
+    source, mask = args_of(node)
+    shape = value_of(source).shape
+    if shape != value_of(mask).shape or picks.found(source) is not None:
+        return None
+    return _masked(picks, node, source, mask, 0)
+
+
+def _nonzero(picks: Picks, node: fx.Node) -> Said | None:
+    """The places of a mask: all places, of which those are picked that it has."""
+    mask: Any = args_of(node)[0]
+    if picks.found(mask) is not None or free_unbacked_symbols(value_of(mask)):
+        return None
+    if value_of(mask).dtype is not torch.bool:
+        mask = picks.call(aten.ne.Scalar, mask, 0)
+    pick = picks.pick_of(mask)
+    if pick is None or args_of(node)[1:]:
+        return None
+    shape = value_of(mask).shape
+    device = value_of(mask).device
+    columns, behind = [], pick.rows
+    every = picks.call(aten.arange.default, pick.rows, dtype=torch.int64, device=device)
+    for size in shape:
+        behind //= size
+        column = picks.call(aten.floor_divide.default, every, behind) if behind > 1 else every
+        columns.append(picks.call(aten.remainder.Scalar, column, size))
+    if name_of(node.target) == "nonzero":
+        places = picks.call(aten.stack.default, columns, 1)
+        return Rows(node=places, dim=0, pick=pick, places="all")
+    return [Rows(node=c, dim=0, pick=pick, places=i) for i, c in enumerate(columns)]
+
+
+def _item(picks: Picks, node: fx.Node) -> Count | None:
+    """A number that is read of a tensor; it has no gradient."""
+    source = args_of(node)[0]
+    if picks.found(source) is not None or free_unbacked_symbols(value_of(source)):
+        return None
+    return Count(node=picks.call(aten.reshape.default, picks.call(aten.detach.default, source), []))
+
+
+# --- where rows are looked up or written ----------------------------------------------------------
+def _gather(picks: Picks, node: fx.Node) -> Said | None:
+    """Rows of a table by places; those of a mask over the whole dim are the table's own."""
+    source, dim, index = args_of(node)[:3]
+    rows, rank = picks.found(index), value_of(source).dim()
+    inner, dim = picks.found(source), dim % max(rank, 1)
+    if isinstance(inner, Rows):
+        alike = inner.dim != dim and isinstance(rows, Rows) and rows.pick.key == inner.pick.key
+        return rows_of.again(picks, node, inner.dim, inner.pick) if alike else None
+    if not isinstance(rows, Rows) or rows.dim != dim:  # in other dims the n-th of each meet
+        return None
+    own = rows.places == 0 and value_of(rows.pick.mask).dim() == 1
+    if own and dim == 0 and value_of(rows.node).shape == value_of(source).shape:
+        return _masked(picks, node, source, rows.pick.mask, 0)
+    return rows_of.again(picks, node, rows.dim, rows.pick)
+
+
+def _index_select(picks: Picks, node: fx.Node) -> Said | None:
+    source, dim, index = args_of(node)
+    rows = picks.found(index)
+    if not isinstance(rows, Rows) or picks.found(source) is not None:
+        return None
+    return _at_places(picks, node, source, [rows], dim)
+
+
+def _put(picks: Picks, node: fx.Node) -> fx.Node | None:
+    """`x[mask] = rows` takes the rows where the mask has them."""
+    table, indices, source = args_of(node)[:3]
+    adds = len(args_of(node)) > 3 and args_of(node)[3]
+    rows = picks.found(source)
+    if picks.found(table) is not None or not isinstance(rows, Rows) or rows.dim != 0:
+        return None
+    place = _where_put(picks, list(indices))
+    if place is None or place.key != rows.pick.key:
+        return None
+    value, given = value_of(table), value_of(rows.node)
+    shape = value_of(place.mask).shape
+    if value.shape[: len(shape)] != shape or given.shape[1:] != value.shape[len(shape) :]:
+        return None
+    if given.dtype is not value.dtype:
+        return None
+    mask = place.mask
+    own = picks.call(aten.reshape.default, rows.node, list(value.shape))
+    if value.dim() > len(shape):
+        wide = [*shape, *[1] * (value.dim() - len(shape))]
+        mask = picks.call(aten.reshape.default, mask, wide)
+    other = picks.call(aten.add.Tensor, table, own) if adds else own
+    chosen = picks.call(aten.where.self, mask, other, table)
+    return _written(picks, node, table, chosen)
+
+
+def _where_put(picks: Picks, indices: list[Any]) -> Pick | None:
+    """The pick whose mask, or all of whose places, indices are."""
+    found = [picks.found(i) for i in indices]
+    if len(indices) == 1 and indices[0] is not None and found[0] is None:
+        return picks.pick_of(indices[0]) if value_of(indices[0]).dtype is torch.bool else None
+    rows = [f for f in found if isinstance(f, Rows)]
+    if len(rows) < len(indices) or any(r.pick is not rows[0].pick for r in rows):
+        return None
+    every = list(range(value_of(rows[0].pick.mask).dim()))
+    return rows[0].pick if [r.places for r in rows] == every else None
+
+
+def _written(picks: Picks, node: fx.Node, table: Any, value: fx.Node) -> fx.Node:
+    """The value, in place of the table's where the op writes."""
+    if schema_of(node).is_mutable:
+        return picks.call(aten.copy_.default, table, value)
+    return value
+
+
+def _add(picks: Picks, node: fx.Node) -> fx.Node | None:
+    """Rows that are not picked add zeros."""
+    table, dim, index, source = args_of(node)[:4]
+    places, rows = (picks.found(n) for n in (index, source))
+    if not isinstance(places, Rows) or not isinstance(rows, Rows) or rows.dim != dim:
+        return None
+    if picks.found(table) is not None or places.pick.key != rows.pick.key:
+        return None
+    zeroed = picks.only_picked(rows, 0)
+    value = value_of(table)
+    own = places.places == 0 and value_of(places.pick.mask).dim() == 1
+    if own and not node.kwargs and value.shape == value_of(zeroed).shape:
+        total = picks.call(aten.add.Tensor, table, zeroed)
+        return _written(picks, node, table, total)
+    return picks.call(node.target, table, dim, places.node, zeroed, **node.kwargs)
+
+
+def _scatter(picks: Picks, node: fx.Node) -> fx.Node | None:
+    """`masked_scatter` of rows by the mask that picked them, over their columns."""
+    table, mask, source = args_of(node)
+    rows = picks.found(source)
+    if picks.found(table) is not None or not isinstance(rows, Rows) or rows.dim != 0:
+        return None
+    value = value_of(table)
+    shape = value_of(rows.pick.mask).shape
+    inner: Any = mask
+    while name_of(inner.target) in ("expand", "expand_as"):
+        inner = args_of(inner)[0]
+    while name_of(inner.target) == "unsqueeze" and args_of(inner)[1] in (
+        -1,
+        value_of(inner).dim() - 1,
+    ):
+        inner = args_of(inner)[0]
+    wide = value_of(mask).shape == value.shape and value.shape[: len(shape)] == shape
+    same = value_of(inner).shape == shape and picks.order_key(inner) == rows.pick.key
+    given = value_of(rows.node)
+    if not wide or not same or given.shape[1:] != value.shape[len(shape) :]:
+        return None
+    if given.dtype is not value.dtype:
+        return None
+    own = picks.call(aten.reshape.default, rows.node, list(value.shape))
+    return _written(picks, node, table, picks.call(aten.where.self, mask, own, table))
+
+
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(rows_of.ROWWISE, rows_of.kept),
+    **dict.fromkeys(LOSSES, elementwise_loss),
+    **dict.fromkeys(("linear", "layer_norm", "rms_norm"), rows_of.last_dim),
+    **dict.fromkeys(
+        ("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum"), rows_of.beside_dim
+    ),
+    **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten"), rows_of.view),
+    **dict.fromkeys(("select", "squeeze"), rows_of.dropped_dim),
+    **dict.fromkeys(("transpose", "permute", "t"), rows_of.transpose),
+    **dict.fromkeys(("expand", "expand_as"), rows_of.expand),
+    **dict.fromkeys((*NEUTRAL, "mean", "argmax", "argmin"), reduced),
+    **dict.fromkeys(("cross_entropy_loss", "nll_loss_nd"), token_loss),
+    "slice": rows_of.slice,
+    "unsqueeze": rows_of.unsqueeze,
+    "embedding": rows_of.embedding,
+    "cat": rows_of.joined_dims,
+    "broadcast_tensors": rows_of.broadcast,
+    "getitem": rows_of.getitem,
+    "gather": _gather,
+    "index_select": _index_select,
+    "index_put": _put,
+    "index_add": _add,
+    "masked_scatter": _scatter,
+    "sym_size": rows_of.size,
+}
+_WRITES: dict[str, Rule] = {"index_put_": _put, "index_add_": _add, "masked_scatter_": _scatter}
+_SOURCES: dict[str, Rule] = {
+    "index": _index,
+    "masked_select": _masked_select,
+    "nonzero": _nonzero,
+    "where": _nonzero,
+    "item": _item,
+}
+
+
+def _is_safe(node: fx.Node, operand: fx.Node) -> bool:
+    """True if no finite number is beyond what an op, or its derivative, is made for."""
+    name = name_of(node.target)
+    looks_up = name == "gather" and operand is not args_of(node)[0]
+    if looks_up or (
+        name.startswith("index") and operand not in (args_of(node)[0], args_of(node)[-1])
+    ):
+        return False  # a place, which may be out of range
+    if name in ("pow", "div"):
+        return isinstance(args_of(node)[1], int) and args_of(node)[1] > 0
+    python = node.target in (*rows_of.NUMBERS, operator.le, operator.ge, operator.eq)
+    return name in _SAFE or python
+
+
+def _rule_of(node: fx.Node) -> Rule | None:
+    """The rule of an op that reads picked rows."""
+    target = node.target
+    if target in rows_of.NUMBERS:
+        return rows_of.number
+    if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+        return _WRITES.get(name_of(target))
+    found = _RULES.get(name_of(target))
+    if found is None and torch.Tag.pointwise in getattr(target, "tags", ()):
+        return pointwise
+    return found

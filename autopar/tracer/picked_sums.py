@@ -1,0 +1,170 @@
+"""Where picked rows are put together, those that were not picked count for nothing (`picked`).
+
+    mean over picked rows = sum(where(mask, x, 0)) / (mask.sum() * elements of a row)
+
+Losses of classes ignore the targets of the other rows. Others are taken of each element first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.tracer.picked import Picks, Rows, Said, args_of, name_of, schema_of, value_of
+from autopar.tracer.picked_rows import again, first_rows, pointwise, swapped
+
+__all__ = ["LOSSES", "NEUTRAL", "elementwise_loss", "reduced", "token_loss"]
+
+aten = torch.ops.aten
+
+LOSSES = frozenset(
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss kl_div "
+    "binary_cross_entropy_with_logits poisson_nll_loss".split()
+)
+
+
+def _least(dtype: torch.dtype) -> Any:
+    if dtype.is_floating_point:
+        return -math.inf
+    return False if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def _greatest(dtype: torch.dtype) -> Any:
+    if dtype.is_floating_point:
+        return math.inf
+    return True if dtype is torch.bool else torch.iinfo(dtype).max
+
+
+NEUTRAL: dict[str, Callable[[torch.dtype], Any]] = {
+    "sum": lambda _: 0,
+    "any": lambda _: 0,
+    "all": lambda _: 1,
+    "linalg_vector_norm": lambda _: 0,
+    "logsumexp": lambda _: -math.inf,
+    "amax": _least,
+    "amin": _greatest,
+    "max": _least,
+    "min": _greatest,
+}
+
+
+def reduced(picks: Picks, node: fx.Node) -> Said | fx.Node | None:
+    """Rows that are not picked hold what does not count."""
+    rows, name = first_rows(picks, node), name_of(node.target)
+    if rows is None:
+        return None
+    value = value_of(rows.node)
+    dims = _dims(node, value.dim())
+    if rows.dim not in dims:
+        return again(picks, node, rows.dim - _gone_before(node, dims, rows.dim), rows.pick)
+    if name == "mean":
+        return _mean(picks, node, rows, dims)
+    order = args_of(node)[1] if name == "linalg_vector_norm" and len(args_of(node)) > 1 else 2
+    if name not in NEUTRAL or not isinstance(order, (int, float)) or order <= 0:
+        return None
+    only = picks.only_picked(rows, NEUTRAL[name](value.dtype))
+    args, kwargs = swapped(picks, (args_of(node)[1:], dict(node.kwargs)))
+    made = picks.call(node.target, only, *args, **kwargs)
+    return made if isinstance(value_of(made), Tensor) else None
+
+
+def _dims(node: fx.Node, rank: int) -> set[int]:
+    """The dims that a reduction takes away."""
+    given: Any = _argument(node, "dim")
+    if given is None or given == []:
+        return set(range(rank))
+    return {d % rank for d in (given if isinstance(given, (list, tuple)) else [given])}
+
+
+def _gone_before(node: fx.Node, dims: set[int], dim: int) -> int:
+    return 0 if _argument(node, "keepdim") else sum(d < dim for d in dims)
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    """An argument of an op by its name, or its default."""
+    arguments = schema_of(node).arguments
+    for place, argument in enumerate(arguments):
+        if argument.name == name:
+            if place < len(args_of(node)) and not argument.kwarg_only:
+                return args_of(node)[place]
+            return node.kwargs.get(name, argument.default_value)
+    return None
+
+
+def _mean(picks: Picks, node: fx.Node, rows: Rows, dims: set[int]) -> fx.Node:
+    dtype = value_of(node).dtype
+    wide = rows
+    if value_of(rows.node).dtype is not dtype:
+        wide = replace(rows, node=picks.call(aten.to.dtype, rows.node, dtype))
+    only, keep = picks.only_picked(wide, 0), bool(_argument(node, "keepdim"))
+    total = picks.call(aten.sum.dim_IntList, only, sorted(dims), keep)
+    return _divided(picks, total, wide, dims)
+
+
+def _divided(picks: Picks, total: fx.Node, rows: Rows, dims: set[int]) -> fx.Node:
+    shape = value_of(rows.node).shape
+    others = math.prod(shape[d] for d in dims if d != rows.dim)
+    count = picks.call(aten.mul.Tensor, picks.count(rows.pick), others)
+    return _over(picks, total, count)
+
+
+def _over(picks: Picks, total: fx.Node, count: fx.Node) -> fx.Node:
+    """A mean, which is 0 of nothing where the model asks before."""
+    if picks.zero_of_none:
+        count = picks.call(aten.clamp_min.default, count, 1)
+    return picks.call(aten.div.Tensor, total, count)
+
+
+def elementwise_loss(picks: Picks, node: fx.Node) -> Rows | fx.Node | None:
+    """An elementwise loss: of each element, then their sum or mean over picked rows."""
+    arguments = [a.name for a in schema_of(node).arguments]
+    place, reduction = arguments.index("reduction"), _argument(node, "reduction")
+    if reduction == 0:
+        return pointwise(picks, node)
+    args = list(args_of(node)) + [
+        a.default_value for a in schema_of(node).arguments[len(args_of(node)) : place]
+    ]
+    args = [*args[:place], 0, *args[place + 1 :]]
+    with picks.mode:
+        like = torch.broadcast_tensors(*(value_of(n) for n in node.all_input_nodes))[0]
+    elements = _elements(picks, node, args, like)
+    if elements is None:
+        return None
+    total = picks.call(aten.sum.default, picks.only_picked(elements, 0))
+    return total if reduction == 2 else _divided(picks, total, elements, set(range(like.dim())))
+
+
+def _elements(picks: Picks, node: fx.Node, args: list[Any], like: Tensor) -> Rows | None:
+    """The losses of all elements, of a node that would reduce them."""
+    target: Any = node.target
+    whole = picks.graph.call_function(target, tuple(args), dict(node.kwargs))
+    with picks.mode:
+        whole.meta["val"] = like.to(value_of(node).dtype)
+    found = pointwise(picks, whole)
+    picks.graph.erase_node(whole)
+    return found if isinstance(found, Rows) else None
+
+
+def token_loss(picks: Picks, node: fx.Node) -> Said | fx.Node | None:
+    """Targets of rows that are not picked are ignored."""
+    logits, target = (picks.found(n) for n in args_of(node)[:2])
+    if not isinstance(logits, Rows) or not isinstance(target, Rows) or logits.dim != 0:
+        return None
+    if logits.pick.key != target.pick.key or value_of(target.node).dtype.is_floating_point:
+        return None
+    ignored = picks.only_picked(target, _argument(node, "ignore_index"))
+    plain = all(_argument(node, n) in (None, 0) for n in ("weight", "label_smoothing"))
+    if picks.zero_of_none and plain and _argument(node, "reduction") == 1:
+        ignore = _argument(node, "ignore_index")
+        total = picks.call(node.target, logits.node, ignored, None, 2, ignore)
+        counted = picks.call(aten.ne.Scalar, ignored, ignore)
+        return _over(picks, total, picks.call(aten.sum.default, counted))
+    made = picks.call(node.target, logits.node, ignored, *args_of(node)[2:], **node.kwargs)
+    if _argument(node, "reduction") == 0:
+        return Rows(node=made, dim=0, pick=logits.pick)
+    return made
