@@ -275,11 +275,10 @@ class Shapes:
             each = min(left, key=left.__getitem__)
             if left[each] >= limit_s or not self._may_join(each):
                 break
-            with suppress(Infeasible):  # planning says what is wrong
-                starts = self._starts(each)
-                self.together[each] = self.planner.together(each, turn, hop_s, limit_s, starts)
-            bound_s = max(left.pop(each), self.together.get(each, 0.0))
-            if bound_s <= min(left.values(), default=math.inf):
+            starts, alone_s = self._starts(each), left.pop(each)
+            found_s = self.planner.together(each, turn, hop_s, limit_s, starts)
+            self.together[each] = max(found_s, self.together.get(each, 0.0))
+            if max(alone_s, found_s) <= min(left.values(), default=math.inf):
                 break
         self.raised(shape, self._bound(shape, known.level))
         return known.bound_s > before

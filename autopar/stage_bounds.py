@@ -16,7 +16,6 @@ from autopar.core.plan import NodePlan
 from autopar.core.schedule import AUTOMATIC
 from autopar.cost_model import Cluster
 from autopar.errors import ConstraintError
-from autopar.solver.cutting_planes import least_together
 from autopar.solver.floor import Floors, functionals
 from autopar.solver.held_floors import runs_within
 from autopar.solver.ideal import BlockWork
@@ -29,7 +28,7 @@ from autopar.solver.overlap import EXPOSED, least_share
 from autopar.solver.pins import with_roles
 from autopar.solver.pipeline_shape import PipelineShape, line_of, open_runs, stage_mesh
 from autopar.solver.problem import Array
-from autopar.solver.run_floors import Plane, RunFloors
+from autopar.solver.ranks_together import Plane, least_together
 from autopar.solver.turn import Turn, floored, windowed
 from autopar.solver.windows import WindowKind, widened
 
@@ -59,7 +58,6 @@ class StageBounds:
         self._turns: dict[tuple[int, int], Turn] = {}
         self._wide: dict[tuple[int, int], Floors] = {}
         self._within: dict[tuple[int, int, int], Mapping[str, Array]] = {}
-        self._runs: dict[tuple[int, int, int], RunFloors] = {}
 
     def rank_cluster(self, size: int) -> Cluster:
         """The devices of one of so many pipeline ranks.
@@ -108,16 +106,10 @@ class StageBounds:
         """
         key = (shape.size, shape.microbatches)
         turn, body = self.turn(shape), self.micro(shape.microbatches)[1].body
-        self._turns[key] = windowed(turn, self._widened(shape), body, self.work.names, kind)
-
-    def _widened(self, shape: PipelineShape) -> Floors:
-        """Of a graph with as many equal blocks as a window may have."""
-        key = (shape.size, shape.microbatches)
         if key not in self._wide:
-            body = self.micro(shape.microbatches)[1].body
             wide = widened(body) if body.repeats else body
             self._wide[key] = self._floors(wide, shape, parts=True)
-        return self._wide[key]
+        self._turns[key] = windowed(turn, self._wide[key], body, self.work.names, kind)
 
     def together(
         self,
@@ -127,7 +119,7 @@ class StageBounds:
         limit_s: float,
         starts: Sequence[int] | None,
     ) -> float:
-        """Seconds that its ranks take together at least (`cutting_planes`), up to a limit.
+        """Seconds that its ranks take together at least (`ranks_together`), up to a limit.
 
         Args:
             shape: of the pipeline, with its schedule.
@@ -135,22 +127,11 @@ class StageBounds:
             hop_s: latency of a transfer.
             limit_s: bounds above it are of no use.
             starts: first blocks of all stages but the first; None: any.
-
-        Raises:
-            Infeasible: no combination of placements connects the ops.
         """
-        key, work = (shape.size, shape.microbatches, shape.chunks), self.work
-        if key not in self._runs:
-            body = self.micro(shape.microbatches)[1].body
-            floors = self._floors(body, shape, parts=True)
-            self._runs[key] = RunFloors(
-                floors, self._widened(shape), body, work.names, work.held, work.like,
-                shape.num_stages,
-            )  # fmt: skip
         sums = functionals(shape.microbatches, turn.ahead)
-        known = (Plane(w, turn.runs(name)) for name, w in sums.items() if name in turn.found)
-        limit_s, runs = open_runs(shape, turn, hop_s, work.joint, limit_s, starts)
-        return least_together(line_of(shape, hop_s), runs, known, self._runs[key], limit_s)
+        planes = [Plane(w, turn.runs(name)) for name, w in sums.items() if name in turn.found]
+        limit_s, runs = open_runs(shape, turn, hop_s, self.work.joint, limit_s, starts)
+        return least_together(line_of(shape, hop_s), runs, planes, limit_s)
 
     def within(self, shape: PipelineShape) -> Mapping[str, Array]:
         """Lower bounds of runs of blocks on its ranks within the limit (`held_floors`)."""

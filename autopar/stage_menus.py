@@ -24,6 +24,7 @@ from autopar.core.plan import Plan
 from autopar.core.soonest import forwards_ahead, soonest
 from autopar.cost_model.stages import rank_load
 from autopar.solver.stage_mixture import Mixture, best_mixture
+from autopar.solver.step_lp import Line
 
 __all__ = ["Aim", "Aims", "StageMenus"]
 
@@ -57,11 +58,11 @@ class _Option(NamedTuple):
     load: RankLoad
     finish_s: float
 
-    @property
-    def seconds(self) -> tuple[float, ...]:
-        """Of its parts, in the order of `Waits`."""
+    def seconds(self, turns: int) -> tuple[float, ...]:
+        """Of its parts in a step of so many turns, in the order of `Waits`."""
         load = self.load
-        return (load.begin_s, load.forward_s, load.input_s, load.weight_s, self.finish_s)
+        at_turns = (turns * s for s in (load.forward_s, load.input_s, load.weight_s))
+        return (load.begin_s, *at_turns, self.finish_s)
 
 
 class StageMenus:
@@ -104,8 +105,10 @@ class StageMenus:
         """
         loads = [option.load for option in self._taken(plans)]
         ahead = forwards_ahead(loads, self.microbatches)
-        options = [[option.seconds for option in menu] for menu in self._menus(plans)]
-        return best_mixture(options, self.microbatches, ahead, transfer_s)
+        turns = self.microbatches
+        line = Line(ranks=len(plans), microbatches=turns, transfer_s=transfer_s, ahead=ahead)
+        options = [[option.seconds(turns) for option in menu] for menu in self._menus(plans)]
+        return best_mixture(options, line)
 
     def better(
         self, plans: Sequence[Plan], transfer_s: Sequence[float], mixture: Mixture

@@ -36,7 +36,7 @@ from autopar.solver.rules.notes import note_places
 from autopar.solver.shares import lowest_shares
 from autopar.solver.step import Bucket, Step
 
-__all__ = ["Alone", "Floors", "Weights", "functionals", "least_of", "left_out"]
+__all__ = ["Alone", "Floors", "Weights", "functionals", "left_out"]
 
 _MANY = 1 << 30  # gradients that a bucket may join
 _SUMMING = {*REARRANGING, NARROW, torch.ops.aten.alias.default, torch.ops.aten.add.Tensor}
@@ -217,11 +217,6 @@ class Floors:
             wanted: names of `functionals`.
             around_last: with what is around the last of them; else without what is around any.
         """
-        alone = self.run(blocks, around_last)
-        return {name: least_of(alone, self.wanted[name]) for name in wanted}
-
-    def run(self, blocks: Sequence[str], around_last: bool = False) -> Alone:
-        """The problem of blocks that follow each other on one rank; arguments as for `of_run`."""
         every = list(self.cells.members)
         inside, place = self._places(every)
         numbers = [every.index(block) for block in blocks]
@@ -230,7 +225,7 @@ class Floors:
             own |= self._around(place, inside)[numbers[-1]]
         for name in own & place.keys():
             place[name] = -1
-        return self._alone(self._only(own), self._before_others(place))
+        return self._found(self._only(own), self._before_others(place), wanted)
 
     def _found(
         self, part: Step, before: Collection[str], wanted: Collection[str]
@@ -239,7 +234,7 @@ class Floors:
             return dict.fromkeys(wanted, 0.0)
         alone = self._alone(part, before)
         return {
-            name: least_of(alone, weights)
+            name: _least(alone.weighed(weights))
             for name, weights in self.wanted.items()
             if name in wanted
         }
@@ -250,12 +245,6 @@ class Floors:
         around, before = self._around(place, inside), self._before_others(place)
         parts = [self._only(a | b) for a, b in zip(inside, around, strict=True)]
         return [self._alone(part, before) for part in parts]
-
-    def beside(self, blocks: Sequence[str]) -> list[Alone]:
-        """The problem of what is around each block."""
-        inside, place = self._places(blocks)
-        before = self._before_others(place)
-        return [self._alone(self._only(n), before) for n in self._around(place, inside)]
 
     def _places(self, blocks: Sequence[str]) -> tuple[list[set[str]], dict[str, int]]:
         """Names of what is in each block, and the number of the block that an op is with."""
@@ -384,11 +373,5 @@ class Floors:
         return found
 
 
-def least_of(alone: Alone, weights: Weights) -> float:
-    """Seconds that a problem takes at least, as its parts count.
-
-    Raises:
-        Infeasible: nothing is possible within the constraints.
-    """
-    problem = alone.weighed(weights)
+def _least(problem: ChoiceProblem) -> float:
     return max(0.0, solve_problem(problem, exact=False).bound) if problem.costs else 0.0

@@ -35,30 +35,19 @@ class Mixture:
     most: tuple[int, ...]
 
 
-def best_mixture(
-    options: Sequence[Sequence[Sequence[float]]],
-    microbatches: int,
-    ahead: Sequence[int],
-    transfer_s: Sequence[float],
-) -> Mixture:
+def best_mixture(options: Sequence[Sequence[Sequence[float]]], line: Line) -> Mixture:
     """The mixtures with which a step takes least.
 
     Args:
-        options: of each rank's stage, the seconds of the parts of its plans in the order of
-            `Waits`, those of turns by microbatch.
-        microbatches: of the step.
-        ahead: forwards that each rank may begin ahead of its first gradient.
-        transfer_s: over the boundary behind each rank but the last.
+        options: of each stage, the seconds of a step of the parts of its plans, in the order of
+            `Waits`.
+        line: of the ranks.
 
     Raises:
         Infeasible: the solver finds no solution.
     """
-    master = StepLP(
-        Line(ranks=len(options), microbatches=microbatches, transfer_s=transfer_s, ahead=ahead),
-        max(sum(plans[0]) for plans in options) * microbatches or 1.0,
-    )
-    often = (1.0, *[float(microbatches)] * 3, 1.0)
-    mixed = [_mix(master, r, plans, often) for r, plans in enumerate(options)]
+    master = StepLP(line, max(sum(plans[0]) for plans in options) or 1.0)
+    mixed = [_mix(master, stage, plans) for stage, plans in enumerate(options)]
     if not master.solve():
         raise Infeasible("the LP of a pipeline's stages has no solution")
     return Mixture(
@@ -73,15 +62,13 @@ def _largest(shares: Sequence[pulp.LpVariable]) -> int:
 
 
 def _mix(
-    master: StepLP, stage: int, plans: Sequence[Sequence[float]], often: Sequence[float]
+    master: StepLP, stage: int, plans: Sequence[Sequence[float]]
 ) -> tuple[list[pulp.LpVariable], list[pulp.LpConstraint]]:
     """The shares of a stage's plans, and rows: its parts take no less than in the mixture."""
     shares = [master.variable(f"share_{stage}_{k}") for k in range(len(plans))]
     master.lp += pulp.LpAffineExpression(dict.fromkeys(shares, 1.0)) == 1
     rows = []
-    for k, (part, turns) in enumerate(zip(master.parts[stage], often, strict=True)):
-        theirs = {
-            share: -turns * plan[k] / master.unit for share, plan in zip(shares, plans, strict=True)
-        }
+    for k, part in enumerate(master.parts[stage]):
+        theirs = {share: -plan[k] / master.unit for share, plan in zip(shares, plans, strict=True)}
         rows.append(master.require({part: 1.0, **theirs}))
     return shares, rows
