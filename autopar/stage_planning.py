@@ -30,9 +30,10 @@ from autopar.critical_stages import CriticalStages
 from autopar.errors import ConstraintError, InfeasiblePlanError
 from autopar.own_orders import fastest_orders, least_held
 from autopar.pipeline_stages import Pipeliner
+from autopar.solver.balanced_cuts import balanced_cuts
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.offers import Offers
-from autopar.solver.pipeline_shape import PipelineShape, balanced_cuts
+from autopar.solver.pipeline_shape import PipelineShape
 from autopar.solver.solve import KnownVariants, Solved, fits, in_other_flights, solve_step
 from autopar.stage_bounds import StageBounds
 from autopar.stage_menus import Aim

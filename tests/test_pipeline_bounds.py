@@ -27,6 +27,7 @@ from autopar.errors import ConstraintError, InfeasiblePlanError
 from autopar.pipeline_shapes import Shapes
 from autopar.pipelining import _Search, plan_step
 from autopar.report.summary import render_summary
+from autopar.solver.balanced_cuts import _on_the_clock, balanced_cuts, expected_seconds
 from autopar.solver.cuts import least_cuts, runs_of
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.floor import functionals
@@ -34,9 +35,6 @@ from autopar.solver.ideal import BlockWork
 from autopar.solver.offers import Offers
 from autopar.solver.pipeline_shape import (
     PipelineShape,
-    _on_the_clock,
-    balanced_cuts,
-    expected_seconds,
     least_seconds,
 )
 from autopar.solver.turn import WIDE, Turn

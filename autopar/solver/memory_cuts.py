@@ -21,8 +21,9 @@ import numpy as np
 
 from autopar.core.flights import flights
 from autopar.core.schedule import actions
+from autopar.solver.balanced_cuts import cuts_that_fit
 from autopar.solver.ideal import BlockWork
-from autopar.solver.pipeline_shape import PipelineShape, cuts_that_fit
+from autopar.solver.pipeline_shape import PipelineShape
 from autopar.solver.problem import Array
 from autopar.solver.turn import Turn
 
