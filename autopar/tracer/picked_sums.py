@@ -56,6 +56,8 @@ NEUTRAL: dict[str, Callable[[torch.dtype], Any]] = {
 def reduced(picks: Picks, node: fx.Node) -> Said | fx.Node | None:
     """Rows that are not picked hold what does not count."""
     rows, name = first_rows(picks, node), name_of(node.target)
+    if schema_of(node).overload_name == "other":  # the greater of two
+        return pointwise(picks, node)
     if rows is None:
         return None
     value = value_of(rows.node)
