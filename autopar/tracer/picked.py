@@ -114,6 +114,7 @@ class Picks:
     graph: fx.Graph
     zero_of_none: bool = False
     known: dict[fx.Node, Said] = field(default_factory=dict)
+    sums: dict[fx.Node, Pick] = field(default_factory=dict)
     picks: dict[tuple[int, tuple[int, ...]], Pick] = field(default_factory=dict)
     keys: dict[fx.Node, int] = field(default_factory=dict)
     numbers: dict[Hashable, int] = field(default_factory=dict)
@@ -208,6 +209,18 @@ class Picks:
     def count(self, pick: Pick) -> fx.Node:
         """How many rows are picked."""
         return self.call(aten.sum.default, pick.flat)
+
+    def put_together(self, value: fx.Node, pick: Pick, of_none: float = 0) -> fx.Node:
+        """What is made of all picked rows; 0, if it is not anyway, of none where the model asks."""
+        if self.zero_of_none and of_none != 0:
+            value = self.or_else(value, pick, 0)
+        self.sums[value] = pick
+        return value
+
+    def or_else(self, value: fx.Node, pick: Pick, number: int) -> fx.Node:
+        """The value, or a number where no rows are picked."""
+        none = self.call(aten.logical_not.default, self.call(aten.any.default, pick.flat))
+        return self.call(aten.masked_fill.Scalar, value, none, number)
 
 
 def value_of(node: Any) -> Any:

@@ -27,7 +27,14 @@ from autopar.tracer.picked import (
 )
 from autopar.tracer.picked_finite import guarded, started
 from autopar.tracer.picked_rows import pointwise
-from autopar.tracer.picked_sums import LOSSES, NEUTRAL, elementwise_loss, reduced, token_loss
+from autopar.tracer.picked_sums import (
+    LOSSES,
+    NEUTRAL,
+    elementwise_loss,
+    quotient_of_sums,
+    reduced,
+    token_loss,
+)
 
 __all__ = ["say_picked"]
 
@@ -63,6 +70,8 @@ def _say(picks: Picks) -> list[fx.Node]:
         rule = _rule_of(node) if reads else None
         if _is_source(node):
             rule = _SOURCES[name_of(node.target)]
+        elif picks.zero_of_none and node.target is aten.div.Tensor and not reads:
+            rule = quotient_of_sums
         found = guarded(picks, node, rule) if rule is not None else None
         if found is None and (reads or _is_source(node)):
             stuck.append(node)
