@@ -28,13 +28,18 @@ def _any(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
 
 def _size(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
     """As DeBERTa does."""
-    index = (y.flatten() >= 0).nonzero()
-    if index.size(0) > 0:
-        logits = m.classes(x).flatten(0, 1)
-        chosen = torch.gather(logits, 0, index.expand(index.size(0), CLASSES))
-        loss = F.cross_entropy(chosen, torch.gather(y.flatten(), 0, index.view(-1)))
+    if y.dim() > 1:
+        y = y.flatten()
+        index = (y >= 0).nonzero()
+        if index.size(0) > 0:
+            logits = m.classes(x).flatten(0, 1)
+            chosen = torch.gather(logits, 0, index.expand(index.size(0), CLASSES))
+            y = torch.gather(y, 0, index.view(-1))
+            loss = F.cross_entropy(chosen, y.view(-1))
+        else:
+            loss = torch.tensor(0.0).to(x)
     else:
-        loss = torch.tensor(0.0).to(x)
+        loss = F.cross_entropy(m.classes(x), y)
     return loss + _of_all(m, x)
 
 

@@ -206,6 +206,8 @@ class _Around:
 
     def _is_read_next(self, name: str, line: int) -> bool:
         behind = [n.lineno for n in self._names(name) if n.lineno > line]
+        if line == self.end:
+            behind = [n for n in behind if not self._is_beside(n)]
         plain = (s for s in ast.walk(self.function) if isinstance(s, ast.stmt))
         for s in (s for s in plain if behind and not hasattr(s, "body")):
             if s.lineno <= min(behind) <= (s.end_lineno or s.lineno):
@@ -214,6 +216,15 @@ class _Around:
                     isinstance(n.ctx, ast.Load) for n in here
                 )
         return bool(behind)  # in the head of a statement
+
+    def _is_beside(self, line: int) -> bool:
+        """True for a line of an `else` whose `if` the branch is in."""
+        others = (n for n in ast.walk(self.function) if isinstance(n, ast.If) and n.orelse)
+        return any(
+            n.lineno < self.check.lineno <= (n.body[-1].end_lineno or 0)
+            and n.orelse[0].lineno <= line <= (n.orelse[-1].end_lineno or 0)
+            for n in others
+        )
 
     def _names(self, name: str) -> list[ast.Name]:
         walked = ast.walk(self.function)
