@@ -225,6 +225,10 @@ def _kept(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
             continue
         found = m.inner(x).flatten(0, 1)[places]
         out.view(-1, x.size(-1)).index_add_(0, places, found)
+    for kind in range(2):
+        token, place = torch.where(mask == kind)
+        if place.numel() > 0:
+            out[token, place] = out[token, place] * 2
     if (y >= 0).any():
         loss = F.cross_entropy(m.classes(x)[y >= 0], y[y >= 0])
     return loss + out.square().sum() + _of_all(m, x)

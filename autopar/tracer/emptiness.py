@@ -52,7 +52,9 @@ def some_are_picked(
     end = check.end_lineno or check.lineno
     if any(isinstance(statement, ast.Continue) for statement in none):
         some, end = _rest_of_loop(check, function)
-    around = _Around(check=check, end=end, function=function, none=none, asked=_asked_names(leaf))
+    around = _Around(
+        check=check, end=end, function=function, none=none, asked=_asked_names(leaf, function)
+    )
     if not all(around.leaves(inner) for statement in some for inner in ast.walk(statement)):
         return None
     return truth if all(map(_does_nothing, none)) else None
@@ -241,9 +243,16 @@ def _rest_of_loop(check: ast.If, function: ast.AST) -> tuple[list[ast.stmt], int
     return rest, loop.end_lineno or end
 
 
-def _asked_names(leaf: ast.expr) -> frozenset[str]:
-    """Masks and places that a test asks about, as they are written."""
-    return frozenset(ast.unparse(n) for n in ast.walk(leaf) if isinstance(n, ast.expr))
+def _asked_names(leaf: ast.expr, function: ast.AST) -> frozenset[str]:
+    """Masks and places that a test asks about, as they are written, with those of the same call:
+    `places.numel()` of `places, nth = torch.where(mask)` is about both.
+    """
+    asked = {ast.unparse(n) for n in ast.walk(leaf) if isinstance(n, ast.expr)}
+    for targets in (n.targets for n in ast.walk(function) if isinstance(n, ast.Assign)):
+        for target in (t for t in targets if isinstance(t, ast.Tuple)):
+            names = set(map(ast.unparse, target.elts))
+            asked |= names if names & asked else set()
+    return frozenset(asked)
 
 
 def _assigned(statement: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:

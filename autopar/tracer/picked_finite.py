@@ -112,7 +112,9 @@ def _is_finite(picks: Picks, node: fx.Node) -> bool:
         name = name_of(at.target)
         if name in _TRAINED and not detached and _is_trained(at):
             continue
-        safe = name in _ALSO_FINITE or (name not in _MEANS and _is_safe(at, args_of(at)[0]))
+        safe = name in _ALSO_FINITE or (
+            name not in _MEANS and _is_safe(at, (*args_of(at), None)[0])
+        )
         if not safe or name == "detach" or at in picks.written or not _of_finite_numbers(at):
             return False
         todo += at.all_input_nodes
