@@ -223,7 +223,29 @@ def goes_on(frame: FrameType) -> bool | None:
         return None
     asked = [leaf for leaf in _leaves(found[0].test, True) if _is_asked(frame, leaf[0])]
     alone = not isinstance(found[0].test, ast.BoolOp)
-    return some_are_picked(found[0], *asked[0]) if asked and alone else None
+    if not asked or not alone or _counts_numbers(frame, asked[0][0]):
+        return None
+    return some_are_picked(found[0], *asked[0], _function(frame))
+
+
+def _counts_numbers(frame: FrameType, leaf: ast.expr) -> bool:
+    """True for `places.sum() > 0` of numbers that do not say which rows are picked."""
+    names = (n.id for n in ast.walk(leaf) if isinstance(n, ast.Name))
+    values = [frame.f_locals.get(name) for name in names]
+    sums = any(isinstance(n, ast.Attribute) and n.attr == "sum" for n in ast.walk(leaf))
+    plain = isinstance(leaf, ast.Compare) and not any(
+        isinstance(n, ast.Compare) and n is not leaf for n in ast.walk(leaf)
+    )
+    numbers = (isinstance(v, Tensor) and v.dtype is not torch.bool for v in values)
+    return sums and plain and any(numbers)
+
+
+def _function(frame: FrameType) -> ast.AST | None:
+    """The innermost function around the line that a frame is at."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = (n for n in _nodes(frame.f_code.co_filename) if isinstance(n, kinds))
+    around = [n for n in nodes if n.lineno <= frame.f_lineno <= (n.end_lineno or 0)]
+    return max(around, key=lambda n: n.lineno, default=None)
 
 
 def _raised(check: ast.If | ast.Assert) -> tuple[ast.expr | None, bool]:
@@ -328,10 +350,11 @@ def _spans(body: list[Any], line: int) -> bool:
 
 @cache
 def _nodes(filename: str) -> tuple[ast.AST, ...]:
-    """Statements of a file that check or catch; none where its source is not to be had."""
+    """Functions of a file, and statements that check or catch; none without its source."""
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except SyntaxError:
         return ()
-    kinds = (ast.If, ast.Assert, ast.Try, ast.TryStar, ast.With, ast.AsyncWith)
+    checks = (ast.If, ast.Assert, ast.Try, ast.TryStar, ast.With, ast.AsyncWith)
+    kinds = (*checks, ast.FunctionDef, ast.AsyncFunctionDef)
     return tuple(node for node in ast.walk(tree) if isinstance(node, kinds))

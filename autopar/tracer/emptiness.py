@@ -4,24 +4,33 @@
         loss = f(x[mask], y[mask])        continue
 
 A program for any number of picked rows is one for none, too, if what it makes of none is what the
-other side does: nothing, or a zero. The source has to show that; what the side for some rows does
-beside picking is not looked at, so a warning names the line.
+other side does: nothing, or a zero. The source has to show that; what the side for some rows
+makes of picked rows is not looked at, so a warning names the line. But it may not count
+(`terms += 1`), collect (`losses.append(...)`) or replace a value that is read later.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 __all__ = ["some_are_picked"]
 
 _SOME = (ast.Gt, ast.GtE, ast.NotEq)
 _NONE = (ast.Eq, ast.Lt, ast.LtE)
 _LEAVING = (ast.Return, ast.Break, ast.Continue, ast.Raise)
+_ROWS_INTO = (
+    *("index_add", "index_copy", "index_put", "masked_scatter", "masked_fill", "scatter_add"),
+    *("add", "sub"),
+)
+_COLLECTING = ("append", "extend", "insert", "add", "update", "setdefault")
 _ZEROS = ("zeros", "zeros_like", "new_zeros")
 
 
-def some_are_picked(check: ast.If, leaf: ast.expr, wanted: bool) -> bool | None:
+def some_are_picked(
+    check: ast.If, leaf: ast.expr, wanted: bool, function: ast.AST | None
+) -> bool | None:
     """The truth of a part of a test where rows are picked; None if the test is of another kind, or
     the side for no rows does something.
 
@@ -29,15 +38,24 @@ def some_are_picked(check: ast.If, leaf: ast.expr, wanted: bool) -> bool | None:
         check: the statement.
         leaf: what it asks.
         wanted: the truth of `leaf` that leads into the body.
+        function: that which it is in.
     """
     truth = _means_some(leaf)
-    if truth is None:
+    if truth is None or function is None:
         return None
     some, none = (check.body, check.orelse) if truth is wanted else (check.orelse, check.body)
     if any(isinstance(n, _LEAVING) for statement in some for n in ast.walk(statement)):
         return None  # the other side is all that follows
     mask = _asked_of_values(leaf)
     if mask is not None and mask not in set(_picking(some)):
+        return None
+    end = check.end_lineno or check.lineno
+    if any(isinstance(statement, ast.Continue) for statement in none):
+        some, end = _rest_of_loop(check, function)
+    around = _Around(
+        check=check, end=end, function=function, none=none, asked=_asked_names(leaf, function)
+    )
+    if not all(around.leaves(inner) for statement in some for inner in ast.walk(statement)):
         return None
     return truth if all(map(_does_nothing, none)) else None
 
@@ -107,3 +125,176 @@ def _is_zero(value: ast.expr) -> bool:
         return bool(value.args) and _is_zero(value.args[0])
     inner = value.func.value if isinstance(value.func, ast.Attribute) else None
     return name in ("to", "float", "sum", "type_as") and inner is not None and _is_zero(inner)
+
+
+# --- what the side for some rows does to names of the function ------------------------------------
+@dataclass(frozen=True)
+class _Around:
+    """A branch, the function that it is in, and what its test asks of."""
+
+    check: ast.If
+    end: int
+    function: ast.AST
+    none: list[ast.stmt]
+    asked: frozenset[str]
+
+    def leaves(self, statement: ast.AST) -> bool:
+        """True for one that leaves all as it was, or adds 0, where no rows are picked."""
+        if isinstance(statement, ast.AugAssign):
+            plain = isinstance(statement.op, (ast.Add, ast.Sub))
+            if isinstance(statement.target, ast.Subscript):
+                return self._at_rows(statement.target)
+            return plain and not _has_number(statement.value)
+        if isinstance(statement, (ast.Assign, ast.AnnAssign)):
+            return all(self._sets(target, value) for target, value in _assigned(statement))
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+            return self._calls(statement.value)
+        return True
+
+    def _at_rows(self, target: ast.Subscript) -> bool:
+        places = target.slice.elts if isinstance(target.slice, ast.Tuple) else [target.slice]
+        return any(ast.unparse(place) in self.asked for place in places)
+
+    def _sets(self, target: ast.expr, value: ast.expr) -> bool:
+        if isinstance(target, ast.Subscript):
+            return self._at_rows(target) or not self._is_older(target.value)
+        if not isinstance(target, ast.Name):
+            return True
+        if self._is_set_otherwise(target.id):
+            return not _has_number(value)
+        if not self._is_older(target) or not self._is_read(target.id):
+            return True
+        return not _has_number(value) and (
+            self._was_zero(target.id)
+            or any(isinstance(t, ast.Name) and t.id == target.id for t in _terms(value))
+            or target.id in _owners_of_rows(value)
+        )
+
+    def _calls(self, call: ast.Call) -> bool:
+        owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+        collects = _method(call) in _COLLECTING
+        changes = _method(call).endswith("_") and _method(call)[:-1] not in _ROWS_INTO
+        return owner is None or not (collects or changes) or not self._is_older(owner)
+
+    def _is_set_otherwise(self, name: str) -> bool:
+        return any(_id(t) == name for statement in self.none for t, _ in _assigned(statement))
+
+    def _was_zero(self, name: str) -> bool:
+        """True if a name was last set to a zero or None."""
+        inner = [s for s in ast.walk(self.function) if isinstance(s, ast.stmt)]
+        before = [s for s in inner if s.lineno < self.check.lineno]
+        sets = [(s.lineno, v) for s in before for t, v in _assigned(s) if _id(t) == name]
+        last = max(sets, key=lambda one: one[0], default=(0, None))[1]
+        if last is None:
+            return False
+        nothing = isinstance(last, ast.Constant) and last.value is None
+        return nothing or _is_zero(last)
+
+    def _is_older(self, owner: ast.expr) -> bool:
+        """True if a name, or the one that an expression begins with, was there before."""
+        while isinstance(owner, (ast.Attribute, ast.Subscript)):
+            owner = owner.value
+        if not isinstance(owner, ast.Name):
+            return False
+        arguments = [n.arg for n in ast.walk(self.function) if isinstance(n, ast.arg)]
+        stores = [n for n in self._names(owner.id) if not isinstance(n.ctx, ast.Load)]
+        return owner.id in arguments or any(n.lineno < self.check.lineno for n in stores)
+
+    def _is_read(self, name: str) -> bool:
+        """True if what is next done with a name, behind the branch, is to read it."""
+        around = (n for n in ast.walk(self.function) if isinstance(n, (ast.For, ast.While)))
+        starts = [s.lineno for s in around if s.lineno < self.check.lineno <= (s.end_lineno or 0)]
+        return any(self._is_read_next(name, start) for start in (self.end, *starts))
+
+    def _is_read_next(self, name: str, line: int) -> bool:
+        behind = [n.lineno for n in self._names(name) if n.lineno > line]
+        if line == self.end:
+            behind = [n for n in behind if not self._is_beside(n)]
+        plain = (s for s in ast.walk(self.function) if isinstance(s, ast.stmt))
+        for s in (s for s in plain if behind and not hasattr(s, "body")):
+            if s.lineno <= min(behind) <= (s.end_lineno or s.lineno):
+                here = [n for n in ast.walk(s) if isinstance(n, ast.Name) and n.id == name]
+                return isinstance(s, ast.AugAssign) or any(
+                    isinstance(n.ctx, ast.Load) for n in here
+                )
+        return bool(behind)  # in the head of a statement
+
+    def _is_beside(self, line: int) -> bool:
+        """True for a line of an `else` whose `if` the branch is in."""
+        others = (n for n in ast.walk(self.function) if isinstance(n, ast.If) and n.orelse)
+        return any(
+            n.lineno < self.check.lineno <= (n.body[-1].end_lineno or 0)
+            and n.orelse[0].lineno <= line <= (n.orelse[-1].end_lineno or 0)
+            for n in others
+        )
+
+    def _names(self, name: str) -> list[ast.Name]:
+        walked = ast.walk(self.function)
+        return [n for n in walked if isinstance(n, ast.Name) and n.id == name]
+
+
+def _rest_of_loop(check: ast.If, function: ast.AST) -> tuple[list[ast.stmt], int]:
+    """What a loop does behind a `continue`, and its last line."""
+    end = check.end_lineno or check.lineno
+    loops = [n for n in ast.walk(function) if isinstance(n, (ast.For, ast.While))]
+    around = [n for n in loops if n.lineno <= check.lineno <= (n.end_lineno or 0)]
+    loop = max(around, key=lambda n: n.lineno)
+    rest = [n for n in ast.walk(loop) if isinstance(n, ast.stmt) and n.lineno > end]
+    return rest, loop.end_lineno or end
+
+
+def _asked_names(leaf: ast.expr, function: ast.AST) -> frozenset[str]:
+    """Masks and places that a test asks about, as they are written, with those of the same call:
+    `places.numel()` of `places, nth = torch.where(mask)` is about both.
+    """
+    asked = {ast.unparse(n) for n in ast.walk(leaf) if isinstance(n, ast.expr)}
+    for targets in (n.targets for n in ast.walk(function) if isinstance(n, ast.Assign)):
+        for target in (t for t in targets if isinstance(t, ast.Tuple)):
+            names = set(map(ast.unparse, target.elts))
+            asked |= names if names & asked else set()
+    return frozenset(asked)
+
+
+def _assigned(statement: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Targets with what they are set to; of a tuple that is not written out, the whole."""
+    if isinstance(statement, ast.AnnAssign) and statement.value is not None:
+        yield statement.target, statement.value
+    for target in statement.targets if isinstance(statement, ast.Assign) else ():
+        value = statement.value  # type: ignore[attr-defined]
+        several = isinstance(target, (ast.Tuple, ast.List))
+        targets = target.elts if several else [target]  # type: ignore[attr-defined]
+        alike = several and isinstance(value, ast.Tuple) and len(value.elts) == len(targets)
+        yield from zip(targets, value.elts if alike else [value] * len(targets), strict=True)
+
+
+def _id(target: ast.expr) -> str:
+    return target.id if isinstance(target, ast.Name) else ""
+
+
+def _terms(value: ast.expr) -> Iterator[ast.expr]:
+    """What an expression adds up."""
+    if isinstance(value, ast.BinOp) and isinstance(value.op, (ast.Add, ast.Sub)):
+        yield from _terms(value.left)
+        yield from _terms(value.right)
+    elif isinstance(value, ast.UnaryOp):
+        yield from _terms(value.operand)
+    elif isinstance(value, ast.IfExp):
+        yield from _terms(value.body)
+        yield from _terms(value.orelse)
+    else:
+        yield value
+
+
+def _owners_of_rows(value: ast.expr) -> Iterator[str]:
+    """`out` of `out.view(-1).index_add(0, places, rows).view_as(x)`."""
+    into = False
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+        into = into or value.func.attr in _ROWS_INTO
+        value = value.func.value
+    if into:
+        yield _id(value)
+
+
+def _has_number(value: ast.expr) -> bool:
+    """True for what is not 0 of no rows, as it adds a number."""
+    return any(isinstance(term, ast.Constant) and term.value != 0 for term in _terms(value))

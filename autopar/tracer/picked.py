@@ -8,16 +8,13 @@ those that were not picked count for nothing where rows are put together: in a l
 where they are written back to their places. `say_picked` says an exported graph so, op by op, for
 what treats each row on its own in between (`picked_rules`). What is left is refused later.
 
-Rows that were not picked are computed too. Where an op on the way could fail on them or turn them
-into nan (a logarithm, a look-up), they hold the greatest picked value of each column instead of
-their own, since nan times the zero gradient that they get would be nan.
+Rows that were not picked are computed too, of numbers that stay finite (`picked_finite`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +34,7 @@ __all__ = [
     "Said",
     "args_of",
     "extents",
+    "name_of",
     "schema_of",
     "value_of",
 ]
@@ -116,6 +114,7 @@ class Picks:
     graph: fx.Graph
     zero_of_none: bool = False
     known: dict[fx.Node, Said] = field(default_factory=dict)
+    sums: dict[fx.Node, Pick] = field(default_factory=dict)
     picks: dict[tuple[int, tuple[int, ...]], Pick] = field(default_factory=dict)
     keys: dict[fx.Node, int] = field(default_factory=dict)
     numbers: dict[Hashable, int] = field(default_factory=dict)
@@ -207,24 +206,21 @@ class Picks:
             value = bool(value)
         return self.call(aten.masked_fill.Scalar, rows.node, off, value)
 
-    def filled(self, rows: Rows) -> Rows:
-        """Rows that are not picked hold the greatest picked value of each column, else 1."""
-        dtype = rows.node.meta["val"].dtype
-        if dtype is torch.bool:
-            return replace(rows, node=self.only_picked(rows, 0))
-        least = -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
-        only = self.only_picked(
-            replace(rows, node=self.call(aten.detach.default, rows.node)), least
-        )
-        top = self.call(aten.amax.default, only, [rows.dim], True)
-        none = self.call(aten.eq.Scalar, top, least)
-        top = self.call(aten.masked_fill.Scalar, top, none, 1)
-        node = self.call(aten.where.self, self.spread(rows), rows.node, top)
-        return replace(rows, node=node)
-
     def count(self, pick: Pick) -> fx.Node:
         """How many rows are picked."""
         return self.call(aten.sum.default, pick.flat)
+
+    def put_together(self, value: fx.Node, pick: Pick, of_none: float = 0) -> fx.Node:
+        """What is made of all picked rows; 0, if it is not anyway, of none where the model asks."""
+        if self.zero_of_none and of_none != 0:
+            value = self.or_else(value, pick, 0)
+        self.sums[value] = pick
+        return value
+
+    def or_else(self, value: fx.Node, pick: Pick, number: int) -> fx.Node:
+        """The value, or a number where no rows are picked."""
+        none = self.call(aten.logical_not.default, self.call(aten.any.default, pick.flat))
+        return self.call(aten.masked_fill.Scalar, value, none, number)
 
 
 def value_of(node: Any) -> Any:

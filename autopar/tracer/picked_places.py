@@ -6,7 +6,6 @@ written back by `x[mask] = rows`, `index_add` and `masked_scatter`. See `picked`
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -26,26 +25,21 @@ from autopar.tracer.picked import (
     schema_of,
     value_of,
 )
+from autopar.tracer.picked_finite import guarded, started
 from autopar.tracer.picked_rows import pointwise
-from autopar.tracer.picked_sums import LOSSES, NEUTRAL, elementwise_loss, reduced, token_loss
+from autopar.tracer.picked_sums import (
+    LOSSES,
+    NEUTRAL,
+    elementwise_loss,
+    quotient_of_sums,
+    reduced,
+    token_loss,
+)
 
 __all__ = ["say_picked"]
 
 aten = torch.ops.aten
 Rule = Callable[[Picks, fx.Node], Said | fx.Node | None]
-
-# finite, with finite derivatives, of all that is finite
-_SAFE = frozenset(
-    "index masked_select nonzero where getitem sym_size view reshape _unsafe_view flatten squeeze "
-    "unsqueeze select slice transpose permute expand expand_as broadcast_tensors t linear add sub "
-    "mul neg square relu gelu silu sigmoid tanh softmax log_softmax layer_norm dropout to "
-    "_to_copy contiguous detach alias clone type_as zeros_like ones_like full_like abs eq ne lt le "
-    "gt ge logical_not logical_and logical_or bitwise_and bitwise_or bitwise_not argmax argmin "
-    "cross_entropy_loss nll_loss_nd mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss "
-    "binary_cross_entropy_with_logits sum mean amax amin any all index_put index_put_ index_add "
-    "index_add_ masked_scatter masked_scatter_ masked_fill clamp clamp_min clamp_max cat gather "
-    "linalg_vector_norm logsumexp leaky_relu elu selu hardtanh softplus mish erf sin cos".split()
-)
 
 
 def say_picked(gm: fx.GraphModule, zero_of_none: bool = False) -> list[fx.Node]:
@@ -76,7 +70,9 @@ def _say(picks: Picks) -> list[fx.Node]:
         rule = _rule_of(node) if reads else None
         if _is_source(node):
             rule = _SOURCES[name_of(node.target)]
-        found = rule(picks, node) if rule is not None else None
+        elif picks.zero_of_none and node.target is aten.div.Tensor and not reads:
+            rule = quotient_of_sums
+        found = guarded(picks, node, rule) if rule is not None else None
         if found is None and (reads or _is_source(node)):
             stuck.append(node)
         if isinstance(found, fx.Node):
@@ -102,21 +98,6 @@ def _is_unknown(node: fx.Node) -> bool:
     return any(isinstance(p, Tensor) and free_unbacked_symbols(p) for p in parts)
 
 
-def _started(picks: Picks, node: fx.Node, rows: Rows) -> Rows:
-    """Rows where they are picked, filled where an op behind could fail on those that were not."""
-    return rows if _only_safe(node, set()) else picks.filled(rows)
-
-
-def _only_safe(node: fx.Node, seen: set[fx.Node]) -> bool:
-    for user in node.users:
-        if user in seen or user.op == "output":
-            continue
-        seen.add(user)
-        if not _is_safe(user, node) or (_is_unknown(user) and not _only_safe(user, seen)):
-            return False
-    return True
-
-
 # --- where rows are picked --------------------------------------------------------------------
 def _index(picks: Picks, node: fx.Node) -> Rows | None:
     """By one mask, or by all places of one, with whole dims around."""
@@ -130,15 +111,15 @@ def _index(picks: Picks, node: fx.Node) -> Rows | None:
     if len(given) == 1 and indices[first].meta["val"].dtype is torch.bool:
         if inner is not None or indices[first] in picks.known:
             return _picked_again(picks, inner, indices[first], first)
-        return _masked(picks, node, source, indices[first], first)
+        return _masked(picks, source, indices[first], first)
     found = [picks.found(indices[i]) for i in given]
     if inner is not None or not all(isinstance(f, Rows) for f in found):
         return None
-    return _at_places(picks, node, source, found, first)
+    return _at_places(picks, source, found, first)
 
 
-def _masked(picks: Picks, node: fx.Node, source: fx.Node, mask: fx.Node, dim: int) -> Rows | None:
-    pick = picks.pick_of(mask)
+def _masked(picks: Picks, source: fx.Node, mask: fx.Node, dim: int) -> Rows | None:
+    pick, given = picks.pick_of(mask), source
     if pick is None:
         return None
     if source in picks.written:
@@ -147,7 +128,7 @@ def _masked(picks: Picks, node: fx.Node, source: fx.Node, mask: fx.Node, dim: in
     if rank > 1:
         shape = [*value.shape[:dim], pick.rows, *value.shape[dim + rank :]]
         source = picks.call(aten.reshape.default, source, shape)
-    return _started(picks, node, Rows(node=source, dim=dim, pick=pick))
+    return started(picks, given, Rows(node=source, dim=dim, pick=pick))
 
 
 def _picked_again(picks: Picks, inner: Any, mask: fx.Node, dim: int) -> Rows | None:
@@ -160,12 +141,10 @@ def _picked_again(picks: Picks, inner: Any, mask: fx.Node, dim: int) -> Rows | N
     both = picks.call(aten.logical_and.default, inner.pick.flat, chosen.node)
     key = ("again", inner.pick.key, picks.key(chosen.node))
     pick = Pick(mask=both, flat=both, key=key)
-    return picks.filled(Rows(node=inner.node, dim=dim, pick=pick))
+    return Rows(node=inner.node, dim=dim, pick=pick)
 
 
-def _at_places(
-    picks: Picks, node: fx.Node, source: fx.Node, found: list[Any], dim: int
-) -> Rows | None:
+def _at_places(picks: Picks, source: fx.Node, found: list[Any], dim: int) -> Rows | None:
     if any(f.pick is not found[0].pick for f in found) or any(
         value_of(f.node).dim() != 1 for f in found
     ):
@@ -174,10 +153,10 @@ def _at_places(
     value = value_of(source)
     if [f.places for f in found] == list(range(len(shape))):
         if value.shape[dim : dim + len(shape)] == shape:
-            return _masked(picks, node, source, pick.mask, dim)
+            return _masked(picks, source, pick.mask, dim)
     indices = [*[None] * dim, *(f.node for f in found)]
     made = picks.call(aten.index.Tensor, source, indices)
-    return _started(picks, node, Rows(node=made, dim=dim, pick=pick))
+    return started(picks, source, Rows(node=made, dim=dim, pick=pick))
 
 
 def _masked_select(picks: Picks, node: fx.Node) -> Rows | None:
@@ -185,7 +164,7 @@ def _masked_select(picks: Picks, node: fx.Node) -> Rows | None:
     shape = value_of(source).shape
     if shape != value_of(mask).shape or picks.found(source) is not None:
         return None
-    return _masked(picks, node, source, mask, 0)
+    return _masked(picks, source, mask, 0)
 
 
 def _nonzero(picks: Picks, node: fx.Node) -> Said | None:
@@ -233,7 +212,7 @@ def _gather(picks: Picks, node: fx.Node) -> Said | None:
         return None
     own = rows.places == 0 and value_of(rows.pick.mask).dim() == 1
     if own and dim == 0 and value_of(rows.node).shape == value_of(source).shape:
-        return _masked(picks, node, source, rows.pick.mask, 0)
+        return _masked(picks, source, rows.pick.mask, 0)
     return rows_of.again(picks, node, rows.dim, rows.pick)
 
 
@@ -242,7 +221,7 @@ def _index_select(picks: Picks, node: fx.Node) -> Said | None:
     rows = picks.found(index)
     if not isinstance(rows, Rows) or picks.found(source) is not None:
         return None
-    return _at_places(picks, node, source, [rows], dim)
+    return _at_places(picks, source, [rows], dim)
 
 
 def _put(picks: Picks, node: fx.Node) -> fx.Node | None:
@@ -368,20 +347,6 @@ _SOURCES: dict[str, Rule] = {
     "where": _nonzero,
     "item": _item,
 }
-
-
-def _is_safe(node: fx.Node, operand: fx.Node) -> bool:
-    """True if no finite number is beyond what an op, or its derivative, is made for."""
-    name = name_of(node.target)
-    looks_up = name == "gather" and operand is not args_of(node)[0]
-    if looks_up or (
-        name.startswith("index") and operand not in (args_of(node)[0], args_of(node)[-1])
-    ):
-        return False  # a place, which may be out of range
-    if name in ("pow", "div"):
-        return isinstance(args_of(node)[1], int) and args_of(node)[1] > 0
-    python = node.target in (*rows_of.NUMBERS, operator.le, operator.ge, operator.eq)
-    return name in _SAFE or python
 
 
 def _rule_of(node: fx.Node) -> Rule | None:

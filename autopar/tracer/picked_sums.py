@@ -18,7 +18,14 @@ from torch import Tensor, fx
 from autopar.tracer.picked import Picks, Rows, Said, args_of, name_of, schema_of, value_of
 from autopar.tracer.picked_rows import again, first_rows, pointwise, swapped
 
-__all__ = ["LOSSES", "NEUTRAL", "elementwise_loss", "reduced", "token_loss"]
+__all__ = [
+    "LOSSES",
+    "NEUTRAL",
+    "elementwise_loss",
+    "quotient_of_sums",
+    "reduced",
+    "token_loss",
+]
 
 aten = torch.ops.aten
 
@@ -56,6 +63,8 @@ NEUTRAL: dict[str, Callable[[torch.dtype], Any]] = {
 def reduced(picks: Picks, node: fx.Node) -> Said | fx.Node | None:
     """Rows that are not picked hold what does not count."""
     rows, name = first_rows(picks, node), name_of(node.target)
+    if schema_of(node).overload_name == "other":  # the greater of two
+        return pointwise(picks, node)
     if rows is None:
         return None
     value = value_of(rows.node)
@@ -67,10 +76,14 @@ def reduced(picks: Picks, node: fx.Node) -> Said | fx.Node | None:
     order = args_of(node)[1] if name == "linalg_vector_norm" and len(args_of(node)) > 1 else 2
     if name not in NEUTRAL or not isinstance(order, (int, float)) or order <= 0:
         return None
-    only = picks.only_picked(rows, NEUTRAL[name](value.dtype))
+    neutral = NEUTRAL[name](value.dtype)
+    only = picks.only_picked(rows, neutral)
     args, kwargs = swapped(picks, (args_of(node)[1:], dict(node.kwargs)))
     made = picks.call(node.target, only, *args, **kwargs)
-    return made if isinstance(value_of(made), Tensor) else None
+    if not isinstance(value_of(made), Tensor):
+        return None
+    boolean = value_of(made).dtype is torch.bool
+    return picks.put_together(made, rows.pick, 0 if boolean else neutral)
 
 
 def _dims(node: fx.Node, rank: int) -> set[int]:
@@ -110,7 +123,7 @@ def _divided(picks: Picks, total: fx.Node, rows: Rows, dims: set[int]) -> fx.Nod
     shape = value_of(rows.node).shape
     others = math.prod(shape[d] for d in dims if d != rows.dim)
     count = picks.call(aten.mul.Tensor, picks.count(rows.pick), others)
-    return _over(picks, total, count)
+    return picks.put_together(_over(picks, total, count), rows.pick)
 
 
 def _over(picks: Picks, total: fx.Node, count: fx.Node) -> fx.Node:
@@ -136,7 +149,9 @@ def elementwise_loss(picks: Picks, node: fx.Node) -> Rows | fx.Node | None:
     if elements is None:
         return None
     total = picks.call(aten.sum.default, picks.only_picked(elements, 0))
-    return total if reduction == 2 else _divided(picks, total, elements, set(range(like.dim())))
+    if reduction == 2:
+        return picks.put_together(total, elements.pick)
+    return _divided(picks, total, elements, set(range(like.dim())))
 
 
 def _elements(picks: Picks, node: fx.Node, args: list[Any], like: Tensor) -> Rows | None:
@@ -163,8 +178,22 @@ def token_loss(picks: Picks, node: fx.Node) -> Said | fx.Node | None:
         ignore = _argument(node, "ignore_index")
         total = picks.call(node.target, logits.node, ignored, None, 2, ignore)
         counted = picks.call(aten.ne.Scalar, ignored, ignore)
-        return _over(picks, total, picks.call(aten.sum.default, counted))
+        mean = _over(picks, total, picks.call(aten.sum.default, counted))
+        return picks.put_together(mean, logits.pick)
     made = picks.call(node.target, logits.node, ignored, *args_of(node)[2:], **node.kwargs)
     if _argument(node, "reduction") == 0:
         return Rows(node=made, dim=0, pick=logits.pick)
-    return made
+    return picks.put_together(
+        made, logits.pick, 0 if _argument(node, "reduction") == 2 else math.nan
+    )
+
+
+def quotient_of_sums(picks: Picks, node: fx.Node) -> fx.Node | None:
+    """A mean by hand, `rows.sum() / mask.sum()`, where the model asks whether there are rows."""
+    over, under = args_of(node)
+    while isinstance(over, fx.Node) and name_of(over.target) in ("neg", "mul", "to", "_to_copy"):
+        over = next((n for n in over.all_input_nodes if n in picks.sums), args_of(over)[0])
+    pick = picks.sums.get(over)
+    if pick is None or not isinstance(under, fx.Node):
+        return None
+    return picks.call(node.target, args_of(node)[0], picks.or_else(under, pick, 1))
