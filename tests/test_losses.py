@@ -158,3 +158,25 @@ def test_a_model_on_meta() -> None:
     inputs = torch.randn(_BATCH, _STEPS, 8), torch.ones(_BATCH, 4, dtype=torch.int64)
     cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
     assert autopar.plan(model, cluster, inputs, constraints={"data": 2}).parameters
+
+
+class Offset(nn.Module):
+    """A loss with a parameter that is added to it: its gradient is that of the loss itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+        self.offset = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).square().mean() + self.offset
+
+
+@pytest.mark.parametrize(
+    "constraints", [{"data": 2}, {"pipeline": {"size": 1, "microbatches": 2}}], ids=str
+)
+def test_a_parameter_may_be_added_to_the_loss(constraints: dict[str, Any]) -> None:
+    model, inputs = Offset().double(), {"x": torch.randn(8, 8, dtype=torch.float64)}
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    plan = autopar.plan(model, cluster, inputs, constraints=constraints, cache=False)
+    assert autopar.verify(plan, model, inputs).worst[1] <= 1e-12

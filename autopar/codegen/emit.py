@@ -366,9 +366,12 @@ class Emitter:
         value = self._output_value(spec)
         self.builder.origin = f"gradient of {spec.target}"
         self.builder.times = self.blocks.weight(value[0])
-        self.reduced[spec.target] = emit_redistribution(
+        reduced = emit_redistribution(
             self.builder,
             self.values[value],
             self.layouts[value],
             self.plan.parameters[spec.target],
         )
+        if reduced.op == "placeholder":  # the loss's own gradient, which is not to be written to
+            reduced = self.builder.call(torch.ops.aten.clone.default, reduced)
+        self.reduced[spec.target] = reduced

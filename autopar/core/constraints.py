@@ -165,6 +165,15 @@ def _positive(value: Any, name: str) -> int:
     return value
 
 
+def _settings(value: Any, name: str, short: str) -> dict[str, Any]:
+    """The settings of a constraint, which may be given as one of them alone, by a string."""
+    if isinstance(value, str):
+        return {short: value}
+    if not isinstance(value, Mapping):
+        raise ConstraintError(f"{name}={value!r}: give settings, such as {{{short!r}: …}}")
+    return dict(value)
+
+
 def _pipeline(value: Any) -> PipelinePin:
     if isinstance(value, PipelinePin):
         return value
@@ -172,7 +181,7 @@ def _pipeline(value: Any) -> PipelinePin:
         return NO_PIPELINE
     if isinstance(value, str):
         raise ConstraintError(f"pipeline={value!r}: give a size, settings, or 'none'")
-    spec: dict[str, Any] = {"size": value} if isinstance(value, int) else dict(value)
+    spec = _settings({"size": value} if isinstance(value, int) else value, "pipeline", "size")
     known = tuple(PipelinePin.__dataclass_fields__)
     for key in spec:
         if key not in known:
@@ -198,7 +207,8 @@ def _pipeline(value: Any) -> PipelinePin:
 
 
 def _tensor(value: Any) -> dict[str, Any]:
-    spec = {"mode": value} if isinstance(value, str) else dict(value)
+    given = {"size": value} if isinstance(value, int) else value
+    spec = _settings(given, "tensor", "mode")
     mode = spec.pop("mode", "1d")
     if mode not in TENSOR_MODES:
         raise ConstraintError(f"unknown tensor mode {mode!r}; known are {', '.join(TENSOR_MODES)}")
@@ -215,7 +225,7 @@ def _tensor(value: Any) -> dict[str, Any]:
 
 
 def _sequence(value: Any) -> dict[str, Any]:
-    spec = {"mode": value} if isinstance(value, str) else dict(value)
+    spec = _settings(value, "sequence", "mode")
     mode = spec.pop("mode", None)
     if mode not in SEQUENCE_MODES:
         raise ConstraintError(
