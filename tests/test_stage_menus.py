@@ -19,6 +19,7 @@ from autopar.critical_stages import CriticalStages
 from autopar.solver.pipeline_shape import PipelineShape
 from autopar.solver.stage_mixture import best_mixture
 from autopar.solver.step_lp import Line
+from autopar.stage_planning import StagePlanner
 from autopar.step_limits import StepLimits
 from autopar.tracer.trace import trace
 from autopar.verification import verify
@@ -158,9 +159,9 @@ def test_what_holds_nothing_can_be_held_however_short_memory_is() -> None:
 
 
 # --- exchanges --------------------------------------------------------------------------------
-def test_plans_of_several_stages_are_exchanged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """126 layers on 32 ranks: none of the first ranks that prepare less is worth it alone."""
-    row = ROWS["llama3-405b@64x8"]
+def planner_of_row(name: str) -> StagePlanner:
+    """Of a row of the planner's benchmark."""
+    row = ROWS[name]
     with torch.device("meta"):
         model = row.build().to(row.dtype).train()
     traced = trace(model, row.inputs(), fold=True)
@@ -168,7 +169,12 @@ def test_plans_of_several_stages_are_exchanged_at_once(monkeypatch: pytest.Monke
         row.profile, nodes=row.nodes, devices_per_node=row.devices_per_node, mesh_shape=row.mesh
     )
     known = StepLimits(traced, cluster, Constraints(), fusion=fusion_of(cluster))
-    planner = known.planner(cluster.memory_bytes)
+    return known.planner(cluster.memory_bytes)
+
+
+def test_plans_of_several_stages_are_exchanged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """126 layers on 32 ranks: none of the first ranks that prepare less is worth it alone."""
+    planner = planner_of_row("llama3-405b@64x8")
     plan = planner.plan(PipelineShape(size=32, microbatches=32, schedule="automatic"), free=True)
     together = planner.suited(plan)
     monkeypatch.setattr(CriticalStages, "_regroup", lambda self: None)
@@ -193,15 +199,7 @@ def test_what_is_exchanged_trains_as_on_one_device(monkeypatch: pytest.MonkeyPat
 
 def test_where_no_exchange_helps_alone_all_are_made() -> None:
     """16 layers on 8 ranks: the last one begins sooner if the first five gather nothing first."""
-    row = ROWS["llama3-405b-16-layers@64x8"]
-    with torch.device("meta"):
-        model = row.build().to(row.dtype).train()
-    traced = trace(model, row.inputs(), fold=True)
-    cluster = Cluster.from_profile(
-        row.profile, nodes=row.nodes, devices_per_node=row.devices_per_node, mesh_shape=row.mesh
-    )
-    known = StepLimits(traced, cluster, Constraints(), fusion=fusion_of(cluster))
-    planner = known.planner(cluster.memory_bytes)
+    planner = planner_of_row("llama3-405b-16-layers@64x8")
     plan = planner.plan(PipelineShape(size=8, microbatches=16, schedule="automatic"), free=True)
     suited = planner.suited(plan)
     assert suited.predicted.step_time_s < 0.97 * plan.predicted.step_time_s

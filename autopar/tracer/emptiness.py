@@ -259,12 +259,17 @@ def _assigned(statement: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
     """Targets with what they are set to; of a tuple that is not written out, the whole."""
     if isinstance(statement, ast.AnnAssign) and statement.value is not None:
         yield statement.target, statement.value
-    for target in statement.targets if isinstance(statement, ast.Assign) else ():
-        value = statement.value  # type: ignore[attr-defined]
-        several = isinstance(target, (ast.Tuple, ast.List))
-        targets = target.elts if several else [target]  # type: ignore[attr-defined]
-        alike = several and isinstance(value, ast.Tuple) and len(value.elts) == len(targets)
-        yield from zip(targets, value.elts if alike else [value] * len(targets), strict=True)
+    if not isinstance(statement, ast.Assign):
+        return
+    value = statement.value
+    for target in statement.targets:
+        if isinstance(target, (ast.Tuple, ast.List)):
+            values = [value] * len(target.elts)
+            if isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts):
+                values = value.elts
+            yield from zip(target.elts, values, strict=True)
+        else:
+            yield target, value
 
 
 def _id(target: ast.expr) -> str:

@@ -6,7 +6,7 @@
 has no one graph, as u depends on values. An equal program keeps all n = mask.numel() rows and lets
 those that were not picked count for nothing where rows are put together: in a loss, sum or mean, or
 where they are written back to their places. `say_picked` says an exported graph so, op by op, for
-what treats each row on its own in between (`picked_rules`). What is left is refused later.
+what treats each row on its own in between (`picked_rows`). What is left is refused later.
 
 Rows that were not picked are computed too, of numbers that stay finite (`picked_finite`).
 """
