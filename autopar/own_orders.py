@@ -80,8 +80,8 @@ def fastest_orders(
         ends_s = (
             e + p.predicted.phases["finish"] for e, p in zip(found.ends_s, plans, strict=True)
         )
-        offload_s = max(p.predicted.offload_s for p in plans)
-        return _Timed(max(ends_s) + offload_s, found.kinds, way, loads)
+        updated_s = max(p.predicted.update_s + p.predicted.offload_s for p in plans)
+        return _Timed(max(ends_s) + updated_s, found.kinds, way, loads)
 
     open_ = [*map(timed, fixed), *(listed(way, loads) for way in ways)]
     while open_:

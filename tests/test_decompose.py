@@ -432,7 +432,7 @@ def test_prediction_is_of_what_is_emitted() -> None:
     traced = llama()[2]
     plan = chosen("llama")
     p, before = plan.predicted, solved("llama").predicted
-    assert p.step_time_s == pytest.approx(p.compute_time_s + p.exposed_time_s)
+    assert p.step_time_s == pytest.approx(p.compute_time_s + p.exposed_time_s + p.update_s)
     assert p.comm_bytes == before.comm_bytes
     ops = p.timeline.ops
     assert p.compute_time_s == pytest.approx(sum(op.compute_s * op.times for op in ops), rel=1e-6)
@@ -529,7 +529,7 @@ def test_steps_in_microbatches(pipeline: dict[str, Any]) -> None:
     assert all(stage.pieces for stage in plan.pipeline.stages)
     assert verify(plan, model, inputs, traced=traced).worst[1] <= 1e-9
     p = plan.predicted
-    rest = p.compute_time_s + p.exposed_time_s + p.bubble_s
+    rest = p.compute_time_s + p.exposed_time_s + p.bubble_s + p.update_s
     assert p.step_time_s == pytest.approx(rest, rel=1e-6)
 
 

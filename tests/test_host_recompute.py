@@ -341,7 +341,7 @@ def test_copies_hide_behind_a_block_and_the_rest_is_exposed() -> None:
         )
         exposed = sum(op.compute_s * op.times for op in p.timeline.ops if op.op_class == "host")
         assert p.exposed_copy_s == pytest.approx(exposed, rel=1e-6)
-        assert p.step_time_s == pytest.approx(p.compute_time_s + p.exposed_copy_s)
+        assert p.step_time_s == pytest.approx(p.compute_time_s + p.exposed_copy_s + p.update_s)
         seconds[link] = p.exposed_copy_s, p.copy_time_s
     assert seconds[1e10][0] == 0.0
     # a link this slow is busy throughout: nearly all of both ways is waited for
@@ -359,7 +359,7 @@ def test_the_parts_of_a_pipeline_wait_for_their_copies(schedule: str) -> None:
     p, q = fast.predicted, slow_.predicted
     assert p.exposed_copy_s == 0.0 < q.exposed_copy_s
     assert q.step_time_s > p.step_time_s
-    known = q.compute_time_s + q.exposed_time_s + q.exposed_copy_s + q.bubble_s
+    known = q.compute_time_s + q.exposed_time_s + q.exposed_copy_s + q.bubble_s + q.update_s
     assert q.step_time_s == pytest.approx(known)
     assert q.host_activation_bytes == max(
         stage.predicted.host_activation_bytes

@@ -248,7 +248,7 @@ def test_profile_command_measures_this_machine(tmp_path: Path, capsys) -> None:
     assert {"date", "torch", "cpu", "cores", "ranks"} <= set(profile.provenance)
     assert {line.kind for line in profile.intra.lines} == set(CollectiveKind)
     classes = {curve.op_class for curve in profile.device.curves}
-    assert {"matmul", "attention", "conv", "pointwise", "reduction", "memory"} <= classes
+    assert {"matmul", "attention", "conv", "pointwise", "reduction", "memory", "update"} <= classes
     assert all(name in profile.device.sources for name in ("curves", "cores", "view_overhead_s"))
     cluster = Cluster.from_profile(out)
     assert cluster.num_devices == 2

@@ -146,7 +146,8 @@ def counted(plan: Plan, waits: Waits) -> float:
     phases = plan.predicted.phases
     at_turns = (phases[part] for part in ("forward", "input", "weight"))
     once = waits.prepare * phases["prepare"] + waits.finish * phases["finish"]
-    return once + 4 * sum(w * s for w, s in zip(waits[1:4], at_turns, strict=True))
+    turns_s = 4 * sum(w * s for w, s in zip(waits[1:4], at_turns, strict=True))
+    return once + turns_s + plan.predicted.update_s
 
 
 def test_a_shape_is_given_up_only_where_its_plan_is_of_no_use(

@@ -272,10 +272,12 @@ def test_transfers_and_states_are_counted(traced: Any, cluster: Cluster) -> None
     p = plan.predicted
     assert p.offload_s == pytest.approx(expected, rel=1e-9) and expected > 0
     assert p.host_bytes == 2 * held
-    assert p.step_time_s == pytest.approx(p.compute_time_s + p.comm_time_s + p.offload_s)
+    updated_s = p.update_s + p.offload_s
+    assert p.step_time_s == pytest.approx(p.compute_time_s + p.comm_time_s + updated_s)
     assert plan.solver.objective == pytest.approx(p.step_time_s, rel=1e-6)
     rows = [(share, "float32") for share in shares]
     on_device = optimizer_seconds(device, rows, "adamw")
+    assert p.update_s == pytest.approx(on_device)
     assert optimizer_seconds(device, rows, Offloaded("adamw")) == pytest.approx(
         on_device + p.offload_s
     )

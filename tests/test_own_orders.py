@@ -57,6 +57,27 @@ def test_automatic_orders_are_no_slower_than_fixed_ones() -> None:
     assert again.solver.waits == plan.solver.waits
 
 
+def test_sends_take_of_the_compute_beside_them() -> None:
+    """As in a program: a rank loses the measured share while it sends and receives."""
+    plan = planner().plan(shape("1f1b"), free=True)
+    assert plan.pipeline is not None
+    orders, sends_s = plan.pipeline.actions(), [1e-3] * (SIZE - 1)
+
+    def busy(share: float) -> tuple[float, ...]:
+        stages = [
+            replace(
+                s, cluster={**s.cluster, "intra": {**s.cluster["intra"], "compute_share": share}}
+            )
+            for s in plan.pipeline.stages
+        ]
+        return ranks_time(stages, orders, sends_s).busy_s
+
+    more = [b - a for a, b in zip(busy(0.0), busy(0.5), strict=True)]
+    # a microbatch passes each cut twice: an end has one, others two
+    both = 0.5 * 2 * TURNS * 1e-3 / 2
+    assert more == pytest.approx([both, *[2 * both] * (SIZE - 2), both])
+
+
 def test_orders_keep_to_the_memory_that_there_is() -> None:
     """Less memory holds fewer microbatches in flight, also fewer than 1F1B does."""
     free = planner().plan(shape(AUTOMATIC), free=True)

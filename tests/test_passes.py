@@ -544,7 +544,7 @@ def test_plan_says_what_its_program_hides() -> None:
     plan = autopar.plan(model, cluster, inputs, constraints={"data": 4, "zero": 0}, cache=False)
     p = plan.predicted
     assert 0 < p.hidden_time_s <= p.compute_time_s + 1e-9  # moves are rounded
-    assert p.step_time_s == pytest.approx(p.compute_time_s + p.exposed_time_s)
+    assert p.step_time_s == pytest.approx(p.compute_time_s + p.exposed_time_s + p.update_s)
     found = autopar.simulate(plan, model, inputs, traced=traced)
     shares = found.hidden_shares()
     moves = [m for op in p.timeline.ops for m in op.moves if m.of.startswith("gradient of ")]

@@ -192,7 +192,8 @@ def test_no_stage_takes_less_than_its_blocks_and_what_is_around_them(
         m = shape.microbatches
         inputs = took["I"] if number else took["B"]  # nobody waits for the first one's
         weights = took["B"] - took["I"] if number else 0.0
-        parts = (phases["prepare"], m * took["F"], m * inputs, m * weights, phases["finish"])
+        end_s = phases["finish"] + stage.predicted.update_s
+        parts = (phases["prepare"], m * took["F"], m * inputs, m * weights, end_s)
         for part, counts in functionals(m, 2 * shape.size - 1).items():
             seconds = sum(a * b for a, b in zip(counts, parts, strict=True))
             if part == "weights" and not number:
@@ -230,7 +231,8 @@ def test_no_stage_takes_less_than_its_blocks_in_a_row(name: str) -> None:
         phases, m = stage.predicted.phases, shape.microbatches
         inputs = took["I"] if number else took["B"]
         weights = took["B"] - took["I"] if number else 0.0
-        parts = (phases["prepare"], m * took["F"], m * inputs, m * weights, phases["finish"])
+        end_s = phases["finish"] + stage.predicted.update_s
+        parts = (phases["prepare"], m * took["F"], m * inputs, m * weights, end_s)
         for part in WIDE:
             counts = functionals(m, shape.size * 2 - 1)[part]
             seconds = sum(a * b for a, b in zip(counts, parts, strict=True))

@@ -38,7 +38,7 @@ def test_the_printed_step_adds_up(mode: str) -> None:
     plan = plan_of(mode)
     p = plan.predicted
     assert p.bubble_s >= 0
-    total = p.compute_time_s + p.exposed_time_s + p.bubble_s + p.offload_s
+    total = p.compute_time_s + p.exposed_time_s + p.bubble_s + p.update_s + p.offload_s
     assert total == pytest.approx(p.step_time_s, rel=1e-6)
     assert 0 <= p.hidden_time_s <= p.comm_time_s
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan

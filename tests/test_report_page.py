@@ -87,6 +87,7 @@ def test_the_data_is_the_plans(deep: Plan) -> None:
     assert sum(row["count"] for row in data["parameters"]) == len(deep.parameters)
     seconds = sum(s for _, by_phase in data["compute"] for _, s in by_phase)
     seconds += sum(row[4] - row[5] for row in data["communication"])
+    seconds += deep.predicted.update_s
     assert seconds == pytest.approx(deep.predicted.step_time_s, rel=1e-8)
     memory = data["memory"]
     (view,) = memory["views"]

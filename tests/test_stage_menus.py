@@ -189,7 +189,7 @@ def test_plans_of_several_stages_are_exchanged_at_once(monkeypatch: pytest.Monke
 def test_what_is_exchanged_trains_as_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(critical_stages, "_PROMISED", 0.0)
     model, inputs = tied()
-    planner = planner_of(trace(model, inputs, fold=True), near_ranks(2, 3e9))
+    planner = planner_of(trace(model, inputs, fold=True), near_ranks(2, 2e9))
     plan = planner.plan(PipelineShape(size=2, microbatches=2, schedule="automatic"), free=True)
     found = planner.suited(plan)
     monkeypatch.setattr(CriticalStages, "_regroup", lambda self: None)

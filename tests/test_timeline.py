@@ -73,8 +73,9 @@ def test_communication_is_hidden_or_exposed(planned: Plan) -> None:
     assert 0 <= predicted.hidden_time_s <= predicted.compute_time_s
     assert (predicted.hidden_time_s > 0) == (predicted.comm_time_s > 0)
     assert predicted.step_time_s == pytest.approx(
-        predicted.compute_time_s + predicted.exposed_time_s, rel=1e-8
+        predicted.compute_time_s + predicted.exposed_time_s + predicted.update_s, rel=1e-8
     )
+    assert predicted.update_s > 0
     waited_s = predicted.serial_time_s - predicted.comm_time_s
     assert waited_s <= planned.solver.objective <= predicted.serial_time_s
 
@@ -87,7 +88,7 @@ def test_executions_follow_each_other(planned: Plan) -> None:
         assert run.start_s == pytest.approx(now)
         now += run.before_s + run.op.compute_s + run.after_s
         counts[run.op.name] += 1
-    assert now == pytest.approx(predicted.step_time_s, rel=1e-8)
+    assert now + predicted.update_s == pytest.approx(predicted.step_time_s, rel=1e-8)
     assert counts == {op.name: op.times for op in predicted.timeline.ops}
     assert max(sum(run.live) for run in runs) == predicted.peak_memory_bytes
     assert min(min(run.live) for run in runs) >= 0

@@ -18,8 +18,7 @@ class Prediction:
     """What the cost model expects of one training step on one device.
 
     Attributes:
-        step_time_s: compute plus exposed communication and copies plus bubble, without the
-            optimizer's update but for `offload_s`.
+        step_time_s: compute plus exposed communication and copies plus bubble plus the update.
         compute_time_s: of all ops.
         comm_time_s: of all collectives, hidden or not.
         hidden_comm_s: of these, what runs beside compute, per mesh axis; empty where the emitted
@@ -30,6 +29,7 @@ class Prediction:
         timeline: op by op.
         phases: of a step in microbatches, seconds of "prepare" and "finish" once, and of "forward",
             "input" and "weight" (the two parts of the backward) for each microbatch.
+        update_s: of the optimizer, as if its states were on the device.
         offload_s: what updating on the host takes longer than on the device, transfers included.
         host_bytes: in host memory, optimizer states and activations.
         host_activation_bytes: of these, activations, of all microbatches that wait at once.
@@ -49,6 +49,7 @@ class Prediction:
     hidden_comm_s: tuple[float, ...] = ()
     timeline: Timeline = field(default_factory=Timeline)
     phases: Mapping[str, float] = field(default_factory=dict)
+    update_s: float = 0.0
     offload_s: float = 0.0
     host_bytes: int = 0
     host_activation_bytes: int = 0
@@ -70,7 +71,8 @@ class Prediction:
     @property
     def serial_time_s(self) -> float:
         """The step if no communication overlapped."""
-        return self.compute_time_s + self.comm_time_s + self.offload_s + self.exposed_copy_s
+        updated_s = self.update_s + self.offload_s
+        return self.compute_time_s + self.comm_time_s + updated_s + self.exposed_copy_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

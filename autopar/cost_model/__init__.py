@@ -40,6 +40,7 @@ from autopar.cost_model.profile import (
     LinkProfile,
     Profile,
 )
+from autopar.cost_model.update import update_seconds
 
 __all__ = [
     "Cluster",
@@ -70,4 +71,5 @@ __all__ = [
     "peak_bytes",
     "profile_names",
     "register_profile",
+    "update_seconds",
 ]

@@ -24,7 +24,7 @@ from autopar.cost_model.timing import median_seconds, synchronize
 __all__ = ["Sample", "collective_calls", "measure_collectives"]
 
 _COMPUTE_S = 2e-3  # of a rank; steps of small models have about that between two collectives
-_TIMING_S = 8e-3  # for which a collective is repeated
+_TIMING_S = 4e-2  # for which a collective is repeated; of a single call chance is a fifth
 _SIDES = {"cpu": 256, "cuda": 2048}  # of the products
 _LEAST_S = 1e-7
 

@@ -54,6 +54,7 @@ PLAINER = {
     "lookup": "memory",
     "transpose": "memory",
     "random": "memory",
+    "update": "pointwise",
     "host": "memory",
 }
 OP_CLASSES = ("matmul", "attention", "conv", "memory", "view", *PLAINER)

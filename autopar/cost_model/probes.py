@@ -29,6 +29,7 @@ __all__ = [
     "held_out_probes",
     "matmul_probes",
     "probes",
+    "update_probe",
 ]
 
 aten = torch.ops.aten
@@ -111,6 +112,8 @@ def probes(device: str, dtype: str, *, plain: bool = False, largest: int = 99) -
     for group, count in enumerate(_ELEMENTS[kind][: largest + 1]):
         chosen = "plain" if plain else "measured"
         yield from byte_probes(device, dtype, group, count, _COLUMNS, chosen)
+        if not plain:
+            yield update_probe(device, dtype, group, count)
     if not plain:
         for images in _CONVOLUTIONS[kind]:
             for group, image in enumerate(images[: largest + 1]):
@@ -272,6 +275,25 @@ def byte_probes(
             op_class, dtype, "bytes", group, units * size, int(units * size),
             _in_turns([call[index][3] for call in calls]), f"{op} {count // width}x{width}",
         )  # fmt: skip
+
+
+def update_probe(device: str, dtype: str, group: int, count: int) -> Probe:
+    """AdamW of `count` elements in one pass and in place, which no op of a program is."""
+    size = count * getattr(torch, dtype).itemsize
+    turns = max(1, min(16, _COLD_BYTES // (4 * size)))
+    update: Any = torch._fused_adamw_
+
+    def made() -> Callable[[], object]:
+        parameter, gradient = _random(device, dtype, count), _random(device, dtype, count)
+        states = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        lists = [[x] for x in (parameter, gradient, *states)]
+        step = torch.ones((), device=device)
+        options: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01}
+        options |= {"eps": 1e-8, "amsgrad": False, "maximize": False}
+        return lambda: update(*lists, [], [step], **options)
+
+    run = _in_turns([made() for _ in range(turns)])
+    return Probe("update", dtype, "bytes", group, 7.0 * size, 7 * size, run, f"adamw {count}")
 
 
 def _in_turns(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:

@@ -28,7 +28,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -41,11 +41,11 @@ from autopar.core.work import LOOKUPS, global_flops, is_view, op_class
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import CollectiveKind
 from autopar.cost_model.compute import compute_seconds_array
-from autopar.cost_model.memory import Offloaded, dtype_bytes, optimizer_state_bytes
 from autopar.cost_model.offload import can_offload, offload_seconds
 from autopar.cost_model.overlapped_calls import call_seconds
 from autopar.cost_model.profile import DeviceProfile
 from autopar.cost_model.streams import Streams
+from autopar.cost_model.update import update_seconds
 
 __all__ = ["OpTimes", "Simulation", "Span", "node_seconds", "optimizer_seconds", "simulate"]
 
@@ -300,26 +300,14 @@ def _rows_are_runs(x: Tensor) -> bool:
 def optimizer_seconds(
     device: DeviceProfile, parameter_bytes: Sequence[tuple[int, str]], optimizer: object
 ) -> float:
-    """Seconds of one update: each parameter, gradient and state is read, and all but gradients
-    written, once, by one pass per parameter (a fused optimizer makes one in all).
+    """Seconds of one update, by one pass per parameter; what states on the host add included.
 
     Args:
         device: whose memory is read.
         parameter_bytes: local bytes and dtype name of each trainable parameter.
         optimizer: as for `optimizer_state_bytes`; None for no update.
     """
-    if optimizer is None:
-        return 0.0
-    if isinstance(optimizer, Offloaded):
-        added = sum(offload_seconds(device, optimizer, n, dtype) for n, dtype in parameter_bytes)
-        return optimizer_seconds(device, parameter_bytes, optimizer.optimizer) + added
-    by_dtype: Mapping[str, list[float]] = defaultdict(list)
-    for num_bytes, dtype in parameter_bytes:
-        states = optimizer_state_bytes(optimizer, num_bytes // dtype_bytes(dtype), dtype)
-        by_dtype[dtype].append(3.0 * num_bytes + 2.0 * states)
-    total = 0.0
-    for dtype, moved in by_dtype.items():
-        array: Any = np.array(moved)
-        seconds = compute_seconds_array(device, "pointwise", dtype, np.zeros(len(moved)), array)
-        total += float(seconds.sum())
-    return total
+    return sum(
+        update_seconds(device, optimizer, n, dtype) + offload_seconds(device, optimizer, n, dtype)
+        for n, dtype in parameter_bytes
+    )

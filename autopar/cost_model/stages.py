@@ -16,6 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from autopar.core.list_schedule import RankLoad
 from autopar.core.plan import CommBytes, Plan, Prediction
@@ -121,20 +122,20 @@ class RanksTime:
         simulated: the actions.
         own: stages of each rank.
         ends_s: when each has reduced its gradients.
-        offload_s: of each, for optimizer states on the host.
+        updated_s: of each, the optimizer, with what states on the host add.
         busy_s: of each, all that it works in a step.
     """
 
     simulated: PipelineSimulation
     own: tuple[tuple[Plan, ...], ...]
     ends_s: tuple[float, ...]
-    offload_s: tuple[float, ...]
+    updated_s: tuple[float, ...]
     busy_s: tuple[float, ...]
 
     @property
     def step_s(self) -> float:
         """Until the last rank is done."""
-        return max(self.ends_s) + max(self.offload_s)
+        return max(self.ends_s) + max(self.updated_s)
 
 
 def ranks_time(plans: Sequence[Plan], orders: Orders, transfer_s: Sequence[float]) -> RanksTime:
@@ -151,14 +152,35 @@ def ranks_time(plans: Sequence[Plan], orders: Orders, transfer_s: Sequence[float
         [sum(p.predicted.phases[phase] for p in stages) for stages in own]
         for phase in ("prepare", "finish")
     )
-    seconds = [action_seconds(p) for p in plans]
+    seconds = _beside_sends(plans, transfer_s, size)
     simulated = simulate_pipeline(orders, seconds, list(transfer_s), begin_s=prepare_s)
-    offload_s = tuple(sum(p.predicted.offload_s for p in stages) for stages in own)
-    ends = zip(simulated.finish_s(), finish_s, strict=True)
-    worked = zip(prepare_s, simulated.busy_s, finish_s, offload_s, strict=True)
-    return RanksTime(
-        simulated, own, tuple(map(sum, ends)), offload_s, busy_s=tuple(map(sum, worked))
+    updated_s = tuple(
+        sum(p.predicted.update_s + p.predicted.offload_s for p in stages) for stages in own
     )
+    ends = zip(simulated.finish_s(), finish_s, strict=True)
+    worked = zip(prepare_s, simulated.busy_s, finish_s, updated_s, strict=True)
+    return RanksTime(
+        simulated, own, tuple(map(sum, ends)), updated_s, busy_s=tuple(map(sum, worked))
+    )
+
+
+def _beside_sends(
+    plans: Sequence[Plan], transfer_s: Sequence[float], size: int
+) -> list[dict[Kind, float]]:
+    """Seconds of the actions of each stage, with what its sends and receives take of compute.
+
+    A measured send is one that every rank of a ring makes, with the receive: of one of both, half.
+    """
+    seconds = [action_seconds(p) for p in plans]
+    links = (plans[0].cluster.get(link) or {} for link in ("intra", "inter"))
+    share = max(float(link.get("compute_share", 0.0)) for link in links) if size > 1 else 0.0
+    if not share:
+        return seconds
+    cuts = [0.0, *transfer_s, 0.0]
+    for stage, (into_s, out_s) in enumerate(pairwise(cuts)):
+        for kind in ("F", "I", "B"):
+            seconds[stage][kind] += share * (into_s + out_s) / 2
+    return seconds
 
 
 def pipelined_time(
@@ -214,9 +236,9 @@ def _predicted(time: RanksTime, memory: Mapping[str, int]) -> Prediction:
               for axis in range(num_axes)]  # fmt: skip
     compute_s = sum(p.compute_time_s for p in slowest)
     comm_s = sum(p.comm_time_s for p in slowest)
-    offload_s = sum(p.offload_s for p in slowest)
+    update_s, offload_s = (sum(getattr(p, n) for p in slowest) for n in ("update_s", "offload_s"))
     copies_s = sum(p.exposed_copy_s for p in slowest)
-    idle_s = step_s - compute_s - (comm_s - sum(hidden)) - copies_s - offload_s
+    idle_s = step_s - compute_s - (comm_s - sum(hidden)) - copies_s - update_s - offload_s
     phases: Counter[str] = Counter()
     for p in slowest:
         phases.update(p.phases)
@@ -231,6 +253,7 @@ def _predicted(time: RanksTime, memory: Mapping[str, int]) -> Prediction:
         comm_bytes=_comm_bytes(slowest),
         timeline=_timeline(slowest),
         phases=dict(phases),
+        update_s=update_s,
         offload_s=offload_s,
         host_bytes=max(sum(p.predicted.host_bytes for p in stages) for stages in own),
         host_activation_bytes=max(

@@ -82,6 +82,7 @@ def _totals(a: Plan, b: Plan) -> Iterator[RenderableType]:
         for name, before, after in (
             ("exposed copies", p.exposed_copy_s, q.exposed_copy_s),
             ("bubble", p.bubble_s, q.bubble_s),
+            ("update", p.update_s, q.update_s),
             ("offload", p.offload_s, q.offload_s),
         )
         if before or after

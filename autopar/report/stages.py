@@ -103,7 +103,7 @@ def longest_rank(plan: Plan) -> int:
     p = plan.pipeline
     if p is None:
         return 0
-    parts = ("compute_time_s", "comm_time_s", "hidden_time_s", "offload_s")
+    parts = ("compute_time_s", "comm_time_s", "hidden_time_s", "update_s", "offload_s")
     whole = [getattr(plan.predicted, part) for part in parts]
 
     def difference(rank: int) -> float:

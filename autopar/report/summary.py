@@ -162,14 +162,13 @@ def _step_time(plan: Plan) -> str:
     p = plan.predicted
     exposed_s = without_residue(p.exposed_time_s, p.comm_time_s)
     hidden_s = without_residue(p.hidden_time_s, p.comm_time_s)
-    without = ", without the optimizer's update" if plan.training else ""
     share = f" ({exposed_s / p.step_time_s:.1%})" if p.step_time_s else ""
     return (
         f"{format_seconds(p.step_time_s)} = compute {format_seconds(p.compute_time_s)} + "
         f"exposed communication {format_seconds(exposed_s)}{share}"
         f"{_moved(plan)}{_idle(plan)}; "
         f"{format_seconds(hidden_s)} of communication hidden; predicted"
-        f"{without}{_of_whom(plan)}"
+        f"{_of_whom(plan)}"
     )
 
 
@@ -188,7 +187,7 @@ def _of_whom(plan: Plan) -> str:
 
 def _moved(plan: Plan) -> str:
     p = plan.predicted
-    parts = {"exposed copies": p.exposed_copy_s, "offload": p.offload_s}
+    parts = {"exposed copies": p.exposed_copy_s, "update": p.update_s, "offload": p.offload_s}
     return "".join(f" + {name} {format_seconds(s)}" for name, s in parts.items() if s)
 
 

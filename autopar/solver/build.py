@@ -16,7 +16,7 @@ from torch import fx
 from autopar.core.host import FROM_HOST, WITH_HOST
 from autopar.core.placement import Layout, Placement, Replicate, Shard, is_valid, shard_factor
 from autopar.core.strategy import TensorSpec
-from autopar.cost_model import Cluster, offload_seconds, optimizer_state_bytes
+from autopar.cost_model import Cluster, offload_seconds, optimizer_state_bytes, update_seconds
 from autopar.errors import ConstraintError
 from autopar.solver.candidates import Candidate
 from autopar.solver.layouts import split_inside
@@ -182,15 +182,17 @@ class _Builder:
         # a tie goes to the smaller share, then to one whose gather needs no copy into rank order
         packed = [any(p.is_shard and (p.dim or p.split > 1) for p in x) for x in layouts]
         cost = sizes * 1e-21 * (1.0 + np.array(packed))
-        cost = cost + [self._offload_seconds(name, layout) for layout in layouts]
+        cost = cost + [self._update_seconds(name, layout) for layout in layouts]
         self.terms.node(name, cost, self.copies[name])
 
-    def _offload_seconds(self, name: str, layout: Layout) -> float:
+    def _update_seconds(self, name: str, layout: Layout) -> float:
+        """Seconds of the update of one rank's share, on the device or on the host."""
         if name not in self.step.gradients:
             return 0.0
         spec = self.step.parameters[name]
         share = TensorSpec(spec.shape, spec.dtype).num_bytes // shard_factor(layout, self.mesh)
-        return offload_seconds(self.device, self.optimizer, share, spec.dtype)
+        given = (self.device, self.optimizer, share, spec.dtype)
+        return update_seconds(*given) + offload_seconds(*given)
 
     def _add_copy(self, op: Op) -> None:
         """The copy of a parameter that compute reads, in any layout that it may arrive in."""

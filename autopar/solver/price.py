@@ -17,7 +17,13 @@ from autopar.core.plan import CommBytes
 from autopar.core.redistribute import Move, path
 from autopar.core.timeline import PlannedMove, rounded
 from autopar.core.work import is_away
-from autopar.cost_model import Cluster, PeakMemory, host_state_bytes, offload_seconds
+from autopar.cost_model import (
+    Cluster,
+    PeakMemory,
+    host_state_bytes,
+    offload_seconds,
+    update_seconds,
+)
 from autopar.solver.candidates import Candidate
 from autopar.solver.footprint import Footprint
 from autopar.solver.offers import Offers
@@ -65,6 +71,7 @@ class Price:
     pricing: Pricing
     footprint: Footprint
     phases: Mapping[str, float] = field(default_factory=dict)
+    update_s: float = 0.0
     offload_s: float = 0.0
     host_bytes: int = 0
     copies: HostCopies = field(default_factory=HostCopies)
@@ -72,7 +79,8 @@ class Price:
 
     @property
     def total_s(self) -> float:
-        return self.compute_s + self.comm_s + self.offload_s + self.copies.exposed_s
+        updated_s = self.update_s + self.offload_s
+        return self.compute_s + self.comm_s + updated_s + self.copies.exposed_s
 
     def weighted_s(self, weights: Weights) -> float:
         """The sum that a search with these weights minimises."""
@@ -253,7 +261,7 @@ def price(
         for (axis, kind), count in sorted(pricing.sent.items())
     )
     phases = _phases(pricing) if step.in_turns else {}
-    seconds, host_bytes = _offload(pricing, optimizer)
+    update_s, offload_s, host_bytes = _update(pricing, optimizer)
     copies = pricing.copies()
     return Price(
         compute_s=pricing.compute(),
@@ -262,7 +270,8 @@ def price(
         pricing=pricing,
         footprint=Footprint(pricing, optimizer),
         phases=phases,
-        offload_s=seconds,
+        update_s=update_s,
+        offload_s=offload_s,
         host_bytes=host_bytes + copies.num_bytes,
         copies=copies,
         hideable_s=pricing.hideable_s,
@@ -287,14 +296,15 @@ def _phases(pricing: Pricing) -> dict[str, float]:
     return seconds
 
 
-def _offload(pricing: Pricing, optimizer: object) -> tuple[float, int]:
-    """Seconds that an offloaded update adds, and bytes of states on the host."""
-    seconds, num_bytes = 0.0, 0
+def _update(pricing: Pricing, optimizer: object) -> tuple[float, float, int]:
+    """Seconds of the update, those that the host adds, and bytes of states on the host."""
+    update_s, offload_s, num_bytes = 0.0, 0.0, 0
     for name in pricing.step.gradients:
         spec = pricing.step.parameters[name]
         share = pricing.local_bytes((name, 0), pricing.decision.storages[name])
         times = pricing.blocks.copies(name)
-        device = pricing.cluster.device
-        seconds += offload_seconds(device, optimizer, share, spec.dtype) * times
+        given = (pricing.cluster.device, optimizer, share, spec.dtype)
+        update_s += update_seconds(*given) * times
+        offload_s += offload_seconds(*given) * times
         num_bytes += host_state_bytes(optimizer, share, spec.dtype) * times
-    return seconds, num_bytes
+    return update_s, offload_s, num_bytes

@@ -337,6 +337,7 @@ def _predicted(found: Variant, fit: Fit) -> Prediction:
         comm_bytes=price.comm_bytes,
         timeline=timeline(found.graph, price, found.search.built, fit.solution.chosen),
         phases=price.phases,
+        update_s=price.update_s,
         offload_s=price.offload_s,
         host_bytes=price.host_bytes,
         host_activation_bytes=price.copies.num_bytes,
