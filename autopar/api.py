@@ -67,27 +67,32 @@ def plan(
 
     Args:
         model: an unmodified module, on any device including meta.
-        cluster: a `Cluster`, or a `DeviceMesh` to describe.
-        example_inputs: tuple or dict of tensors with the global batch.
-        constraints: what to pin; the rest is chosen.
-        memory_limit: bytes per device, or "16GiB"; default: the device's memory.
-        optimizer: torch optimizer class or name, whose states count in memory; a class that is
-            unknown counts as Adam's, with a warning.
-        loss_fn: `loss_fn(output, target)` for a model that returns no loss; `target` is then
-            the keyword input of that name or the last positional one. A module without parameters,
-            such as `nn.CrossEntropyLoss(weight=...)`, will do. Predictions need no target.
-        training: plan forward and backward, else inference.
-        cache: look for the plan in `$AUTOPAR_CACHE_DIR` first, and keep it there.
-        precision: "bf16" or "fp16" computes on casts of the parameters, which stay as they are, and
-            of floating inputs; None or "fp32" runs the model as it is.
-        reduce_dtype: "fp32", "bf16" or "fp16", in which gradients are summed over devices; None
-            lets the solver choose between compute's and the parameter's.
-        fusion: what will be fused, as for `parallelize`; ops are priced accordingly.
+        cluster: the hardware to plan for: a `Cluster`, or a live `DeviceMesh` to describe.
+        example_inputs: the global batch, as a tuple of positional or a dict of keyword arguments of
+            `model.forward`. The plan holds for batches of the same shapes and dtypes.
+        constraints: what to pin, as a dict or `Constraints`; the solver chooses the rest.
+        memory_limit: per device, in bytes or as text such as "16GiB"; default: the device's memory.
+        optimizer: torch optimizer class, instance or name, whose states count as memory. A class
+            that is not known counts as Adam does, with a warning.
+        loss_fn: `loss_fn(output, target)`, for a model that returns no loss; may be a module
+            without parameters, such as `nn.CrossEntropyLoss(weight=...)`. `target` is the keyword
+            input of that name, or the last positional one; predictions need none.
+        training: plan forward and backward; False plans inference.
+        cache: look for the plan in `$AUTOPAR_CACHE_DIR` first, and store it there.
+        precision: "bf16" or "fp16" computes on casts of the parameters and of floating inputs, and
+            keeps the parameters as they are; None or "fp32" runs the model as it is.
+        reduce_dtype: "fp32", "bf16" or "fp16", the dtype in which gradients are summed over
+            devices; None lets the solver choose between compute's and the parameter's.
+        fusion: which fused kernels will run, as for `parallelize`; ops are priced accordingly.
+
+    Returns:
+        The plan: placements of every tensor, predicted seconds and bytes, and the solver's proof.
 
     Raises:
         TraceError: the model cannot be captured.
         ConstraintError: a constraint is unknown, matches nothing or cannot hold.
-        InfeasiblePlanError: nothing fits; carries the smallest limit that would.
+        InfeasiblePlanError: no plan fits; carries the smallest limit that a plan was found for.
+        AutoparError: another argument is not what it must be.
     """
     limit = _limit(memory_limit)
     return step_plans(
@@ -161,29 +166,34 @@ def parallelize(
     """Turn a module into one that trains on all devices of a mesh. Call it on every rank.
 
     Args:
-        model: an unmodified module. With values, those of the mesh's first rank are sharded; on
-            meta, each rank initialises only what it holds.
-        mesh: device mesh of any number of axes, covering the whole world.
-        example_inputs: tuple or dict of tensors with the global batch; without it, the first call
-            plans.
-        constraints, memory_limit, optimizer, loss_fn, cache, precision, reduce_dtype: see
-            `autopar.plan`; a given plan brings the last two.
-        plan: a plan or its file, instead of solving.
+        model: an unmodified module. If it has values, those of the mesh's first rank are sharded;
+            on the meta device, each rank initialises only what it holds.
+        mesh: device mesh with any number of axes that covers the whole world.
+        example_inputs: the global batch, as for `autopar.plan`; default: the first call plans.
+        constraints, memory_limit, optimizer, loss_fn, cache: as for `autopar.plan`.
+        precision, reduce_dtype: as for `autopar.plan`; a given `plan` brings its own.
+        plan: use this plan, or the one in this file, instead of solving.
         init_weights: called with each module of a meta model, on the CPU, to fill its tensors.
-        cluster: what the mesh is made of; default: described from the mesh.
+        cluster: the hardware that the mesh is made of; default: described from the mesh.
         seed: of dropout; default: the first rank's `torch.initial_seed()`.
-        backend: "eager" runs the emitted graphs as they are; "inductor" compiles them with torch's
-            Inductor, and runs those as they are that it fails on, with a warning.
-        passes: names of the passes over the program, out of `autopar.PASSES` and
-            "symmetric_memory", which runs only where it is named; default: `autopar.PASSES`. The
-            same on every rank.
-        fusion: True or False for fused kernels, or `{"off": [...]}` by name, `{"dump": folder}` for
-            the sources of generated ones; default: on CUDA only.
+        backend: "eager" runs the emitted graphs as they are. "inductor" compiles them with torch's
+            Inductor; graphs that it fails on run as they are, with a warning.
+        passes: names of the passes over the program, from `autopar.PASSES` and
+            "symmetric_memory", which runs only where it is named; the same on every rank. Default:
+            `autopar.PASSES`.
+        fusion: True or False for the usual fused kernels or none, or a dict: "on", "off" or "only"
+            with names of kernels, "dump" with a folder for the sources of generated ones. Default:
+            on CUDA only.
+
+    Returns:
+        A module that is called with the global batch, as the model is; its parameters are DTensors
+        under the model's names.
 
     Raises:
         AutoparError: the mesh does not cover the world, a parameter is on the wrong device, ranks
-            hold different models, or there is no such fused kernel.
+            hold different models, or another argument is not what it must be.
         PlanMismatchError: `plan` is for another model, mesh, input or precision.
+        TraceError, ConstraintError, InfeasiblePlanError: as for `autopar.plan`.
     """
     _check_arguments(model, mesh)
     limit = _limit(memory_limit)
@@ -216,13 +226,13 @@ def parallelize(
     )
     create = partial(planner.hold, init_weights=init_weights, base=base)
     module = ParallelModule(model, planner.compile, mesh, create, base, precision)
-    if example_inputs is not None:
-        args, kwargs = normalize_inputs(example_inputs)
-        with as_in(module):
-            step = planner.compile(args, kwargs, model.training)
-        module.install(step, module.signature(args, kwargs, model.training))
-    else:
+    if example_inputs is None:
         module.reserve(model, mesh)
+        return module
+    args, kwargs = normalize_inputs(example_inputs)
+    with as_in(module):
+        step = planner.compile(args, kwargs, model.training)
+    module.install(step, module.signature(args, kwargs, model.training))
     return module
 
 

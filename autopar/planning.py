@@ -369,11 +369,7 @@ def _fewer_turns(pin: PipelinePin, traced: TracedModel) -> Iterator[PipelinePin]
 
 def _as_example(value: Tensor) -> Tensor:
     """A stand-in of the global shape; nothing of the batch is kept."""
-    return (
-        torch.empty(value.shape, dtype=value.dtype, device="meta")
-        if value.is_meta
-        else (torch.zeros(value.shape, dtype=value.dtype))
-    )
+    return torch.zeros(value.shape, dtype=value.dtype, device="meta" if value.is_meta else "cpu")
 
 
 def _describe(traced: TracedModel) -> dict[str, Any]:

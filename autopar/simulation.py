@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import nn
 
 from autopar.cache import cache_directory
@@ -38,21 +39,25 @@ def simulate(
     passes: Collection[str] | None = None,
     fusion: Any = None,
 ) -> Simulation:
-    """Simulate a step of `plan`'s first rank on two streams; the optimizer's update included.
+    """Simulate a step of a plan's first rank: compute beside communication, then the update.
 
     Args:
         plan: made for this model and these inputs.
         model: on any device, meta included.
         example_inputs, loss_fn: as for `autopar.plan`.
         cluster: prices ops and collectives; default: the plan's own.
-        ops: measure each op on the device at hand, once; kept in the cache folder (`ops.sqlite`).
-        traced: the whole trace, if at hand, to save the time.
-        passes: of the program, as for `autopar.parallelize`.
+        ops: time each op on the device at hand, and keep what is measured in the cache folder
+            (`ops.sqlite`); False prices ops by the cluster's profile.
+        traced: the model's whole trace, if at hand, to save the time of another.
+        passes: as for `autopar.parallelize`.
         fusion: as for `autopar.parallelize`; None fuses what the plan was priced with.
+
+    Returns:
+        Seconds of the step, with the communication that is hidden behind compute and exposed.
 
     Raises:
         PlanMismatchError: the plan is for another model or input.
-        AutoparError: the plan is in microbatches.
+        AutoparError: the plan is in microbatches; `plan.predicted` has what was simulated.
     """
     if plan.pipeline is not None:
         raise AutoparError(
@@ -94,8 +99,6 @@ def _local_bytes(plan: Plan, name: str) -> int:
 
 
 def _database(cluster: Cluster) -> OpDatabase:
-    import torch
-
     device = cluster.device
     share = max(1.0, device.concurrent_ranks / device.cores) if device.cores else 1.0
     kind = "cuda" if torch.cuda.is_available() else "cpu"

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import autopar
+from autopar import errors
 from autopar.core.placement import Replicate, Shard
 from autopar.core.plan import NodePlan, Plan, Prediction, SolverReport
 
@@ -83,3 +85,9 @@ def test_the_check_sees_the_solver() -> None:
 def test_kernels_are_known_without_triton() -> None:
     assert imported(f"{ROOMS}\nimport autopar.kernels", "triton", "autopar.kernels.jit") == []
     assert "triton" in imported("import autopar.kernels.jit.norm", "triton")
+
+
+def test_every_error_and_warning_that_users_meet_is_public() -> None:
+    raised = [name for name in errors.__all__ if name != "AutoparError"]
+    for name in (*raised, "ClusterError"):
+        assert name in autopar.__all__ and issubclass(getattr(autopar, name), Exception)

@@ -35,17 +35,18 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 def save_safetensors(
     path: str | Path, module: ParallelModule, *, max_file_bytes: int = 5 * 10**9
 ) -> None:
-    """Write parameters and persistent buffers, each tied one once. Collective.
+    """Write parameters and persistent buffers as safetensors. Every rank calls this.
 
-    Tensors are gathered one by one, from all stages of a pipeline; rank 0 holds those of one file.
+    Tensors are gathered one by one, from all stages of a pipeline, and tied ones are written once;
+    rank 0 needs memory for one file.
 
     Args:
         path: folder, which `from_pretrained` reads if the model's config is there too.
         module: the parallel module.
-        max_file_bytes: start another file before this is exceeded, where one tensor allows it.
+        max_file_bytes: size of a file, which only a single larger tensor exceeds.
 
     Raises:
-        CheckpointError: it cannot be written; on every rank.
+        CheckpointError: the files cannot be written; on every rank.
     """
     folder = Path(path)
     model = WholeModel(module)
@@ -126,16 +127,15 @@ def load_safetensors(
     rename: Callable[[str], str] | None = None,
     strict: bool = True,
 ) -> None:
-    """Read parameters and persistent buffers into a module, each rank what it holds. Collective.
+    """Read safetensors into parameters and persistent buffers. Every rank calls this.
 
-    Values are cast where the file has another floating dtype.
+    Each rank reads only what it holds. Values of another floating dtype are cast.
 
     Args:
-        path: a file, or a folder with one or with an index of several.
+        path: a file, or a folder with one file or with an index of several.
         module: the parallel module.
-        rename: name in the files of an FQN of the module; default: the same.
-        strict: names in the files that the model has not are an error; a rank of a pipeline has
-            those of all stages.
+        rename: maps an FQN of the module to its name in the files; default: the same name.
+        strict: names in the files that the model does not have are an error.
 
     Raises:
         CheckpointError: files are missing or damaged, tensors are missing or have another shape; on

@@ -54,9 +54,9 @@ Compile = Callable[[Any, Any, bool], "CompiledStep | PipelinedStep"]
 class ParallelModule(StateModule):
     """A model that runs on a mesh as it would on one device. Made by `autopar.parallelize`.
 
-    `module(*args, **kwargs)` takes the global batch on every rank (or shares from
-    `shard_dataloader`) and returns what the model returns. Beside a scalar loss, other outputs
-    come as DTensors, sharded as they were computed; `.full_tensor()` gathers one.
+    `module(*args, **kwargs)` takes the global batch on every rank (or this rank's shares of it,
+    from `shard_dataloader`) and returns what the model returns. A loss is a plain scalar tensor;
+    outputs that are sharded come as DTensors, which `.full_tensor()` gathers.
     """
 
     def __init__(
