@@ -1,4 +1,4 @@
-"""`parallelize` and `plan`: what users call. Ties the rooms together."""
+"""`parallelize` and `plan`: what users call. Ties the packages together."""
 
 from __future__ import annotations
 
