@@ -1,4 +1,4 @@
-"""A saved plan runs without the solver: what importing a package brings in, in a fresh interpreter."""
+"""A saved plan runs without the solver: what a package imports, in a fresh interpreter."""
 
 from __future__ import annotations
 

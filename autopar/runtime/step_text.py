@@ -16,7 +16,7 @@ from autopar.errors import AutoparError
 from autopar.runtime.compiled_step import CompiledStep
 from autopar.runtime.pipeline import PipelinedStep
 from autopar.runtime.pipeline_run import PARTS
-from autopar.runtime.turns import stages_at_turns
+from autopar.runtime.stage_values import stages_at_turns
 
 __all__ = ["step_text"]
 
