@@ -37,8 +37,10 @@ def in_step(
 
 
 def check_first_batch(step: CompiledStep | PipelinedStep, args: Any, kwargs: Any) -> None:
-    """Raises:
-    AutoparError: an input holds an index out of range.
+    """Look for indices out of range before the first step of a kind runs.
+
+    Raises:
+        AutoparError: an input holds one.
     """
     try:
         check_indices(step.traced, _tensors(step, args, kwargs))

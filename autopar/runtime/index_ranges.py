@@ -95,8 +95,10 @@ def naming_indices(
 
 
 def check_indices(traced: TracedModel, inputs: Sequence[Tensor]) -> None:
-    """Raises:
-    AutoparError: one of the tensors of a batch holds an index out of range.
+    """Refuse a batch that holds an index out of range.
+
+    Raises:
+        AutoparError: one of its tensors does; names the tensor, the value and the range.
     """
     told = _out_of_range(traced, inputs)
     if told is not None:

@@ -40,8 +40,10 @@ _Found = TypeVar("_Found")
 
 
 def check_backend(backend: str) -> None:
-    """Raises:
-    AutoparError: there is no such backend.
+    """Refuse a backend that is not known.
+
+    Raises:
+        AutoparError: there is no such backend.
     """
     if backend not in BACKENDS:
         raise AutoparError(f"backend {backend!r} is unknown: choose one of {', '.join(BACKENDS)}")

@@ -17,8 +17,10 @@ _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_loss_fn(loss_fn: object) -> None:
-    """Raises:
-    TraceError: it cannot be called, or has parameters, which nobody would train.
+    """Refuse a loss function that is not callable, or has parameters of its own.
+
+    Raises:
+        TraceError: it is one of these; its parameters would never be trained.
     """
     if loss_fn is None:
         return
