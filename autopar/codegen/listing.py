@@ -21,7 +21,7 @@ from autopar.core.plan import Plan
 from autopar.core.recompute import recomputed
 from autopar.core.units import format_bytes
 
-__all__ = ["argument_text", "program_text", "target_text", "turns_text", "value_text"]
+__all__ = ["argument_text", "program_text", "stage_text", "target_text", "value_text"]
 
 _WIDTH = 100
 
@@ -47,7 +47,7 @@ def program_text(program: Program, traced: TracedModel, plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def turns_text(
+def stage_text(
     program: StageProgram, titles: Mapping[str, str], traced: TracedModel, plan: Plan
 ) -> str:
     """The parts of a stage's program, each as `program_text` has it, with what goes in and out.

@@ -153,12 +153,12 @@ class StageProgramWriter:
         pieces: Mapping[Key, int] | None = None,
         calls: Collection[Key] | None = None,
     ) -> StageProgram:
-        """The program that passes make of what is written, which is left as it is.
+        """The program after passes; the written graphs themselves are left as they are.
 
         Args:
             passes: names out of those of `autopar.codegen.passes`; None for `PASSES`.
             pieces: of collectives that are cut; default: the plan's.
-            calls: collectives that may be one call with their products; default: the plan's.
+            calls: collectives that may be one call with their matmuls; default: the plan's.
         """
         graphs = [emitter.passed(passes, pieces, calls) for emitter in self._emitters]
         if len(graphs) > 1:

@@ -1,4 +1,4 @@
-"""When the ranks of a pipeline can be done at the soonest, in any order of their work.
+"""When the ranks of a pipeline can finish at the earliest, in any order of their work.
 
 That is, in any which begins with no more forwards than ZB-H2 does (`most_ahead`).
 

@@ -109,10 +109,10 @@ _TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 
 
 def wave_factor(device: DeviceProfile, gemm: tuple[int, int, int, int]) -> float:
-    """How much longer a product takes because its tiles do not fill the last wave.
+    """How much longer a matmul takes because its tiles do not fill the last wave.
 
     A device with m multiprocessors computes m tiles at a time, so T tiles take ceil(T / m) / (T /
-    m) of their share of its rate; the library takes the tile with which that is least. (NVIDIA,
+    m) of their share of its rate; the library takes the tile size for which that is least. (NVIDIA,
     Matrix Multiplication Background, "Wave Quantization".)
 
     Args:

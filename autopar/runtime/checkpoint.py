@@ -1,4 +1,4 @@
-"""Checkpoints: a training run saved on one mesh and plan, and taken up on any other.
+"""Checkpoints: a training run saved on one mesh and plan, and resumed on any other.
 
     path/latest                  name of the last complete one
     path/step-00000100/          index.json   shape, dtype, boxes and place of every tensor
@@ -7,7 +7,7 @@
                                  plan.json    the plan it was trained with
 
 A checkpoint is written under another name, renamed when all ranks have written, and only then named
-by `latest`: what stops in between leaves the one before. Nothing of it is unpickled as code.
+by `latest`, so an interrupted save leaves the previous one in place. Loading executes nothing.
 """
 
 from __future__ import annotations

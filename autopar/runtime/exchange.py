@@ -1,10 +1,10 @@
-"""Weights in and out as safetensors, in the layout of Hugging Face.
+"""Weights from and to safetensors, in the layout of Hugging Face.
 
     path/model.safetensors                          or, above `max_file_bytes`,
     path/model-00001-of-00002.safetensors, …        with model.safetensors.index.json
 
-Each rank reads only the boxes that it holds. For a run to go on, use checkpoints: these files have
-neither optimizer nor counters.
+Each rank reads only the boxes that it holds. To resume a run, use checkpoints: these files hold
+neither optimizer states nor counters.
 """
 
 from __future__ import annotations

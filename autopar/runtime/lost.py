@@ -1,14 +1,14 @@
-"""Which rank is gone, when communication fails.
+"""Finds out which rank is lost when communication fails.
 
-Every process writes a growing number to the process group's store, from a thread. Where a
-collective or a transfer fails, the survivors see whose number stands still. The first that knows
-leaves its verdict in the store: by the time that others are thrown out of their calls, it may have
-gone too, for the same reason. A process that ends by an exception says so, and why.
+A thread of every process writes a growing number to the process group's store. When a collective or
+a transfer fails, the survivors see whose number has stopped. The first one that knows leaves its
+verdict in the store: by the time that others get an error from their calls, it may have ended too,
+for the same reason. A process that ends by an exception says so, and why.
 
-The number comes with how many steps that communicate this process has begun. So the thread of a
-rank that waits for others in front of a step sees which have gone on, and answers for them. It also
-comes with a checksum of which steps these were: ranks whose batches have other shapes, all of them
-met before, would add up gradients of unlike batches.
+Next to the number, a process writes how many communicating steps it has begun. So the thread of a
+rank that waits for others before a step sees which of them have moved on, and answers for them. It
+also writes a checksum of which steps these were: ranks whose batches have different shapes, all of
+which were met before, would otherwise add up gradients of different batches.
 """
 
 from __future__ import annotations

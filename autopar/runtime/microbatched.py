@@ -1,4 +1,4 @@
-"""One execution of a step in microbatches: gradients are there when its loss is."""
+"""One execution of a step in microbatches: forward and backward run before the loss is returned."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["run_microbatches"]
 
 
 def run_microbatches(module: ParallelModule, step: PipelinedStep, args: Any, kwargs: Any) -> Any:
-    """All microbatches' forwards and backwards; `backward` then hands the gradients over."""
+    """Run all microbatches forward and backward; `loss.backward()` then hands out the gradients."""
     # scaled from the start: half-precision gradients would underflow on their way
     scaler = module.loss_scaler
     tangent = scaler.get_scale() if scaler is not None else 1.0
@@ -66,7 +66,7 @@ def run_microbatches(module: ParallelModule, step: PipelinedStep, args: Any, kwa
 
 
 class MicrobatchedFunction(torch.autograd.Function):
-    """A step in microbatches, whose gradients are there when its loss is."""
+    """A step in microbatches as a function whose gradients have been computed with its loss."""
 
     @staticmethod
     def forward(

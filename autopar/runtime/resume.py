@@ -1,8 +1,8 @@
-"""A training run taken up from a checkpoint: what `save_checkpoint` wrote, on any mesh and plan.
+"""Resumes a training run from what `save_checkpoint` wrote, on any mesh and plan.
 
-First everything is checked, on every rank, then tensors are read in place, then the rest is handed
-out. Each rank reads for itself and all of them compare notes in between, so that one that fails
-leaves nobody waiting.
+First everything is checked, on every rank; then tensors are read in place; then the remaining state
+is restored. Each rank reads for itself, and all ranks compare results in between, so that one that
+fails leaves nobody waiting.
 """
 
 from __future__ import annotations
