@@ -27,7 +27,6 @@ from autopar.core.host import copy_at_once
 from autopar.errors import AutoparError
 
 __all__ = [
-    "BACKENDS",
     "CompiledPart",
     "CompiledProgram",
     "check_backend",
@@ -35,7 +34,7 @@ __all__ = [
     "compile_program",
 ]
 
-BACKENDS = ("eager", "inductor")
+_BACKENDS = ("eager", "inductor")
 _Found = TypeVar("_Found")
 
 
@@ -45,8 +44,8 @@ def check_backend(backend: str) -> None:
     Raises:
         AutoparError: there is no such backend.
     """
-    if backend not in BACKENDS:
-        raise AutoparError(f"backend {backend!r} is unknown: choose one of {', '.join(BACKENDS)}")
+    if backend not in _BACKENDS:
+        raise AutoparError(f"backend {backend!r} is unknown: choose one of {', '.join(_BACKENDS)}")
 
 
 class CompiledPart:

@@ -31,7 +31,6 @@ __all__ = [
     "NEVER",
     "beat",
     "begin_step",
-    "lost_ranks",
     "lost_text",
     "naming_lost_ranks",
     "tell_reason",
@@ -226,7 +225,7 @@ def _given_reason(store: Any, rank: int) -> str:
     return f" ({text})" if int(step) >= _at[0].begun - 1 else ""
 
 
-def lost_ranks() -> list[int]:
+def _lost_ranks() -> list[int]:
     """Ranks whose process has ended; waits for signs of life."""
     store, world = default_store(), dist.get_world_size()
     if store.check([_VERDICT]):
@@ -282,7 +281,7 @@ def lost_text(error: BaseException) -> str | None:
     if not dist.is_initialized() or not any(sign in str(error) for sign in _SIGNS):
         return None
     try:
-        gone = lost_ranks()
+        gone = _lost_ranks()
     except RuntimeError as failure:
         return f"the store of the process group does not answer ({failure}): rank 0 may be gone"
     if not gone:
