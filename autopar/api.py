@@ -22,7 +22,7 @@ from autopar.core.units import parse_bytes
 from autopar.cost_model import Cluster
 from autopar.cost_model.memory import check_optimizer
 from autopar.errors import AutoparError, PlanMismatchError
-from autopar.planning import Planner, traced_for
+from autopar.planning import Planner, Settings, traced_for
 from autopar.runtime.agree import agree
 from autopar.runtime.children import as_in
 from autopar.runtime.inductor import check_backend
@@ -208,10 +208,7 @@ def parallelize(
     if example_inputs is None and parsed.pipeline is None:
         # what a rank of a pipeline holds is known only with the plan
         parsed = replace(parsed, pipeline=NO_PIPELINE)
-    planner = Planner(
-        model,
-        mesh,
-        given=given,
+    settings = Settings(
         constraints=parsed,
         memory_limit=limit,
         optimizer=optimizer,
@@ -224,6 +221,7 @@ def parallelize(
         passes=passes,
         fusion=Fusion.parse(fusion, torch.device(mesh.device_type)),
     )
+    planner = Planner(model, mesh, given, settings)
     create = partial(planner.hold, init_weights=init_weights, base=base)
     module = ParallelModule(model, planner.compile, mesh, create, base, precision)
     if example_inputs is None:
