@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
+from autopar._compat import register_dataclasses
 from autopar.core.graph import node_info
 from autopar.core.placement import Layout, Replicate, Shard
 from autopar.core.strategy import op_call
@@ -98,7 +100,7 @@ class ShardedLoader:
         An op that takes an input whole does not stop the split: the input is then gathered when
         it is fed.
         """
-        step = next(iter(self.module._steps.values()))
+        step = self.module.first_step
         rows = {s.node: s.shape[0] for s in step.traced.inputs if s.kind == "input" and s.shape}
         smallest = math.gcd(*rows.values())
         split: dict[int, None] = {}
@@ -157,7 +159,22 @@ class ShardedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.source:
-            yield pytree.tree_map_only(Tensor, self._share, batch)
+            register_dataclasses(batch)
+            yield self._shares(batch)
+
+    def _shares(self, batch: Any) -> Any:
+        """A batch whose tensors are DTensors, in any containers that torch or Python knows."""
+
+        def share(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return self._share(leaf)
+            if not isinstance(leaf, MutableMapping):
+                return leaf
+            made = copy.copy(leaf)  # such as what a tokenizer returns, which torch takes for a leaf
+            made.update({key: self._shares(value) for key, value in leaf.items()})
+            return made
+
+        return pytree.tree_map(share, batch)
 
     def _share(self, value: Tensor) -> Tensor:
         mesh_shape = self.module.plan.mesh_shape
