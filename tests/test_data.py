@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 import autopar
 from tests import handwritten as hw
@@ -33,7 +34,14 @@ def loss_of(module: nn.Module, batch: Any) -> Any:
     return found if isinstance(found, torch.Tensor) else found["loss"]
 
 
-def gradients(rank: int) -> tuple[list[str], float]:
+class Stream(IterableDataset[Any]):
+    """A dataset without indices."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(ROWS)
+
+
+def gradients(rank: int, streamed: bool) -> tuple[list[str], float]:
     """Types of what a sharded loader yields, and the largest difference of a gradient."""
     torch.manual_seed(0)
     single = hw.Mlp().double()
@@ -43,7 +51,8 @@ def gradients(rank: int) -> tuple[list[str], float]:
     )
     loss_of(single, whole).backward()
     kinds = []
-    for batch in parallel.shard_dataloader(DataLoader(ROWS, batch_size=8, collate_fn=collated)):
+    rows: Any = Stream() if streamed else ROWS
+    for batch in parallel.shard_dataloader(DataLoader(rows, batch_size=8, collate_fn=collated)):
         kinds.append(type(batch).__name__)
         loss_of(parallel, batch).backward()
     expected = dict(single.named_parameters())
@@ -54,8 +63,9 @@ def gradients(rank: int) -> tuple[list[str], float]:
     return kinds, max(apart)
 
 
-def test_batches_in_mappings_that_torch_does_not_know_are_sharded() -> None:
-    for kinds, apart in run_ranks(gradients, 2):
+@pytest.mark.parametrize("streamed", [False, True])
+def test_batches_in_mappings_that_torch_does_not_know_are_sharded(streamed: bool) -> None:
+    for kinds, apart in run_ranks(gradients, 2, streamed):
         assert kinds == ["Encoding"]
         assert apart < 1e-12
 

@@ -6,12 +6,12 @@ import copy
 import math
 import operator
 from collections.abc import Iterable, Iterator, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from autopar._compat import register_dataclasses
 from autopar.core.graph import node_info
@@ -77,6 +77,15 @@ def _source(node: fx.Node) -> str:
     return node.name
 
 
+def _picks_samples(loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
+    """True for a loader that asks a dataset for the samples of a batch by their index."""
+    return (
+        isinstance(loader, DataLoader)
+        and loader.batch_sampler is not None
+        and not isinstance(loader.dataset, IterableDataset)
+    )
+
+
 class ShardedLoader:
     """Iterates a loader's batches as this rank's shares, wrapped as DTensors.
 
@@ -90,7 +99,7 @@ class ShardedLoader:
         self.source = loader
         self._common = self._row_layout()
         self._whole = True
-        if self._common is not None and isinstance(loader, DataLoader) and loader.batch_sampler:
+        if self._common is not None and _picks_samples(loader):
             self.source = self._rebuilt(loader, self._common)
             self._whole = False
 
