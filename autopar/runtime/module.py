@@ -285,21 +285,34 @@ class ParallelModule(StateModule):
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
-        parameters: Iterable[Tensor] | None = None,
+        parameters: Tensor | Iterable[Tensor] | None = None,
     ) -> Tensor:
-        """As `torch.nn.utils.clip_grad_norm_`, with one all-reduce. Every rank calls it.
+        """As `torch.nn.utils.clip_grad_norm_`, with one all-reduce. Every rank calls this.
 
         Args:
-            parameters: what this rank holds of those to clip, maybe nothing; default: all.
+            max_norm, norm_type, error_if_nonfinite: as for torch's.
+            parameters: those to clip that this rank holds, maybe none of them; default: all.
 
         Returns:
             The global norm before clipping, the same on every rank.
+
+        Raises:
+            AutoparError: the norm is not finite and `error_if_nonfinite` is set, or the order of
+                the norm is not positive.
         """
         chosen = self.parameters() if parameters is None else parameters
         return clip_gradients(chosen, max_norm, norm_type, error_if_nonfinite)
 
     def shard_dataloader(self, loader: Iterable[Any]) -> Iterable[Any]:
-        """Batches of `loader` of which this rank loads and holds only its share."""
+        """A loader of batches of which this rank holds only its share of the rows.
+
+        Args:
+            loader: of global batches. From a `DataLoader` over a dataset with indices, only this
+                rank's samples are read; batches of anything else are read whole and cut.
+
+        Raises:
+            AutoparError: there is no plan before the first call.
+        """
         return ShardedLoader(loader, self)
 
     def signature(self, args: Any, kwargs: Any, training: bool) -> Any:
