@@ -127,7 +127,7 @@ def step_plans(
     several: bool = True,
 ) -> StepPlans:
     """Plans of one training step under memory limits, one or several; else arguments as `plan`."""
-    described = cluster if isinstance(cluster, Cluster) else Cluster.from_mesh(cluster)
+    described = _described(cluster)
     parsed = Constraints.parse(constraints)
     check_optimizer(optimizer)
     traced = traced_for(
@@ -197,6 +197,8 @@ def parallelize(
     """
     _check_arguments(model, mesh)
     limit = _limit(memory_limit)
+    if cluster is not None and not isinstance(cluster, Cluster):
+        raise AutoparError(_no_cluster(cluster))
     check_backend(backend)
     check_optimizer(optimizer)
     _check_world(mesh)
@@ -237,11 +239,32 @@ def parallelize(
 def _check_arguments(model: nn.Module, mesh: object) -> None:
     if isinstance(model, ParallelModule):
         raise AutoparError("the model is parallel already; pass the module that it was made from")
-    if not all(hasattr(mesh, name) for name in ("mesh", "size", "device_type")):
+    if not _is_mesh(mesh):
         raise AutoparError(
             f"mesh is a {type(mesh).__name__}; pass a DeviceMesh, such as "
             "torch.distributed.device_mesh.init_device_mesh('cpu', (4,))"
         )
+
+
+def _is_mesh(value: object) -> bool:
+    return all(hasattr(value, name) for name in ("mesh", "size", "device_type"))
+
+
+def _described(cluster: Cluster | DeviceMesh) -> Cluster:
+    """The hardware to plan for, given as such or as a mesh of it."""
+    if isinstance(cluster, Cluster):
+        return cluster
+    if not _is_mesh(cluster):
+        raise AutoparError(_no_cluster(cluster))
+    return Cluster.from_mesh(cluster)
+
+
+def _no_cluster(given: object) -> str:
+    name = given if isinstance(given, str) else "h100-sxm"
+    return (
+        f"cluster is a {type(given).__name__}; pass a Cluster, such as "
+        f"autopar.Cluster.from_profile({name!r}, nodes=1)"
+    )
 
 
 def _limit(memory_limit: object) -> int | None:

@@ -64,6 +64,8 @@ def simulate(
             "simulate is for one program a rank; a plan in microbatches was simulated when it was "
             "made: see plan.predicted and plan.pipeline.slots"
         )
+    if cluster is not None and not isinstance(cluster, Cluster):
+        raise AutoparError(f"cluster is a {type(cluster).__name__}; pass an autopar.Cluster")
     described = cluster or Cluster.from_dict(plan.cluster)
     described = described.with_mesh_shape(plan.mesh_shape, plan.axis_names)
     options: dict[str, Any] = {

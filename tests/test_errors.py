@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.core.constraints import Constraints, assign_mesh
+from autopar.core.placement import Shard
 from tests import handwritten as hw
 from tests.dist import run_ranks, try_ranks
 
@@ -34,6 +35,11 @@ def cluster(devices: int = 4) -> Any:
         ({"params": {"head.bias": ["Shard(1)"]}}, ["head.bias", "(8,)"]),
         ({"params": {"head.bias": ["Shard(0)", "Shard(0)"]}}, ["head.bias", "2 placements"]),
         ({"params": {"head.bias": ["Sliced(0)"]}}, ["Sliced(0)"]),
+        ({"params": {"head.bias": 0}}, ["head.bias", "= 0", "['Shard(0)', 'Replicate()']"]),
+        ({"params": {"head.bias": Shard(0)}}, ["head.bias", "as text"]),
+        ({"params": ["Shard(0)"]}, ["params=['Shard(0)']", "FQN glob"]),
+        (["data"], ["constraints=['data']", "give a dict"]),
+        ("1d", ["constraints='1d'", "give a dict"]),
     ],
     ids=str,
 )
@@ -89,6 +95,24 @@ class _FakeMesh:
 def test_arguments_of_another_kind(mesh: Any, limit: Any, word: str) -> None:
     with pytest.raises(autopar.AutoparError, match=word):
         autopar.parallelize(hw.Mlp(), mesh or _FakeMesh(), hw.vectors(), memory_limit=limit)
+
+
+@pytest.mark.parametrize("given", ["h100-sxm", 4, None])
+def test_a_cluster_of_another_kind(given: Any) -> None:
+    with pytest.raises(autopar.AutoparError, match=r"cluster is a .*Cluster\.from_profile"):
+        autopar.plan(hw.Mlp(), given, hw.vectors())
+    if given is not None:
+        with pytest.raises(autopar.AutoparError, match="cluster is a"):
+            autopar.parallelize(hw.Mlp(), _FakeMesh(), hw.vectors(), cluster=given)  # type: ignore[arg-type]
+        plan = autopar.plan(hw.Mlp(), cluster(2), hw.vectors())
+        with pytest.raises(autopar.AutoparError, match="cluster is a"):
+            autopar.simulate(plan, hw.Mlp(), hw.vectors(), cluster=given)
+
+
+def test_a_loss_class_instead_of_an_instance() -> None:
+    model, batch = nn.Linear(4, 4), (torch.randn(4, 4), torch.randint(0, 4, (4,)))
+    with pytest.raises(autopar.TraceError, match=r"the class CrossEntropyLoss: .*instance"):
+        autopar.plan(model, cluster(2), batch, loss_fn=nn.CrossEntropyLoss)
 
 
 def test_an_unknown_name_of_an_optimizer_is_refused() -> None:

@@ -112,6 +112,8 @@ class Constraints:
             return cls()
         if isinstance(value, Constraints):
             return value
+        if not isinstance(value, Mapping):
+            raise ConstraintError(f"constraints={value!r}: give a dict, such as {{'data': 2}}")
         for key in value:
             if key not in _KEYS:
                 near = difflib.get_close_matches(str(key), _KEYS, n=1)
@@ -138,10 +140,7 @@ class Constraints:
             if offload not in OFFLOADS:
                 raise ConstraintError(f"offload={offload!r}: known are {', '.join(OFFLOADS)}")
             fields["offload"] = offload
-        params = value.get("params") or {}
-        fields["params"] = {
-            glob: tuple([p] if isinstance(p, str) else p) for glob, p in params.items()
-        }
+        fields["params"] = _params(value.get("params") or {})
         return cls(**fields)
 
     def to_dict(self) -> dict[str, Any]:
@@ -168,6 +167,22 @@ def _positive(value: Any, name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConstraintError(f"{name}={value!r} must be a positive whole number")
     return value
+
+
+def _params(value: Any) -> dict[str, tuple[str, ...]]:
+    if not isinstance(value, Mapping):
+        raise ConstraintError(f"params={value!r}: give {{FQN glob: placements}}")
+    found: dict[str, tuple[str, ...]] = {}
+    for glob, wanted in value.items():
+        placements = [wanted] if isinstance(wanted, str) else wanted
+        listed = isinstance(placements, (list, tuple))
+        if not listed or not all(isinstance(p, str) for p in placements):
+            raise ConstraintError(
+                f"params[{glob!r}] = {wanted!r}: give the placement for each mesh axis as text, "
+                "such as ['Shard(0)', 'Replicate()']"
+            )
+        found[glob] = tuple(placements)
+    return found
 
 
 def _settings(value: Any, name: str, short: str) -> dict[str, Any]:

@@ -24,6 +24,11 @@ def check_loss_fn(loss_fn: object) -> None:
     """
     if loss_fn is None:
         return
+    if isinstance(loss_fn, type):
+        raise TraceError(
+            f"loss_fn is the class {loss_fn.__name__}: pass an instance of it, such as "
+            f"{loss_fn.__name__}()"
+        )
     if not callable(loss_fn):
         raise TraceError(
             f"loss_fn is {loss_fn!r}, a {type(loss_fn).__name__}: pass what is called as "
