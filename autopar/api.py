@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -311,7 +312,9 @@ def _agreed_settings(
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             mine[name] = (tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
         check_devices(model, mesh.device_type)
-        given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+        given = _loaded(plan)
+        if seed is not None and not isinstance(seed, Integral):
+            raise AutoparError(f"seed={seed!r} must be a whole number")
         parsed = Constraints.parse(constraints)
         low_dtype(dtypes[0])
         sum_dtype(dtypes[1])
@@ -331,6 +334,13 @@ def _agreed_settings(
     if mesh.size() > 1:
         dist.broadcast_object_list(box, src=int(mesh.mesh.flatten()[0]))
     return given, parsed, int(box[0])
+
+
+def _loaded(plan: Plan | str | Path | None) -> Plan | None:
+    found = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    if found is not None and not isinstance(found, Plan):
+        raise AutoparError(f"plan is a {type(plan).__name__}; pass a Plan, or the path of its file")
+    return found
 
 
 def _check_precision(given: Plan | None, precision: str | None, reduce_dtype: str | None) -> None:

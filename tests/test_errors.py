@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,6 +179,36 @@ def unset_and_wrong_mode(rank: int) -> None:
         autopar.parallelize(parallel, init_device_mesh("cpu", (1,)))
     with pytest.raises(autopar.AutoparError, match="by position and by keyword: pass each once"):
         parallel(batch["x"], **batch)
+
+
+def other_kinds(rank: int, folder: str) -> list[str]:
+    """What each wrong call is told."""
+    mesh, plain, batch = init_device_mesh("cpu", (1,)), hw.Mlp(), hw.vectors()
+    parallel = autopar.parallelize(hw.Mlp(), mesh, batch)
+    calls = (
+        lambda: autopar.LossScaler(plain),  # type: ignore[arg-type]
+        lambda: autopar.save_checkpoint(folder, plain, step=1),  # type: ignore[arg-type]
+        lambda: autopar.load_checkpoint(folder, plain),  # type: ignore[arg-type]
+        lambda: autopar.save_safetensors(folder, plain),  # type: ignore[arg-type]
+        lambda: autopar.load_safetensors(folder, plain),  # type: ignore[arg-type]
+        lambda: autopar.save_checkpoint(folder, parallel, step=-1),
+        lambda: autopar.save_checkpoint(folder, parallel, step="1"),  # type: ignore[arg-type]
+        lambda: autopar.parallelize(hw.Mlp(), mesh, batch, plan={"version": 4}),  # type: ignore[arg-type]
+        lambda: autopar.parallelize(hw.Mlp(), mesh, batch, seed="a"),  # type: ignore[arg-type]
+    )
+    told = []
+    for call in calls:
+        with pytest.raises(autopar.AutoparError) as caught:
+            call()
+        told.append(str(caught.value))
+    return told
+
+
+def test_modules_plans_and_numbers_of_another_kind(tmp_path: Path) -> None:
+    (told,) = run_ranks(other_kinds, 1, str(tmp_path))
+    expected = [*["the module is a Mlp; pass the one"] * 5, "step=-1", "step='1'", "plan is a dict"]
+    for text, words in zip(told, [*expected, "seed='a'"], strict=True):
+        assert words in text
 
 
 def test_wrong_use_of_a_parallel_module() -> None:

@@ -16,6 +16,7 @@ import io
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from autopar.runtime.agree import agreed, reason
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.pieces import pieces
 from autopar.runtime.scaler import LossScaler
+from autopar.runtime.state_module import check_parallel
 from autopar.runtime.storage import SavePlanner, Writer, write_file
 
 __all__ = [
@@ -127,6 +129,9 @@ def save_checkpoint(
     Raises:
         CheckpointError: it cannot be written; on every rank.
     """
+    check_parallel(module)
+    if not isinstance(step, Integral) or step < 0:
+        raise CheckpointError(f"step={step!r} of a checkpoint must be a whole number, 0 or more")
     root = Path(path)
     before = module.pending_save
     if before is not None:

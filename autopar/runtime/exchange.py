@@ -25,6 +25,7 @@ from autopar.errors import CheckpointError
 from autopar.runtime.agree import agreed, reason
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.pieces import pieces
+from autopar.runtime.state_module import check_parallel
 from autopar.runtime.whole_model import WholeModel
 
 __all__ = ["load_safetensors", "save_safetensors"]
@@ -48,6 +49,7 @@ def save_safetensors(
     Raises:
         CheckpointError: the files cannot be written; on every rank.
     """
+    check_parallel(module)
     folder = Path(path)
     model = WholeModel(module)
     files = _files(model.tensors, max_file_bytes)
@@ -141,6 +143,7 @@ def load_safetensors(
         CheckpointError: files are missing or damaged, tensors are missing or have another shape; on
             every rank. The module is unchanged, unless reading itself failed.
     """
+    check_parallel(module)
     tensors = module.saved_tensors()
     with ExitStack() as stack:
         places: dict[str, _Place] = {}

@@ -32,6 +32,7 @@ from autopar.runtime.checkpoint import (
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.pieces import pieces
 from autopar.runtime.scaler import LossScaler
+from autopar.runtime.state_module import check_parallel
 from autopar.runtime.storage import INDEX, Index, LoadPlanner, Reader, SavePlanner
 
 __all__ = ["Checkpoint", "load_checkpoint"]
@@ -77,6 +78,7 @@ def load_checkpoint(
         CheckpointError: there is no checkpoint, tensors are missing or have another shape, or files
             are damaged; on every rank. Nothing is changed, unless reading itself failed.
     """
+    check_parallel(module)
     failure: Exception | None = None
     ready: _Ready | None = None
     try:

@@ -21,6 +21,7 @@ from autopar.errors import AutoparError
 from autopar.runtime.adamw import AdamW
 from autopar.runtime.gradients import collective_device, local_gradients
 from autopar.runtime.lost import naming_lost_ranks
+from autopar.runtime.state_module import check_parallel
 
 if TYPE_CHECKING:
     from autopar.runtime.module import ParallelModule
@@ -51,7 +52,7 @@ class LossScaler:
         enabled: False makes every method do what it would do without scaling.
 
     Raises:
-        AutoparError: a setting is out of range.
+        AutoparError: a setting is out of range, or the module is not a parallel one.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class LossScaler:
         self._found: dict[int, bool | Tensor] = {}
         self._stepped: set[int] = set()
         if module is not None:
+            check_parallel(module)  # another one would not scale, and `step` unscale all the same
             module.loss_scaler = self
 
     def is_enabled(self) -> bool:

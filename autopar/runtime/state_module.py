@@ -17,7 +17,7 @@ from autopar.runtime.names import StateName, names_of, owner_of
 from autopar.runtime.plain_state import has_plain, load_plain
 from autopar.runtime.saved_shares import check_own_shares, is_from_a_file
 
-__all__ = ["StateModule"]
+__all__ = ["StateModule", "check_parallel"]
 
 
 class StateModule(Mirror):
@@ -111,3 +111,16 @@ class StateModule(Mirror):
             if type(owner) is BatchNormChild:
                 value = owner.averaged(leaf, value)
             self.buffer(name).copy_(value)
+
+
+def check_parallel(module: object) -> None:
+    """Refuse a plain module, or a part, where the parallel one is wanted.
+
+    Raises:
+        AutoparError: it is none that `autopar.parallelize` returned.
+    """
+    if not isinstance(module, StateModule):
+        raise AutoparError(
+            f"the module is a {type(module).__name__}; pass the one that autopar.parallelize "
+            "returned"
+        )
