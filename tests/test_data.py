@@ -70,6 +70,50 @@ def test_batches_in_mappings_that_torch_does_not_know_are_sharded(streamed: bool
         assert apart < 1e-12
 
 
+def odd_batches(rank: int) -> float:
+    """The largest difference of a gradient, summed over batches that two ranks cannot share."""
+    torch.manual_seed(0)
+    single = hw.Mlp().double()
+    parallel = autopar.parallelize(
+        copy.deepcopy(single),
+        init_device_mesh("cpu", (2,)),
+        default_collate(ROWS),
+        constraints={"data": 2},
+    )
+    loader = DataLoader(ROWS, batch_size=3)
+    for batch in loader:
+        loss_of(single, batch).backward()
+    for batch in parallel.shard_dataloader(loader):
+        parallel.train_step(**batch)
+    expected = dict(single.named_parameters())
+    return max(
+        float((p.grad.full_tensor() - expected[name].grad).abs().max())
+        for name, p in parallel.named_parameters()
+    )
+
+
+def test_no_row_of_an_odd_batch_is_lost() -> None:
+    for apart in run_ranks(odd_batches, 2):
+        assert apart < 1e-12
+
+
+def shuffled(rank: int, constraints: Any) -> list[float]:
+    """The loss of each batch, where ranks would shuffle in orders of their own."""
+    torch.manual_seed(0)
+    model, mesh = hw.Mlp(layers=2).double(), init_device_mesh("cpu", (2,))
+    batch = default_collate(ROWS)
+    parallel = autopar.parallelize(model, mesh, batch, constraints=constraints, seed=1)
+    torch.manual_seed(rank)
+    loader = parallel.shard_dataloader(DataLoader(ROWS, batch_size=2, shuffle=True))
+    return [float(parallel.train_step(**batch)) for batch in loader]
+
+
+@pytest.mark.parametrize("pins", [{"data": 2}, {"pipeline": {"size": 2, "microbatches": 2}}])
+def test_ranks_shuffle_alike_with_any_plan(pins: Any) -> None:
+    first, second = run_ranks(shuffled, 2, pins)
+    assert len(first) == 4 and first == second
+
+
 def before_a_plan(rank: int) -> str:
     parallel = autopar.parallelize(hw.Mlp(), init_device_mesh("cpu", (1,)))
     with pytest.raises(autopar.AutoparError) as caught:
