@@ -171,6 +171,8 @@ def unset_and_wrong_mode(rank: int) -> None:
     parallel = autopar.parallelize(hw.Mlp(), init_device_mesh("cpu", (1,)))
     with pytest.raises(autopar.AutoparError, match="example_inputs"):
         _ = parallel.plan
+    with pytest.raises(autopar.AutoparError, match=r"nothing to load into.*example_inputs"):
+        autopar.load_safetensors("anywhere", parallel)
     parallel.eval()
     with pytest.raises(autopar.AutoparError, match=r"\.train\(\)"):
         parallel.train_step(**hw.vectors())

@@ -25,7 +25,7 @@ from autopar.errors import CheckpointError
 from autopar.runtime.agree import agreed, reason
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.pieces import pieces
-from autopar.runtime.state_module import check_parallel
+from autopar.runtime.state_module import check_installed, check_parallel
 from autopar.runtime.whole_model import WholeModel
 
 __all__ = ["load_safetensors", "save_safetensors"]
@@ -142,8 +142,10 @@ def load_safetensors(
     Raises:
         CheckpointError: files are missing or damaged, tensors are missing or have another shape; on
             every rank. The module is unchanged, unless reading itself failed.
+        AutoparError: there are no parameters to fill before the first call.
     """
     check_parallel(module)
+    check_installed(module)
     tensors = module.saved_tensors()
     with ExitStack() as stack:
         places: dict[str, _Place] = {}
