@@ -18,6 +18,7 @@ from autopar.codegen.fusion import Fusion
 from autopar.codegen.passes import check_passes
 from autopar.core import extensions
 from autopar.core.constraints import NO_PIPELINE, Constraints
+from autopar.core.made_for import check_is_plan
 from autopar.core.plan import Plan
 from autopar.core.units import parse_bytes
 from autopar.cost_model import Cluster
@@ -338,8 +339,8 @@ def _agreed_settings(
 
 def _loaded(plan: Plan | str | Path | None) -> Plan | None:
     found = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
-    if found is not None and not isinstance(found, Plan):
-        raise AutoparError(f"plan is a {type(plan).__name__}; pass a Plan, or the path of its file")
+    if found is not None:
+        check_is_plan(found)
     return found
 
 

@@ -13,6 +13,7 @@ from autopar.codegen.emit import emit
 from autopar.codegen.fusion import Fusion
 from autopar.core.folding import unfolded
 from autopar.core.graph import TracedModel
+from autopar.core.made_for import check_is_plan
 from autopar.core.placement import local_shape
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
@@ -59,6 +60,7 @@ def simulate(
         PlanMismatchError: the plan is for another model or input.
         AutoparError: the plan is in microbatches; `plan.predicted` has what was simulated.
     """
+    check_is_plan(plan)
     if plan.pipeline is not None:
         raise AutoparError(
             "simulate is for one program a rank; a plan in microbatches was simulated when it was "

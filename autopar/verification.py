@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from autopar.codegen.emit import Program, emit
 from autopar.codegen.stage_unfolding import unfolded_plan
 from autopar.core.graph import InputSpec, TracedModel
+from autopar.core.made_for import check_is_plan
 from autopar.core.ops import RANDOM
 from autopar.core.plan import Plan
 from autopar.runtime.lockstep import Strided, mesh_coords, run_lockstep
@@ -84,7 +85,9 @@ def verify(
 
     Raises:
         PlanMismatchError: the plan is for another model or input.
+        AutoparError: it is no plan.
     """
+    check_is_plan(plan)
     options: dict[str, Any] = {
         "training": plan.training,
         "loss_fn": loss_fn,

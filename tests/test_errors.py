@@ -116,6 +116,12 @@ def test_a_loss_class_instead_of_an_instance() -> None:
         autopar.plan(model, cluster(2), batch, loss_fn=nn.CrossEntropyLoss)
 
 
+def test_a_path_is_no_plan() -> None:
+    for call in (autopar.verify, autopar.simulate):
+        with pytest.raises(autopar.AutoparError, match=r"plan is a str; .*load_plan"):
+            call("plan.json", hw.Mlp(), hw.vectors())  # type: ignore[arg-type]
+
+
 def test_an_unknown_name_of_an_optimizer_is_refused() -> None:
     with pytest.raises(autopar.AutoparError, match=r"unknown.*mean 'adam' or 'adamw'"):
         autopar.plan(hw.Mlp(), cluster(2), hw.vectors(), optimizer="adamm")
