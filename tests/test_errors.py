@@ -179,6 +179,10 @@ def unset_and_wrong_mode(rank: int) -> None:
         _ = parallel.plan
     with pytest.raises(autopar.AutoparError, match=r"nothing to load into.*example_inputs"):
         autopar.load_safetensors("anywhere", parallel)
+    placed = autopar.parallelize(hw.Mlp(), init_device_mesh("cpu", (1,)), hw.vectors()).state_dict()
+    for state in (placed, hw.Mlp().state_dict()):
+        with pytest.raises(autopar.AutoparError, match=r"nothing to load into.*example_inputs"):
+            parallel.load_state_dict(state)
     parallel.eval()
     with pytest.raises(autopar.AutoparError, match=r"\.train\(\)"):
         parallel.train_step(**hw.vectors())

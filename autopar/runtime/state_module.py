@@ -90,11 +90,11 @@ class StateModule(Mirror):
             AutoparError: there are no parameters to fill before the first call.
         """
         refuse_assigned(assign)
+        check_installed(self)
         if is_from_a_file(state_dict.values()):
             check_own_shares(state_dict)
         if not has_plain(state_dict):
             return super().load_state_dict(state_dict, strict)
-        check_installed(self)
         return _IncompatibleKeys(*load_plain(self, state_dict, strict))
 
     @property
