@@ -1,10 +1,11 @@
-"""`parallelize` and `plan`: what users call. Ties the rooms together."""
+"""`parallelize` and `plan`: what users call. Ties the packages together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from autopar.codegen.fusion import Fusion
 from autopar.codegen.passes import check_passes
 from autopar.core import extensions
 from autopar.core.constraints import NO_PIPELINE, Constraints
+from autopar.core.made_for import check_is_plan
 from autopar.core.plan import Plan
 from autopar.core.units import parse_bytes
 from autopar.cost_model import Cluster
 from autopar.cost_model.memory import check_optimizer
 from autopar.errors import AutoparError, PlanMismatchError
-from autopar.planning import Planner, traced_for
+from autopar.planning import Planner, Settings, traced_for
 from autopar.runtime.agree import agree
 from autopar.runtime.children import as_in
 from autopar.runtime.inductor import check_backend
@@ -67,27 +69,32 @@ def plan(
 
     Args:
         model: an unmodified module, on any device including meta.
-        cluster: a `Cluster`, or a `DeviceMesh` to describe.
-        example_inputs: tuple or dict of tensors with the global batch.
-        constraints: what to pin; the rest is chosen.
-        memory_limit: bytes per device, or "16GiB"; default: the device's memory.
-        optimizer: torch optimizer class or name, whose states count in memory; a class that is
-            unknown counts as Adam's, with a warning.
-        loss_fn: `loss_fn(output, target)` for a model that returns no loss; `target` is then
-            the keyword input of that name or the last positional one. A module without parameters,
-            such as `nn.CrossEntropyLoss(weight=...)`, will do. Predictions need no target.
-        training: plan forward and backward, else inference.
-        cache: look for the plan in `$AUTOPAR_CACHE_DIR` first, and keep it there.
-        precision: "bf16" or "fp16" computes on casts of the parameters, which stay as they are, and
-            of floating inputs; None or "fp32" runs the model as it is.
-        reduce_dtype: "fp32", "bf16" or "fp16", in which gradients are summed over devices; None
-            lets the solver choose between compute's and the parameter's.
-        fusion: what will be fused, as for `parallelize`; ops are priced accordingly.
+        cluster: the hardware to plan for: a `Cluster`, or a live `DeviceMesh` to describe.
+        example_inputs: the global batch, as a tuple of positional or a dict of keyword arguments of
+            `model.forward`. The plan holds for batches of the same shapes and dtypes.
+        constraints: what to pin, as a dict or `Constraints`; the solver chooses the rest.
+        memory_limit: per device, in bytes or as text such as "16GiB"; default: the device's memory.
+        optimizer: torch optimizer class, instance or name, whose states count as memory. A class
+            that is not known counts as Adam does, with a warning.
+        loss_fn: `loss_fn(output, target)`, for a model that returns no loss; may be a module
+            without parameters, such as `nn.CrossEntropyLoss(weight=...)`. `target` is the keyword
+            input of that name, or the last positional one; predictions need none.
+        training: plan forward and backward; False plans inference.
+        cache: look for the plan in `$AUTOPAR_CACHE_DIR` first, and store it there.
+        precision: "bf16" or "fp16" computes on casts of the parameters and of floating inputs, and
+            keeps the parameters as they are; None or "fp32" runs the model as it is.
+        reduce_dtype: "fp32", "bf16" or "fp16", the dtype in which gradients are summed over
+            devices; None lets the solver choose between compute's and the parameter's.
+        fusion: which fused kernels will run, as for `parallelize`; ops are priced accordingly.
+
+    Returns:
+        The plan: placements of every tensor, predicted seconds and bytes, and the solver's proof.
 
     Raises:
         TraceError: the model cannot be captured.
         ConstraintError: a constraint is unknown, matches nothing or cannot hold.
-        InfeasiblePlanError: nothing fits; carries the smallest limit that would.
+        InfeasiblePlanError: no plan fits; carries the smallest limit that a plan was found for.
+        AutoparError: another argument is not what it must be.
     """
     limit = _limit(memory_limit)
     return step_plans(
@@ -122,7 +129,7 @@ def step_plans(
     several: bool = True,
 ) -> StepPlans:
     """Plans of one training step under memory limits, one or several; else arguments as `plan`."""
-    described = cluster if isinstance(cluster, Cluster) else Cluster.from_mesh(cluster)
+    described = _described(cluster)
     parsed = Constraints.parse(constraints)
     check_optimizer(optimizer)
     traced = traced_for(
@@ -161,32 +168,39 @@ def parallelize(
     """Turn a module into one that trains on all devices of a mesh. Call it on every rank.
 
     Args:
-        model: an unmodified module. With values, those of the mesh's first rank are sharded; on
-            meta, each rank initialises only what it holds.
-        mesh: device mesh of any number of axes, covering the whole world.
-        example_inputs: tuple or dict of tensors with the global batch; without it, the first call
-            plans.
-        constraints, memory_limit, optimizer, loss_fn, cache, precision, reduce_dtype: see
-            `autopar.plan`; a given plan brings the last two.
-        plan: a plan or its file, instead of solving.
+        model: an unmodified module. If it has values, those of the mesh's first rank are sharded;
+            on the meta device, each rank initialises only what it holds.
+        mesh: device mesh with any number of axes that covers the whole world.
+        example_inputs: the global batch, as for `autopar.plan`; default: the first call plans.
+        constraints, memory_limit, optimizer, loss_fn, cache: as for `autopar.plan`.
+        precision, reduce_dtype: as for `autopar.plan`; a given `plan` brings its own.
+        plan: use this plan, or the one in this file, instead of solving.
         init_weights: called with each module of a meta model, on the CPU, to fill its tensors.
-        cluster: what the mesh is made of; default: described from the mesh.
+        cluster: the hardware that the mesh is made of; default: described from the mesh.
         seed: of dropout; default: the first rank's `torch.initial_seed()`.
-        backend: "eager" runs the emitted graphs as they are; "inductor" compiles them with torch's
-            Inductor, and runs those as they are that it fails on, with a warning.
-        passes: names of the passes over the program, out of `autopar.PASSES` and
-            "symmetric_memory", which runs only where it is named; default: `autopar.PASSES`. The
-            same on every rank.
-        fusion: True or False for fused kernels, or `{"off": [...]}` by name, `{"dump": folder}` for
-            the sources of generated ones; default: on CUDA only.
+        backend: "eager" runs the emitted graphs as they are. "inductor" compiles them with torch's
+            Inductor; graphs that it fails on run as they are, with a warning.
+        passes: names of the passes over the program, from `autopar.PASSES` and
+            "symmetric_memory", which runs only where it is named; the same on every rank. Default:
+            `autopar.PASSES`.
+        fusion: True or False for the usual fused kernels or none, or a dict: "on", "off" or "only"
+            with names of kernels, "dump" with a folder for the sources of generated ones. Default:
+            on CUDA only.
+
+    Returns:
+        A module that is called with the global batch, as the model is; its parameters are DTensors
+        under the model's names.
 
     Raises:
         AutoparError: the mesh does not cover the world, a parameter is on the wrong device, ranks
-            hold different models, or there is no such fused kernel.
+            hold different models, or another argument is not what it must be.
         PlanMismatchError: `plan` is for another model, mesh, input or precision.
+        TraceError, ConstraintError, InfeasiblePlanError: as for `autopar.plan`.
     """
     _check_arguments(model, mesh)
     limit = _limit(memory_limit)
+    if cluster is not None and not isinstance(cluster, Cluster):
+        raise AutoparError(_no_cluster(cluster))
     check_backend(backend)
     check_optimizer(optimizer)
     _check_world(mesh)
@@ -198,10 +212,7 @@ def parallelize(
     if example_inputs is None and parsed.pipeline is None:
         # what a rank of a pipeline holds is known only with the plan
         parsed = replace(parsed, pipeline=NO_PIPELINE)
-    planner = Planner(
-        model,
-        mesh,
-        given=given,
+    settings = Settings(
         constraints=parsed,
         memory_limit=limit,
         optimizer=optimizer,
@@ -214,26 +225,48 @@ def parallelize(
         passes=passes,
         fusion=Fusion.parse(fusion, torch.device(mesh.device_type)),
     )
+    planner = Planner(model, mesh, given, settings)
     create = partial(planner.hold, init_weights=init_weights, base=base)
     module = ParallelModule(model, planner.compile, mesh, create, base, precision)
-    if example_inputs is not None:
-        args, kwargs = normalize_inputs(example_inputs)
-        with as_in(module):
-            step = planner.compile(args, kwargs, model.training)
-        module.install(step, module.signature(args, kwargs, model.training))
-    else:
+    if example_inputs is None:
         module.reserve(model, mesh)
+        return module
+    args, kwargs = normalize_inputs(example_inputs)
+    with as_in(module):
+        step = planner.compile(args, kwargs, model.training)
+    module.install(step, module.signature(args, kwargs, model.training))
     return module
 
 
 def _check_arguments(model: nn.Module, mesh: object) -> None:
     if isinstance(model, ParallelModule):
         raise AutoparError("the model is parallel already; pass the module that it was made from")
-    if not all(hasattr(mesh, name) for name in ("mesh", "size", "device_type")):
+    if not _is_mesh(mesh):
         raise AutoparError(
             f"mesh is a {type(mesh).__name__}; pass a DeviceMesh, such as "
             "torch.distributed.device_mesh.init_device_mesh('cpu', (4,))"
         )
+
+
+def _is_mesh(value: object) -> bool:
+    return all(hasattr(value, name) for name in ("mesh", "size", "device_type"))
+
+
+def _described(cluster: Cluster | DeviceMesh) -> Cluster:
+    """The hardware to plan for, given as such or as a mesh of it."""
+    if isinstance(cluster, Cluster):
+        return cluster
+    if not _is_mesh(cluster):
+        raise AutoparError(_no_cluster(cluster))
+    return Cluster.from_mesh(cluster)
+
+
+def _no_cluster(given: object) -> str:
+    name = given if isinstance(given, str) else "h100-sxm"
+    return (
+        f"cluster is a {type(given).__name__}; pass a Cluster, such as "
+        f"autopar.Cluster.from_profile({name!r}, nodes=1)"
+    )
 
 
 def _limit(memory_limit: object) -> int | None:
@@ -280,7 +313,9 @@ def _agreed_settings(
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             mine[name] = (tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
         check_devices(model, mesh.device_type)
-        given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+        given = _loaded(plan)
+        if seed is not None and not isinstance(seed, Integral):
+            raise AutoparError(f"seed={seed!r} must be a whole number")
         parsed = Constraints.parse(constraints)
         low_dtype(dtypes[0])
         sum_dtype(dtypes[1])
@@ -300,6 +335,13 @@ def _agreed_settings(
     if mesh.size() > 1:
         dist.broadcast_object_list(box, src=int(mesh.mesh.flatten()[0]))
     return given, parsed, int(box[0])
+
+
+def _loaded(plan: Plan | str | Path | None) -> Plan | None:
+    found = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    if found is not None:
+        check_is_plan(found)
+    return found
 
 
 def _check_precision(given: Plan | None, precision: str | None, reduce_dtype: str | None) -> None:

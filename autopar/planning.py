@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,7 @@ from autopar.tracer.accepted import check_model
 from autopar.tracer.fold import find_repeats
 from autopar.tracer.trace import trace
 
-__all__ = ["Planner", "traced_for"]
+__all__ = ["Planner", "Settings", "traced_for"]
 
 
 def traced_for(
@@ -80,6 +80,29 @@ def may_fold(model: nn.Module, constraints: Constraints) -> bool:
     return same_for_all_instances(matches, repeats)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The arguments of `autopar.parallelize` for all steps, parsed and agreed by all ranks."""
+
+    constraints: Constraints
+    memory_limit: int | None
+    optimizer: object
+    loss_fn: Callable[..., Any] | None
+    cluster: Cluster | None
+    cache: bool
+    precision: str | None
+    reduce_dtype: str | None
+    backend: str
+    passes: Collection[str] | None
+    fusion: Fusion
+
+    def passes_in_order(self) -> tuple[str, ...]:
+        """Names of the passes that run."""
+        # Inductor has a pass of its own for that, and takes no op that writes to its operand
+        without = {"in_place"} if self.backend == "inductor" else set()
+        return tuple(name for name in check_passes(self.passes) if name not in without)
+
+
 class Planner:
     """Compiles a step for each input signature of one parallel module.
 
@@ -87,45 +110,18 @@ class Planner:
         model: the user's.
         mesh: of all ranks.
         given: the plan of the first step; None: it is solved.
-        constraints, memory_limit, optimizer, loss_fn, cluster, cache, precision, reduce_dtype,
-            backend, passes, fusion: as for `autopar.parallelize`, parsed and agreed by all ranks.
+        settings: of all steps.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        mesh: DeviceMesh,
-        *,
-        given: Plan | None,
-        constraints: Constraints,
-        memory_limit: int | None,
-        optimizer: object,
-        loss_fn: Callable[..., Any] | None,
-        cluster: Cluster | None,
-        cache: bool,
-        precision: str | None,
-        reduce_dtype: str | None,
-        backend: str,
-        passes: Collection[str] | None,
-        fusion: Fusion,
+        self, model: nn.Module, mesh: DeviceMesh, given: Plan | None, settings: Settings
     ) -> None:
-        # Inductor has a pass of its own for that, and takes no op that writes to its operand
-        without = {"in_place"} if backend == "inductor" else set()
-        self.passes = tuple(name for name in check_passes(passes) if name not in without)
-        self.fusion = fusion
         self.model = model
         self.mesh = mesh
         self.first = given
         self.given = given
-        self.constraints = constraints
-        self.memory_limit = memory_limit
-        self.optimizer = optimizer
-        self.loss_fn = loss_fn
-        self.cluster = cluster
-        self.cache = cache
-        self.precision = precision
-        self.reduce_dtype = reduce_dtype
-        self.backend = backend
+        self.settings = settings
+        self.passes = settings.passes_in_order()
         self._num_args: int | None = None
         self._mesh_of: dict[tuple[int, ...], DeviceMesh] = {tuple(mesh.mesh.shape): mesh}
         self._pipelines: dict[tuple[int, ...], PipelineMesh] = {}
@@ -184,8 +180,8 @@ class Planner:
                 self.pipeline_mesh(chosen),
                 tuple(kwargs),
                 passes=self.passes,
-                fusion=self.fusion,
-                backend=self.backend,
+                fusion=self.settings.fusion,
+                backend=self.settings.backend,
             )
         planned = self.device_mesh(chosen)
         coords = planned.get_coordinate()
@@ -198,14 +194,14 @@ class Planner:
             group_names=groups,
             device=self.mesh.device_type,
             passes=self.passes,
-            fusion=self.fusion,
+            fusion=self.settings.fusion,
         )
-        compiled = compile_program(program) if self.backend == "inductor" else None
+        compiled = compile_program(program) if self.settings.backend == "inductor" else None
         return CompiledStep(
             traced=traced,
             plan=chosen,
             program=program,
-            fusion=self.fusion,
+            fusion=self.settings.fusion,
             keywords=tuple(kwargs),
             compiled=compiled,
             at_once=in_one_piece(traced, program) if compiled is None else None,
@@ -215,7 +211,7 @@ class Planner:
         """The whole graph and its plan, chosen on the folded graph where there is one."""
         given = self.given
         if given is None:
-            fold = self.first is None and may_fold(self.model, self.constraints)
+            fold = self.first is None and may_fold(self.model, self.settings.constraints)
         else:
             fold = bool(given.repeats)
         traced = self._traced(args, kwargs, training, fold)
@@ -249,8 +245,8 @@ class Planner:
                 training=training,
                 loss_fn=loss_fn,
                 fold=fold,
-                precision=self.precision,
-                reduce_dtype=self.reduce_dtype,
+                precision=self.settings.precision,
+                reduce_dtype=self.settings.reduce_dtype,
             )
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = error
@@ -263,7 +259,7 @@ class Planner:
         if self._num_args is None:
             self._num_args = len(args)
         given = "target" in kwargs if kwargs else len(args) >= self._num_args
-        return self.loss_fn if training or given else None
+        return self.settings.loss_fn if training or given else None
 
     def _choose(self, traced: TracedModel) -> Plan:
         if self.given is not None:
@@ -300,9 +296,9 @@ class Planner:
         return chosen
 
     def _solve(self, traced: TracedModel) -> Plan:
-        described = self.cluster or Cluster.from_mesh(self.mesh)
+        described = self.settings.cluster or Cluster.from_mesh(self.mesh)
         if self.first is None:
-            return self._solved(traced, described, self.constraints)
+            return self._solved(traced, described, self.settings.constraints)
         described, like = _like(self.first, described, traced.training)
         if like.pipeline is None or not traced.training:
             return self._solved(traced, described, like)
@@ -316,8 +312,9 @@ class Planner:
         raise refused
 
     def _solved(self, traced: TracedModel, cluster: Cluster, constraints: Constraints) -> Plan:
-        given = (traced, cluster, constraints, self.optimizer, self.cache, self.fusion)
-        return StepPlans(*given).under(self.memory_limit)
+        s = self.settings
+        plans = StepPlans(traced, cluster, constraints, s.optimizer, s.cache, s.fusion)
+        return plans.under(s.memory_limit)
 
     def _check_given(self, chosen: Plan, traced: TracedModel) -> None:
         if chosen.num_devices != self.mesh.size():
@@ -369,11 +366,7 @@ def _fewer_turns(pin: PipelinePin, traced: TracedModel) -> Iterator[PipelinePin]
 
 def _as_example(value: Tensor) -> Tensor:
     """A stand-in of the global shape; nothing of the batch is kept."""
-    return (
-        torch.empty(value.shape, dtype=value.dtype, device="meta")
-        if value.is_meta
-        else (torch.zeros(value.shape, dtype=value.dtype))
-    )
+    return torch.zeros(value.shape, dtype=value.dtype, device="meta" if value.is_meta else "cpu")
 
 
 def _describe(traced: TracedModel) -> dict[str, Any]:

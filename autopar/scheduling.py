@@ -23,8 +23,8 @@ from typing import NamedTuple
 from autopar.codegen.emit import written
 from autopar.codegen.excerpts import Found, Run, excerpts, merged
 from autopar.codegen.fusion import Fusion
+from autopar.codegen.stage_program import StageProgramWriter
 from autopar.codegen.stages import staged_as_planned
-from autopar.codegen.turns import TurnWriter
 from autopar.core.collector import paused_collector
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
@@ -172,7 +172,7 @@ def _tried(
 ) -> _Tried:
     names = ("prepare", "forward", *(("input", "weight") if splits else ("backward",)), "finish")
 
-    writer = TurnWriter([model], plan, [0] * len(plan.mesh_shape), fusion=fusion)
+    writer = StageProgramWriter([model], plan, [0] * len(plan.mesh_shape), fusion=fusion)
 
     def run(trial: Plan) -> Trial:
         program = writer.program(None, trial.piece_counts())
@@ -214,7 +214,7 @@ def _scheduled_stage(
         beside_s = trial.last.step_s - found["weight" if splits else "backward"].step_s
         alone_s = _serial_s(found["finish"])
         saved["finish"] = before["finish"] * (1.0 - min(1.0, max(0.0, beside_s / alone_s)))
-    most_s = _of_all_turns(saved, microbatches)
+    most_s = _of_all_microbatches(saved, microbatches)
     hiding = _with_hidden(plan, shares, most_s)
     # what the two have in common: phases and collectives must add up to the same
     known = hiding.predicted.hidden_time_s / most_s if most_s else 0.0
@@ -232,6 +232,6 @@ def _serial_s(simulation: Simulation) -> float:
     return simulation.compute_s + sum(simulation.comm_s) + simulation.exposed_copy_s
 
 
-def _of_all_turns(phases: Mapping[str, float], microbatches: int) -> float:
+def _of_all_microbatches(phases: Mapping[str, float], microbatches: int) -> float:
     once = phases["prepare"] + phases["finish"]
     return once + microbatches * (phases["forward"] + phases["input"] + phases["weight"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import nn
 
 from autopar.cache import cache_directory
@@ -12,6 +13,7 @@ from autopar.codegen.emit import emit
 from autopar.codegen.fusion import Fusion
 from autopar.core.folding import unfolded
 from autopar.core.graph import TracedModel
+from autopar.core.made_for import check_is_plan
 from autopar.core.placement import local_shape
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
@@ -38,27 +40,34 @@ def simulate(
     passes: Collection[str] | None = None,
     fusion: Any = None,
 ) -> Simulation:
-    """Simulate a step of `plan`'s first rank on two streams; the optimizer's update included.
+    """Simulate a step of a plan's first rank: compute beside communication, then the update.
 
     Args:
         plan: made for this model and these inputs.
         model: on any device, meta included.
         example_inputs, loss_fn: as for `autopar.plan`.
         cluster: prices ops and collectives; default: the plan's own.
-        ops: measure each op on the device at hand, once; kept in the cache folder (`ops.sqlite`).
-        traced: the whole trace, if at hand, to save the time.
-        passes: of the program, as for `autopar.parallelize`.
+        ops: time each op on the device at hand, and keep what is measured in the cache folder
+            (`ops.sqlite`); False prices ops by the cluster's profile.
+        traced: the model's whole trace, if at hand, to save the time of another.
+        passes: as for `autopar.parallelize`.
         fusion: as for `autopar.parallelize`; None fuses what the plan was priced with.
+
+    Returns:
+        Seconds of the step, with the communication that is hidden behind compute and exposed.
 
     Raises:
         PlanMismatchError: the plan is for another model or input.
-        AutoparError: the plan is in microbatches.
+        AutoparError: the plan is in microbatches; `plan.predicted` has what was simulated.
     """
+    check_is_plan(plan)
     if plan.pipeline is not None:
         raise AutoparError(
             "simulate is for one program a rank; a plan in microbatches was simulated when it was "
             "made: see plan.predicted and plan.pipeline.slots"
         )
+    if cluster is not None and not isinstance(cluster, Cluster):
+        raise AutoparError(f"cluster is a {type(cluster).__name__}; pass an autopar.Cluster")
     described = cluster or Cluster.from_dict(plan.cluster)
     described = described.with_mesh_shape(plan.mesh_shape, plan.axis_names)
     options: dict[str, Any] = {
@@ -94,8 +103,6 @@ def _local_bytes(plan: Plan, name: str) -> int:
 
 
 def _database(cluster: Cluster) -> OpDatabase:
-    import torch
-
     device = cluster.device
     share = max(1.0, device.concurrent_ranks / device.cores) if device.cores else 1.0
     kind = "cuda" if torch.cuda.is_available() else "cpu"

@@ -26,8 +26,8 @@ from autopar.codegen.passes import check_passes
 from autopar.codegen.passes.alone import cut_out, in_pieces
 from autopar.codegen.passes.sites import Key, Site, find_sites, key_of
 from autopar.codegen.passes.symmetric import can_be_called, in_one_call
+from autopar.codegen.stage_program import StageProgramWriter
 from autopar.codegen.stages import staged_as_planned
-from autopar.codegen.turns import TurnWriter
 from autopar.core.calls import Pieces
 from autopar.core.graph import TracedModel
 from autopar.core.plan import PipelinePlan, Plan
@@ -92,9 +92,9 @@ def _stages(
     for number, stage in enumerate(p.stages):
         own = parts.named(number, stage, back=True)
         zeros = [0] * len(stage.mesh_shape)
-        writer = TurnWriter([parts.model(number)], own, zeros, fusion=fusion)
+        writer = StageProgramWriter([parts.model(number)], own, zeros, fusion=fusion)
 
-        def run(calls: Collection[Key], writer: TurnWriter = writer) -> Trial:
+        def run(calls: Collection[Key], writer: StageProgramWriter = writer) -> Trial:
             program = writer.program(names, calls=calls)
             simulated = {
                 name: simulate(part.module.graph, cluster)

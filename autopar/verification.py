@@ -13,11 +13,12 @@ from torch.utils import _pytree as pytree
 from autopar.codegen.emit import Program, emit
 from autopar.codegen.stage_unfolding import unfolded_plan
 from autopar.core.graph import InputSpec, TracedModel
+from autopar.core.made_for import check_is_plan
 from autopar.core.ops import RANDOM
 from autopar.core.plan import Plan
-from autopar.runtime.lockstep import mesh_coords, run_lockstep
+from autopar.runtime.lockstep import Strided, mesh_coords, run_lockstep
 from autopar.runtime.shards import assemble, take_shard
-from autopar.runtime.turns import Strided, run_stages
+from autopar.runtime.virtual_stages import run_stages
 from autopar.symmetric_calls import with_symmetric_calls
 from autopar.tracer.precision import call_in, low_dtype
 from autopar.tracer.trace import normalize_inputs, trace
@@ -44,7 +45,7 @@ class Verification:
 
     @property
     def worst(self) -> tuple[str, float]:
-        """Name and error of the worst tensor."""
+        """Name and relative error of the tensor that differs most."""
         everything = {
             **{f"output {k}": v for k, v in self.outputs.items()},
             **{f"gradient of {k}": v for k, v in self.gradients.items()},
@@ -64,24 +65,29 @@ def verify(
     passes: Collection[str] | None = None,
     fusion: Any = None,
 ) -> Verification:
-    """Run `plan` on virtual ranks and compare loss, outputs, gradients and buffers.
+    """Run a plan for all its ranks in this process, and compare it with the unsharded module.
 
-    The reference is the module itself, run eagerly; where it draws random numbers, the traced
-    step run whole (whose masks any plan must draw).
+    Compared are the loss, all outputs, the gradient of every parameter and updated buffers. The
+    reference is the module itself, run eagerly; where it draws random numbers, it is the traced
+    step run unsharded, which draws the same numbers as any plan.
 
     Args:
         plan: made for this model and these inputs.
-        model: with real weights.
+        model: with real weights; float64 tells rounding from mistakes best.
         example_inputs: as for `autopar.plan`, with real values.
-        seed: of the dropout counter.
+        seed: of dropout and random numbers.
         loss_fn: as for `autopar.plan`.
-        traced: a trace at hand, to save the time.
-        passes: of the programs, as for `autopar.parallelize`.
-        fusion: as for `autopar.parallelize`.
+        traced: the model's whole trace, if at hand, to save the time of another.
+        passes, fusion: as for `autopar.parallelize`.
+
+    Returns:
+        The relative error of each tensor; `.worst` names the largest.
 
     Raises:
         PlanMismatchError: the plan is for another model or input.
+        AutoparError: it is no plan.
     """
+    check_is_plan(plan)
     options: dict[str, Any] = {
         "training": plan.training,
         "loss_fn": loss_fn,

@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar.cost_model.training import step_cost
 from autopar.errors import AutoparError
 from benchmarks.published_predict import Predictor
 from benchmarks.published_rows import RowError, job, measured_seconds
 from benchmarks.published_schema import count, normal
+from benchmarks.step_cost import step_cost
 
 __all__ = ["Outcome", "line", "outcomes", "scores"]
 

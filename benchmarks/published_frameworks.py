@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from autopar.cost_model.segments import ONE_KERNEL, LossSteps
+from benchmarks.segments import ONE_KERNEL, LossSteps
 
 __all__ = ["FRAMEWORKS", "Framework", "fits_kernel", "framework_of"]
 

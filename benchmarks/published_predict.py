@@ -8,17 +8,17 @@ from functools import lru_cache
 from typing import Any
 
 from autopar.core.constraints import Constraints
-from autopar.core.local import LocalOp, LocalProgram
 from autopar.core.placement import shard_factor
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
-from autopar.cost_model.segments import Execution, SegmentCost, segment_cost
-from autopar.cost_model.training import Layers
-from autopar.solver.local import local_program
 from autopar.solver.solve import solve
+from benchmarks.local_ops import LocalOp, LocalProgram
+from benchmarks.local_program import local_program
 from benchmarks.published_models import Shape
 from benchmarks.published_rows import Job
 from benchmarks.published_trace import Traces
+from benchmarks.segments import Execution, SegmentCost, segment_cost
+from benchmarks.step_cost import Layers
 
 __all__ = ["Predictor", "constraints_of"]
 

@@ -15,12 +15,12 @@ from typing import Any
 
 from autopar.cost_model import Cluster
 from autopar.cost_model.profile import Efficiency
-from autopar.cost_model.segments import ONE_KERNEL, Execution
-from autopar.cost_model.training import Recipe
 from benchmarks.published_frameworks import Framework, fits_kernel, framework_of
 from benchmarks.published_hardware import RowError, cluster_of
 from benchmarks.published_models import Shape
 from benchmarks.published_schema import count, flag, normal
+from benchmarks.segments import ONE_KERNEL, Execution
+from benchmarks.step_cost import Recipe
 
 __all__ = ["Job", "RowError", "job", "measured_seconds"]
 

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 import autopar
 from autopar.codegen.emit import emit
 from autopar.codegen.passes.sites import find_sites, key_of
-from autopar.codegen.turns import emit_turns
+from autopar.codegen.stage_program import emit_stage
 from autopar.core.graph import TracedModel
 from autopar.core.overlapped import GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from autopar.core.plan import Pieces, Plan
 from autopar.cost_model import Cluster
-from autopar.runtime.turns import stages_at_turns
+from autopar.runtime.stage_values import stages_at_turns
 
 CALLS = (GATHER_MATMUL, MATMUL_REDUCE_SCATTER)
 
@@ -95,7 +95,7 @@ def forced(plan: Plan, traced: TracedModel, count: int) -> Plan:
     stages = []
     for number, stage in enumerate(plan.pipeline.stages):
         own = first.named(number, stage, back=True)
-        program = emit_turns([first.model(number)], own, [0] * len(stage.mesh_shape), passes=())
+        program = emit_stage([first.model(number)], own, [0] * len(stage.mesh_shape), passes=())
         stages.append(replace(stage, pieces=_all(program.joint.graph, stage, count)))
     return replace(plan, pipeline=replace(plan.pipeline, stages=tuple(stages)))
 

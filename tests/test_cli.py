@@ -176,6 +176,14 @@ def test_bad_models(model: str, expected: str, capsys: pytest.CaptureFixture[str
     assert expected in failing(argv, capsys)
 
 
+@pytest.mark.parametrize("given", ['{"layer": 3}', "[1, 2, 3, 4, 5]"])
+def test_arguments_that_a_factory_does_not_take(
+    given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = failing(plan_args("gpt2", *TOKENS, "--factory-args", given), capsys)
+    assert "cli_models:gpt2(" in message and "--factory-args" in message
+
+
 def test_sizes_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--batch-size" in failing(plan_args("gpt2"), capsys)
     assert "--seq-len" in failing(plan_args("gpt2", "--batch-size", "4"), capsys)

@@ -18,7 +18,7 @@ from autopar.core.excerpt import EmittedNode, excerpts_from, excerpts_to
 from autopar.core.plan import Plan
 from autopar.tracer.trace import trace
 from tests.test_folding import TEXT, cluster, gemma, llama
-from tests.test_turn_passes import Tower
+from tests.test_stage_passes import Tower
 
 PINS: dict[str, dict[str, Any]] = {
     "tensor": {"data": 2, "tensor": {"mode": "2d", "size": 4}},

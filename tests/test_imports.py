@@ -1,4 +1,4 @@
-"""A saved plan runs without the solver: what importing a room brings in, in a fresh interpreter."""
+"""A saved plan runs without the solver: what a package imports, in a fresh interpreter."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import autopar
+from autopar import errors
 from autopar.core.placement import Replicate, Shard
 from autopar.core.plan import NodePlan, Plan, Prediction, SolverReport
 
 SOLVER = ("pulp", "highspy", "autopar.solver")
-ROOMS = "import autopar.codegen.emit, autopar.codegen.lowerings, autopar.runtime.module"
+RUNNERS = "import autopar.codegen.emit, autopar.codegen.lowerings, autopar.runtime.module"
 
 
 def imported(code: str, *unwanted: str) -> list[str]:
@@ -67,13 +69,13 @@ def test_load_plan_needs_no_solver(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan = tiny_plan()
     plan.save(path)
-    code = f"import autopar\n{ROOMS}\nassert autopar.load_plan({str(path)!r}).mesh_shape == (2,)"
+    code = f"import autopar\n{RUNNERS}\nassert autopar.load_plan({str(path)!r}).mesh_shape == (2,)"
     assert imported(code, *SOLVER) == []
     assert Plan.load(path) == plan
 
 
 def test_running_needs_no_planning_room() -> None:
-    assert imported(ROOMS, "autopar.tracer", "autopar.cost_model", *SOLVER) == []
+    assert imported(RUNNERS, "autopar.tracer", "autopar.cost_model", *SOLVER) == []
 
 
 def test_the_check_sees_the_solver() -> None:
@@ -81,5 +83,11 @@ def test_the_check_sees_the_solver() -> None:
 
 
 def test_kernels_are_known_without_triton() -> None:
-    assert imported(f"{ROOMS}\nimport autopar.kernels", "triton", "autopar.kernels.jit") == []
+    assert imported(f"{RUNNERS}\nimport autopar.kernels", "triton", "autopar.kernels.jit") == []
     assert "triton" in imported("import autopar.kernels.jit.norm", "triton")
+
+
+def test_every_error_and_warning_that_users_meet_is_public() -> None:
+    raised = [name for name in errors.__all__ if name != "AutoparError"]
+    for name in (*raised, "ClusterError"):
+        assert name in autopar.__all__ and issubclass(getattr(autopar, name), Exception)

@@ -18,13 +18,13 @@ from autopar.codegen.parts import Cutter, Parts
 from autopar.codegen.passes import PASSES
 from autopar.codegen.passes.lifetimes import is_start, is_wait
 from autopar.codegen.passes.overlap import begin_early
-from autopar.codegen.turns import TurnProgram, emit_turns
+from autopar.codegen.stage_program import StageProgram, emit_stage
 from autopar.core.constraints import Constraints
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.pipelining import plan_step
-from autopar.runtime.turns import stages_at_turns
+from autopar.runtime.stage_values import stages_at_turns
 from autopar.scheduling import scheduled
 from autopar.tracer.trace import trace
 from autopar.verification import verify
@@ -90,11 +90,11 @@ def cluster_of(shape: tuple[int, ...]) -> Cluster:
     )
 
 
-def emitted(name: str, case: str, stage: int = 0, passes: Any = None) -> TurnProgram:
+def emitted(name: str, case: str, stage: int = 0, passes: Any = None) -> StageProgram:
     plan = planned(name, case)
     assert plan.pipeline is not None
     models = [t.stages.models[stage] for t in stages_at_turns(built(name)[2], plan.pipeline)]
-    return emit_turns(
+    return emit_stage(
         models, plan.pipeline.stages[stage], [0] * len(plan.mesh_shape), passes=passes
     )
 
@@ -123,7 +123,7 @@ def test_there_is_none_without_the_pass() -> None:
     assert result.worst[1] <= 1e-9, result.worst
 
 
-def _nodes(program: TurnProgram, part: str = "last") -> list[fx.Node]:
+def _nodes(program: StageProgram, part: str = "last") -> list[fx.Node]:
     return [n for n in program.parts[part].module.graph.nodes if n.op == "call_function"]
 
 
@@ -233,7 +233,7 @@ def test_a_step_is_predicted_faster_for_it(monkeypatch: pytest.MonkeyPatch) -> N
     constraints = Constraints.parse({**TURNS, "data": 8, "zero": 0})
     plan = plan_step(traced, cluster_of((8,)), constraints=constraints)
     beside = scheduled(plan, traced).predicted
-    monkeypatch.setattr("autopar.codegen.turns.Parts", Behind)
+    monkeypatch.setattr("autopar.codegen.stage_program.Parts", Behind)
     alone = scheduled(plan, traced).predicted
     assert beside.phases["finish"] < 0.9 * alone.phases["finish"]
     saved_s = alone.phases["finish"] - beside.phases["finish"]

@@ -23,7 +23,7 @@ from autopar.report.page import page_data, render_page
 from autopar.scheduling import scheduled
 from tests.browser import browser, inspect
 from tests.dist import run_ranks
-from tests.test_turn_passes import MODES, built, planned
+from tests.test_stage_passes import MODES, built, planned
 
 SHOWN = ("turns-zero1", "pp2-zero3", "zero-bubble-zero3", "gpipe-zero1")
 
@@ -325,7 +325,7 @@ def test_the_program_of_any_rank_is_printed_part_by_part(
                 "\n# --- forward, of each microbatch (F)\n",
                 "\n# --- backward, of each microbatch (B)\n",
                 "\n# --- finish, once\n",
-                f"  layers.{stage}.up\n#   test_turn_passes.py:",
+                f"  layers.{stage}.up\n#   test_stage_passes.py:",
                 ": return x + self.drop(",
                 "\n#   (R) × (R) → (R)\n",
                 "  # float64[8, 16]\n",

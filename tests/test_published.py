@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from autopar.cost_model.segments import SegmentCost
 from benchmarks.published import Outcome, outcomes, scores, summary
 from benchmarks.published_frameworks import fits_kernel
 from benchmarks.published_predict import Predictor, constraints_of
 from benchmarks.published_rows import job
+from benchmarks.segments import SegmentCost
 from tests.published import LLAMA, row
 
 ROOT = Path(__file__).parent.parent

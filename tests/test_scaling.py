@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.runtime.gradients import clip_gradients
 from autopar.tracer.precision import call_in
 from tests import handwritten as hw
 from tests import zoo
@@ -196,6 +197,17 @@ def test_the_global_norm_is_that_of_one_device(name: str, constraints: Any) -> N
     assert any("S" in kind for kind in kinds)
     if name == "gpt2" and constraints is MIXED:
         assert any(kind.startswith("_S") for kind in kinds), kinds
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_one_parameter_alone_is_clipped_as_torch_does(order: float) -> None:
+    ours, torchs = (nn.Parameter(torch.zeros(3, 2, dtype=torch.float64)) for _ in range(2))
+    for p in (ours, torchs):
+        p.grad = torch.arange(6, dtype=torch.float64).view(3, 2)
+    found = clip_gradients(ours, 1.0, order)
+    expected = nn.utils.clip_grad_norm_(torchs, 1.0, order)
+    assert float(found) == pytest.approx(float(expected), rel=1e-6)
+    torch.testing.assert_close(ours.grad, torchs.grad, rtol=1e-6, atol=0)
 
 
 class Branches(nn.Module):

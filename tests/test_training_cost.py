@@ -11,13 +11,13 @@ from torch import nn
 
 from autopar.core.constraints import Constraints
 from autopar.cost_model import Cluster, load_profile
-from autopar.cost_model.compute import wave_factor
-from autopar.cost_model.segments import Execution, LossSteps, PassCost, SegmentCost, segment_cost
-from autopar.cost_model.training import Layers, Recipe, step_cost
 from autopar.errors import ConstraintError
-from autopar.solver.local import local_program
 from autopar.solver.solve import solve
 from autopar.tracer.trace import trace
+from benchmarks.contention import wave_factor
+from benchmarks.local_program import local_program
+from benchmarks.segments import Execution, LossSteps, PassCost, SegmentCost, segment_cost
+from benchmarks.step_cost import Layers, Recipe, step_cost
 
 BATCH, WIDTH, TENSOR = 8, 64, 4
 NO_LIMIT = 1 << 62

@@ -93,6 +93,7 @@ def _call(factory: Callable[..., Any], arguments: Any, spec: str) -> Any:
         )
     keywords = arguments if isinstance(arguments, dict) else {}
     positional = arguments if isinstance(arguments, list) else []
+    _check_fits(factory, positional, keywords, spec)
     try:
         with torch.device("meta"):
             return factory(*positional, **keywords)
@@ -103,6 +104,22 @@ def _call(factory: Callable[..., Any], arguments: Any, spec: str) -> Any:
             f"{spec} cannot run on the meta device, where tensors have no values: {error} "
             "Make tensors without a generator, and do not read values from them in the factory."
         ) from error
+
+
+def _check_fits(
+    factory: Callable[..., Any], positional: list[Any], keywords: dict[str, Any], spec: str
+) -> None:
+    try:
+        signature = inspect.signature(factory)
+    except ValueError:  # of some callables in C
+        return
+    try:
+        signature.bind(*positional, **keywords)
+    except TypeError as error:
+        raise AutoparError(
+            f"{spec}{signature} cannot be called so: {error}. Give its arguments as "
+            """--factory-args '[...]' or '{"name": ...}'"""
+        ) from None
 
 
 def _made_inputs(

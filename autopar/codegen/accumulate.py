@@ -1,8 +1,8 @@
-"""Adds contributions to gradients up inside the program of a microbatch.
+"""Accumulates contributions to gradients inside the program of a microbatch.
 
     sum_t = sum_(t-1) + contribution_t        in place, right behind the op that makes it
 
-so that a contribution lives no longer than that op, and a backward never holds two sets of them.
+so a contribution lives no longer than that op, and a backward never holds two sets of them.
 """
 
 from __future__ import annotations

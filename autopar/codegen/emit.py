@@ -50,8 +50,8 @@ class Program:
         backward: `(*saved, *tangents) -> gradients`; None for inference.
         inputs: descriptor and local layout of every placeholder of `joint`.
         outputs: descriptor and layout of every output of `joint`.
-        num_results: user outputs and buffers, which come first.
-        passes: names of the passes that it went through.
+        num_results: number of user outputs and buffers, which come first among the outputs.
+        passes: names of the passes that were applied.
     """
 
     joint: fx.GraphModule
@@ -110,7 +110,7 @@ def written(
     device: torch.device | str = "cpu",
     fusion: Any = None,
 ) -> Emitter:
-    """An emitter that has written the joint graph, of which it makes programs with any passes.
+    """An emitter that has written the joint graph, and can make programs of it with any passes.
 
     Arguments and errors are those of `emit`.
     """
@@ -201,12 +201,12 @@ class Emitter:
         pieces: Mapping[Key, int] | None = None,
         calls: Collection[Key] | None = None,
     ) -> Program:
-        """The program that passes make of what is written, which is left as it is.
+        """The program after passes; the written graph itself is left as it is.
 
         Args:
             passes: names out of those of `autopar.codegen.passes`; None for `PASSES`.
             pieces: of collectives that are cut; default: the plan's.
-            calls: collectives that may be one call with their products; default: the plan's.
+            calls: collectives that may be one call with their matmuls; default: the plan's.
         """
         inputs, outputs = self.inputs, self.outputs
         graph = self._through(passes, pieces, calls)

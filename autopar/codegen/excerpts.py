@@ -1,4 +1,4 @@
-"""`excerpts`: of an emitted program, what it runs for one block of each kind.
+"""`excerpts`: what an emitted program runs for one block of each kind.
 
 Blocks are of one kind if they run the same calls on the same shapes, wired alike, with the same
 collectives. Numbers in arguments (offsets, counters of random numbers) may differ.

@@ -1,7 +1,7 @@
-"""Fake values of calls, without what torch's dispatcher and autograd add for ops of our own.
+"""Fake values of calls, computed without the overhead of torch's dispatcher and autograd.
 
-A plan is emitted many times while it is made, and most of the time of that goes into fake values.
-So what a call yields is kept by the metadata of its operands, and made again without running it.
+A plan is emitted many times while it is made, and most of that time goes into fake values. So what
+a call returns is remembered by the metadata of its operands, and made again without running it.
 """
 
 from __future__ import annotations

@@ -14,14 +14,14 @@ from torch import fx
 from autopar.codegen.emit import Program
 from autopar.codegen.fusion.generated import Generated
 from autopar.codegen.parts import Part
-from autopar.codegen.turns import TurnProgram
+from autopar.codegen.stage_program import StageProgram
 from autopar.core.graph import InputSpec, NodeInfo, TracedModel
 from autopar.core.placement import Layout, format_layout
 from autopar.core.plan import Plan
 from autopar.core.recompute import recomputed
 from autopar.core.units import format_bytes
 
-__all__ = ["argument_text", "program_text", "target_text", "turns_text", "value_text"]
+__all__ = ["argument_text", "program_text", "stage_text", "target_text", "value_text"]
 
 _WIDTH = 100
 
@@ -47,8 +47,8 @@ def program_text(program: Program, traced: TracedModel, plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def turns_text(
-    program: TurnProgram, titles: Mapping[str, str], traced: TracedModel, plan: Plan
+def stage_text(
+    program: StageProgram, titles: Mapping[str, str], traced: TracedModel, plan: Plan
 ) -> str:
     """The parts of a stage's program, each as `program_text` has it, with what goes in and out.
 
@@ -67,7 +67,7 @@ def turns_text(
     return "\n".join(lines) + "\n"
 
 
-def _part(part: Part, program: TurnProgram, traced: TracedModel, plan: Plan) -> Iterator[str]:
+def _part(part: Part, program: StageProgram, traced: TracedModel, plan: Plan) -> Iterator[str]:
     graph = part.module.graph
     given = [n for n in graph.nodes if n.op == "placeholder"]
     reads = (n if n == node.name else f"{n} as {node.name}"

@@ -19,7 +19,7 @@ from autopar.core import extensions
 from autopar.core.placement import Layout, local_shape
 from autopar.core.strategy import OpCall
 
-__all__ = ["LocalCall", "find_lowering", "lower", "lowering"]
+__all__ = ["LocalCall", "lower", "lowering"]
 
 aten = torch.ops.aten
 
@@ -83,7 +83,7 @@ def lowering(*targets: Any) -> Callable[[Lowering], Lowering]:
     return register
 
 
-def find_lowering(target: Any) -> Lowering | None:
+def _find_lowering(target: Any) -> Lowering | None:
     """The lowering of an op, or None where the plain call is right."""
     extensions.load("autopar.lowerings")
     return _LOWERINGS.get(target) or _LOWERINGS.get(str(target))
@@ -119,7 +119,7 @@ def lower(b: Builder, local: LocalCall) -> fx.Node:
 
 
 def _lowered(b: Builder, local: LocalCall) -> fx.Node:
-    function = find_lowering(local.call.target)
+    function = _find_lowering(local.call.target)
     if function is not None:
         return function(b, local)
     kwargs = dict(local.kwargs)

@@ -1,10 +1,10 @@
 """`localise`: from the step on the whole batch to the step on one of m microbatches.
 
 The placements over the microbatches (`solver/microbatch.py`) are those of a mesh axis, so the local
-form of each op comes from the same lowerings. Three parts come out:
+form of each op comes from the same lowerings. The result has three parts:
 
-- the *prologue*: what depends on inputs but not on parameters and is needed whole, such as the
-  number of labels that count. It runs once a step, on the whole batch;
+- the *prologue*: what depends on inputs but not on parameters, and is needed for the whole batch,
+  such as the number of labels that count. It runs once a step, on the whole batch;
 - *hoisted* ops of the body: those that no input reaches. They run once a step, before the turns;
 - the *body*: what runs for each microbatch. Its losses and its gradients add up to the step's.
 """

@@ -24,12 +24,12 @@ from autopar.codegen.passes.lifetimes import is_start
 from autopar.codegen.passes.order import copied, reorder
 from autopar.codegen.passes.overlap import begin_early
 
-__all__ = ["LAST", "ORDER", "Cutter", "Part", "Parts", "behind", "inputs_first"]
+__all__ = ["Cutter", "Part", "Parts", "behind", "inputs_first"]
 
-ORDER = ("prepare", "forward", "backward", "finish")
+_ORDER = ("prepare", "forward", "backward", "finish")
 """Phases of the graph as they run."""
 
-LAST = ("last", "close", "wait")
+_LAST = ("last", "close", "wait")
 """The last part, and its two halves: up to the last op of the backward, and what is behind."""
 
 
@@ -62,13 +62,13 @@ class Parts(Mapping[str, Part]):
         self._found: dict[str, Part] = {}
         self._ends: Mapping[str, Callable[[], Part]] = {}
         reduces = any(is_start(n) and phase_of(n) == "finish" for n in graph.nodes)
-        self._last = LAST if reduces and "early" in passes else ()
-        self._names = (*ORDER, "input", "weight", *self._last)
+        self._last = _LAST if reduces and "early" in passes else ()
+        self._names = (*_ORDER, "input", "weight", *self._last)
 
     def __getitem__(self, name: str) -> Part:
         if name not in self._names:
             raise KeyError(name)
-        if name not in self._found and name in LAST:
+        if name not in self._found and name in _LAST:
             if not self._ends:
                 self._ends = self._cutter.last(self._graph, "in_place" in self._passes)
             self._found[name] = self._ends[name]()
@@ -140,12 +140,12 @@ class Cutter:
             return replace(part, reads=tuple(read.get(n, n) for n in part.reads))
 
         pieces = (nodes, nodes[:end], nodes[end:])
-        return {name: partial(cut, inside) for name, inside in zip(LAST, pieces, strict=True)}
+        return {name: partial(cut, inside) for name, inside in zip(_LAST, pieces, strict=True)}
 
     def _bodies(self, graph: fx.Graph) -> dict[str, list[fx.Node]]:
         """Nodes of each phase, and of the backward in two."""
         calls = [n for n in graph.nodes if n.op == "call_function"]
-        found = {phase: [n for n in calls if phase_of(n) == phase] for phase in ORDER}
+        found = {phase: [n for n in calls if phase_of(n) == phase] for phase in _ORDER}
         ends = [n for n in found["backward"] if n.name in self.sent]
         needed = _needed(ends, found["backward"])
         found["input"] = [n for n in found["backward"] if n in needed]

@@ -1,4 +1,4 @@
-"""Ops that write their result over an operand that nothing else reads.
+"""Ops that write their result over an operand that nothing reads afterwards.
 
     y = f(x, …), x read by f alone    →    f writes to x
 

@@ -1,4 +1,4 @@
-"""`fused_shares`: what fusion leaves of the work of each op, for the solver to price.
+"""`fused_shares`: how much work fusion leaves of each op, for the solver to price.
 
 The step is emitted as one device would run it and fused, once for a model: which ops meet in a
 kernel hardly depends on how they are placed. What a kernel reads and writes is handed to the ops

@@ -16,7 +16,7 @@ __all__ = ["unfolded_plan"]
 
 
 def unfolded_plan(plan: Plan, folded: TracedModel, whole: TracedModel) -> Plan:
-    """The plan of the whole graph, where every instance does as its stand-in.
+    """As `core.folding.unfolded`, for plans with or without a pipeline.
 
     Args:
         plan: of the folded graph.
@@ -24,8 +24,8 @@ def unfolded_plan(plan: Plan, folded: TracedModel, whole: TracedModel) -> Plan:
         whole: the graph of the same model and input, not folded.
 
     Raises:
-        PlanMismatchError: the plan is of another graph, or the whole graph does not consist of
-            what the folded one holds.
+        PlanMismatchError: the plan is of another graph, or the whole graph does not consist of the
+            blocks that the folded one holds.
     """
     given = plan.pipeline
     if given is None:

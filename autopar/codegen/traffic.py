@@ -1,4 +1,4 @@
-"""What the collectives of an emitted program move, which must be what its plan says."""
+"""Counts what the collectives of an emitted program move, which must be what its plan says."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""What blocks keep for their recomputation waits in host memory (Rajbhandari et al. 2021,
+"""Moves what blocks keep for their recomputation to host memory and back (Rajbhandari et al. 2021,
 arXiv 2104.07857; DeepSpeed calls it `cpu_checkpointing`).
 
-Of a block whose forward is computed again, the backward reads what came into the block. Each such
-activation that nothing but this block's backward reads goes to the host and comes back::
+The backward of a block whose forward is recomputed reads what came into the block. Each such
+activation that only this block's backward reads goes to the host and comes back::
 
     forward of the block     h = to_host(x)       in front of the first op that reads x
     its backward             y = from_host(h)     in front of the first op that reads x, now y
 
-What another reader keeps on the device anyway stays there, and so does what several blocks read
-(masks, tables of a rotary embedding, the output of an encoder): it would come back once for each of
-them, and free its bytes once.
+An activation that another reader keeps on the device anyway stays there, and so does one that
+several blocks read (masks, tables of a rotary embedding, the output of an encoder): it would come
+back once for each of them, and free its bytes only once.
 """
 
 from __future__ import annotations

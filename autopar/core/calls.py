@@ -1,4 +1,4 @@
-"""What a plan says of its collectives as a program calls them: their bytes, buckets and pieces."""
+"""What a plan says of its collectives as the program issues them: bytes, buckets and pieces."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class BucketBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
-    """How a collective runs beside the product that it belongs to: in pieces, or in one call.
+    """How a collective runs next to its matmul: in pieces, or in one call with it.
 
     Attributes:
-        node: that the collective is emitted for.
+        node: op that the collective is emitted for.
         axis, kind: of the collective.
-        count: of pieces; 1 where it stays whole without that call.
-        call: True where one call with the product is predicted to be faster; it is made by the pass
-            `symmetric_memory`, where that runs.
+        count: number of pieces; 1 where it stays whole unless it becomes one call.
+        call: True where one call with the matmul is predicted to be faster; the pass
+            `symmetric_memory` makes it, where that runs.
     """
 
     node: str

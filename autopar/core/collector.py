@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, left out where it would look at ever more living objects."""
+"""Python's cyclic garbage collector, paused where it would scan ever more living objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan was preferred to."""
+"""Pipelines that a plan was preferred to."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ __all__ = ["Considered"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Considered:
-    """A pipeline that was weighed and not chosen.
+    """A pipeline that was considered and not chosen.
 
     Attributes:
-        shape: ranks and microbatches.
-        why: it was not.
-        bound_s: seconds that no plan of it can beat, where it has one.
-        step_s: of its plan, where it was planned.
+        shape: its ranks and microbatches.
+        why: the reason that it was not chosen.
+        bound_s: seconds that no plan of this shape can beat, if it was bounded.
+        step_s: seconds of its plan, if it was planned.
     """
 
     shape: str

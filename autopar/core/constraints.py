@@ -30,13 +30,14 @@ class AxisRole:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePin:
-    """What is pinned of a pipeline; None is free.
+    """What is pinned of a pipeline; None leaves a field to the solver.
 
     Attributes:
-        size: ranks that a microbatch passes; 1 for microbatches without a pipeline.
-        microbatches: turns of a step; they divide the batch.
+        size: pipeline ranks, which a microbatch passes one after the other; 1 for microbatches
+            without a pipeline.
+        microbatches: microbatches of a step; their number divides the batch.
         schedule: one of `core.schedule.schedules()`.
-        chunks: stages of each rank; more than 1 for "interleaved" only.
+        chunks: stages of each pipeline rank; more than 1 for "interleaved" only.
         cuts: FQN of the block that each stage but the first begins with.
     """
 
@@ -59,24 +60,28 @@ NO_PIPELINE = PipelinePin(size=1, microbatches=1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """Pins on a plan.
+    """What the user pins of a plan; the solver chooses whatever is None or absent.
+
+    Functions that take constraints also take the dict that `parse` reads, such as
+    ``{"tensor": {"mode": "1d", "size": 4}, "data": 2, "zero": 3}`` (docs/constraints.md).
 
     Attributes:
-        tensor_mode: "1d", "2d", "2.5d" or "3d", or None.
+        tensor_mode: tensor parallelism, "1d", "2d", "2.5d" or "3d".
         tensor_size: devices of the tensor mode; None takes all that `data` leaves.
         depth: depth of the 2.5D mode.
-        sequence: "megatron", "ulysses" or "ring", or None; "none" keeps what enters and leaves a
-            1D tensor pair whole, as plain Megatron does.
-        sequence_size: devices of the sequence axis; None takes all that is left.
-        data: devices that split the batch; None is free.
-        zero: stage on the data axes. 0 keeps every parameter whole; the others shard optimizer
+        sequence: sequence parallelism, "megatron", "ulysses" or "ring"; "none" keeps what enters
+            and leaves a 1D tensor-parallel pair whole, as plain Megatron does.
+        sequence_size: devices of the sequence axis; None takes all that are left.
+        data: devices that split the batch.
+        zero: ZeRO stage on the data axes. 0 keeps every parameter whole; the others shard optimizer
             state and gradient, and gather the parameter once a step (1, 2) or at each use (3).
-        checkpoint: recomputation of activations, "none", "selective", "full" or "host" (the last
-            with what blocks keep for it in host memory), of all blocks or
-            by FQN, run or glob of blocks; None is free, and so are blocks that no key matches.
-        offload: what lives in host memory between updates, "none" or "optimizer"; None is free.
-        pipeline: stages and microbatches.
-        params: storage placements by FQN glob, one per mesh axis (of a stage's mesh).
+        checkpoint: recomputation of activations: "none", "selective", "full", or "host",
+            which is "full" with what blocks keep for it in host memory. One kind for all blocks, or
+            a dict of kinds by FQN, run or glob of blocks; blocks that no key matches are free.
+        offload: what stays in host memory between updates, "none" or "optimizer".
+        pipeline: pipeline ranks, microbatches, schedule and cuts.
+        params: storage placements of parameters by FQN glob, one per mesh axis (in a pipeline, of a
+            stage's mesh).
     """
 
     tensor_mode: str | None = None
@@ -98,7 +103,7 @@ class Constraints:
 
     @classmethod
     def parse(cls, value: Constraints | Mapping[str, Any] | None) -> Constraints:
-        """From the dict form.
+        """Constraints from their dict form, whose keys docs/constraints.md describes.
 
         Raises:
             ConstraintError: an unknown key or mode, or a size that is not a positive integer.
@@ -107,6 +112,8 @@ class Constraints:
             return cls()
         if isinstance(value, Constraints):
             return value
+        if not isinstance(value, Mapping):
+            raise ConstraintError(f"constraints={value!r}: give a dict, such as {{'data': 2}}")
         for key in value:
             if key not in _KEYS:
                 near = difflib.get_close_matches(str(key), _KEYS, n=1)
@@ -133,10 +140,7 @@ class Constraints:
             if offload not in OFFLOADS:
                 raise ConstraintError(f"offload={offload!r}: known are {', '.join(OFFLOADS)}")
             fields["offload"] = offload
-        params = value.get("params") or {}
-        fields["params"] = {
-            glob: tuple([p] if isinstance(p, str) else p) for glob, p in params.items()
-        }
+        fields["params"] = _params(value.get("params") or {})
         return cls(**fields)
 
     def to_dict(self) -> dict[str, Any]:
@@ -163,6 +167,22 @@ def _positive(value: Any, name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConstraintError(f"{name}={value!r} must be a positive whole number")
     return value
+
+
+def _params(value: Any) -> dict[str, tuple[str, ...]]:
+    if not isinstance(value, Mapping):
+        raise ConstraintError(f"params={value!r}: give {{FQN glob: placements}}")
+    found: dict[str, tuple[str, ...]] = {}
+    for glob, wanted in value.items():
+        placements = [wanted] if isinstance(wanted, str) else wanted
+        listed = isinstance(placements, (list, tuple))
+        if not listed or not all(isinstance(p, str) for p in placements):
+            raise ConstraintError(
+                f"params[{glob!r}] = {wanted!r}: give the placement for each mesh axis as text, "
+                "such as ['Shard(0)', 'Replicate()']"
+            )
+        found[glob] = tuple(placements)
+    return found
 
 
 def _settings(value: Any, name: str, short: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Calls of torch's own bindings in the place of calls through its table of ops.
+"""Replaces calls of torch's op table by calls of torch's own Python bindings.
 
 `torch.ops.aten.reshape.default(x, shape)` and `torch.reshape(x, shape)` run the same code, but the
-first hands its arguments over as generic values and takes a microsecond longer. That is more than
-many a view takes, and a step has hundreds.
+first passes its arguments as generic values and takes a microsecond longer. That is more than many
+a view takes, and a step has hundreds of them.
 """
 
 from __future__ import annotations

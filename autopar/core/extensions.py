@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 
 from autopar.errors import AutoparError
 
-__all__ = ["GROUPS", "digest", "found", "is_same", "load", "loaded", "note", "taken"]
+__all__ = ["digest", "found", "is_same", "load", "loaded", "note", "taken"]
 
 _T = TypeVar("_T")
 
-GROUPS = (
+_GROUPS = (
     "autopar.rules",
     "autopar.lowerings",
     "autopar.passes",
@@ -103,7 +103,7 @@ def is_same(old: Callable[..., Any], new: Callable[..., Any]) -> bool:
 
 def digest() -> str:
     """Hash of all that extensions register, with their sources; "" where there are none."""
-    for group in GROUPS:
+    for group in _GROUPS:
         load(group)
     if not _noted:
         return ""

@@ -84,7 +84,7 @@ def same_for_all_instances(matches: Mapping[str, Sequence[str]], repeats: Sequen
 
 
 def unfolded(plan: Plan, folded: TracedModel, whole: TracedModel) -> Plan:
-    """The plan of the whole graph, where every instance does as its stand-in.
+    """The plan of the whole graph, in which every block is placed as the one that stands for it.
 
     Args:
         plan: of the folded graph.
@@ -92,8 +92,8 @@ def unfolded(plan: Plan, folded: TracedModel, whole: TracedModel) -> Plan:
         whole: the graph of the same model and input, not folded.
 
     Raises:
-        PlanMismatchError: the plan is of another graph, or the whole graph does not consist of
-            what the folded one holds.
+        PlanMismatchError: the plan is of another graph, or the whole graph does not consist of the
+            blocks that the folded one holds.
     """
     check_made_for(plan, folded)
     folded = recomputed(folded, plan.checkpoint)

@@ -1,14 +1,14 @@
-"""What a fused kernel leaves of the traffic of each op that it stands for.
+"""What remains of the memory traffic of each op that a fused kernel replaces.
 
-A kernel reads its operands once, writes its results once and is launched once. Each of these
-belongs to one op of the kernel: an operand to the first that reads it, a result to the one that
-yields it, the launch to one of them. So with b the bytes of an op's operands and results where it
-runs, and r and w the factors here,
+A kernel reads its operands once, writes its results once and is launched once. Each of these is
+assigned to one op of the kernel: an operand to the first op that reads it, a result to the op that
+yields it, the launch to one of them. So with b the bytes of an op's operands and results when it
+runs alone, and r and w the factors held here,
 
     bytes = Σ r_i b_i + Σ w_j b_j
 
-which of ops that nothing fuses are all 1. The bytes of the ops of a kernel add up to those of the
-kernel, in any layout that they share.
+where all factors are 1 for an op that is not fused. The bytes of the ops of a kernel add up to
+those of the kernel, in any layout that they share.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ __all__ = ["FusedShares", "Inside", "Share", "origin_of"]
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """An operand that another op of the kernel yields, and what it costs where that is moved.
+    """An operand that another op of the kernel yields, and what redistributing it would cost.
 
     Attributes:
         index: of the operand.
-        write: share of the operand's bytes that its producer must write then.
-        launch: the kernel falls in two.
-        lost: bytes that the second part reads again of the first, or the first writes for it, as a
+        write: share of the operand's bytes that its producer would have to write.
+        launch: True if the kernel would become two.
+        lost: bytes that the second part would read again of the first, or the first write for it,
+            as a
             multiple of the operand's.
     """
 
@@ -41,15 +42,16 @@ class Inside:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What an op of a kernel does of its work.
+    """What remains of the work of an op inside a kernel.
 
     Attributes:
         target: the op, as text.
         op_class: of the kernel.
         reads: factor of each operand's bytes.
-        writes: of each result's.
-        launches: 1 for the op that has the kernel's launch, more where the kernel is cut.
-        inside: operands that stay in the kernel.
+        writes: factor of each result's bytes.
+        launches: 1 for the op that carries the kernel's launch, more where the kernel is cut, else
+            0.
+        inside: operands that stay inside the kernel.
     """
 
     target: str

@@ -1,4 +1,4 @@
-"""The traced program that the rooms hand to each other: one joint forward and backward graph."""
+"""The traced program that the packages hand to each other: one joint forward and backward graph."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A graph module whose code is written when it is first needed.
+"""A graph module whose code is generated when it is first needed.
 
-While a plan is made, programs are emitted to be simulated and are never run.
+While a plan is made, many programs are emitted only to be simulated, and never run.
 """
 
 from __future__ import annotations

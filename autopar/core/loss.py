@@ -1,4 +1,4 @@
-"""Which output of a traced step is the loss; where none is, why, in the user's words."""
+"""Which output of a traced step is the loss; where there is none, why, for an error message."""
 
 from __future__ import annotations
 

@@ -1,12 +1,24 @@
-"""Whether a plan was made for a graph."""
+"""Whether something is a plan, and was made for a graph."""
 
 from __future__ import annotations
 
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
-from autopar.errors import PlanMismatchError
+from autopar.errors import AutoparError, PlanMismatchError
 
-__all__ = ["check_made_for"]
+__all__ = ["check_is_plan", "check_made_for"]
+
+
+def check_is_plan(value: object) -> None:
+    """Refuse what is no plan, such as the path of one.
+
+    Raises:
+        AutoparError: it is none.
+    """
+    if not isinstance(value, Plan):
+        raise AutoparError(
+            f"plan is a {type(value).__name__}; pass a Plan, such as autopar.load_plan(path)"
+        )
 
 
 def check_made_for(plan: Plan, traced: TracedModel) -> None:

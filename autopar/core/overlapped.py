@@ -1,4 +1,4 @@
-"""Products together with the collective beside them, as one op each.
+"""Matmuls together with the collective next to them, as one op each.
 
 - ``autopar::gather_matmul``: X = all-gather(x) and the products of X with other tensors.
 - ``autopar::matmul_reduce_scatter``: the reduce-scatter of a product.

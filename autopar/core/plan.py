@@ -53,12 +53,13 @@ class PipelinePlan:
     """A step in microbatches, over one or more pipeline ranks.
 
     Attributes:
-        size: pipeline ranks; the devices of rank r are the r-th of so many equal runs of ranks.
-        chunks: stages of each; stage s is on rank s modulo `size`.
-        microbatches: turns of a step.
+        size: number of pipeline ranks; pipeline rank r has the r-th of `size` equal runs of the
+            world's ranks.
+        chunks: stages of each pipeline rank; stage s is on pipeline rank s modulo `size`.
+        microbatches: microbatches of a step.
         schedule: one of `core.schedule.schedules()`.
         cuts: FQN of the block that each stage but the first begins with.
-        time: placement of each op of the whole step over the microbatches (layouts of one axis).
+        time: how each op of the whole step is split over the microbatches, as layouts of one axis.
         stages: the plan of each stage, on the mesh of a pipeline rank.
         bubble: share of the step in which ranks stand idle, as simulated.
         slots: what each rank does when, in order of start.
@@ -87,36 +88,37 @@ class PipelinePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A parallel program in terms of the traced graph.
+    """How to run a model on a mesh: placements of every tensor, and what that is predicted to cost.
 
     Attributes:
-        fingerprint: of the traced model that it is for.
-        mesh_shape, axis_names: the mesh that layouts refer to: of one pipeline rank.
-        training: plan of a training step, or of inference.
-        nodes: per graph node.
+        fingerprint: hash of the traced graph that the plan is for.
+        mesh_shape, axis_names: the mesh that layouts refer to; in a pipeline, of one pipeline rank.
+        training: True for a training step, False for inference.
+        nodes: how each op runs, by name of its graph node.
         parameters: storage layout by FQN (parameter, gradient, optimizer state).
         shapes, dtypes: global shape and dtype name of each parameter.
         inputs: layout of each user input.
         modes: name of the parallel form of each weight, by FQN.
-        cluster: what it was priced for (`Cluster.to_dict`).
-        predicted, solver: expectations and proof.
+        cluster: the hardware that it was priced for (`Cluster.to_dict`).
+        predicted: seconds and bytes that the cost model expects.
+        solver: how the plan was found, and how far from the optimum it can be.
         constraints: what the user pinned.
-        memory_limit_bytes: what it had to fit.
-        optimizer: name of the optimizer that memory was priced for.
+        memory_limit_bytes: per device, what the plan had to fit.
+        optimizer: name of the optimizer whose states count as memory.
         checkpoint: recomputation of activations, "none", "selective", "full" or "host" of all
             blocks, or of each run: `{"model.layers.0-10": "full", "model.layers.11-31": "none"}`.
-        offload: what lives in host memory between updates: "none" or "optimizer".
+        offload: what stays in host memory between updates: "none" or "optimizer".
         repeats: blocks of `nodes` that stand for others (`parameters` names all of them).
         precision: of compute, "fp32", "bf16" or "fp16"; `dtypes` are those of the masters.
         pipeline: microbatches and stages, where there are any; `nodes` is empty then, and
             `predicted` is of the rank that takes longest.
-        reduce_dtype: of sums of gradients over ranks, "fp32", "bf16" or "fp16"; None where it was
-            the solver's choice.
+        reduce_dtype: dtype in which gradients are summed over ranks, "fp32", "bf16" or "fp16"; None
+            where the solver chose it.
         buckets: how large buckets of collectives get.
-        considered: the most promising pipelines that it was preferred to.
-        pieces: collectives that are cut into pieces, or may be one call with their products
+        considered: the most promising pipelines that were not chosen.
+        pieces: collectives that are cut into pieces, or may be one call with their matmuls
             (`codegen/passes/decompose.py`, `symmetric.py`).
-        fusion: names of the fused kernels that its ops were priced in.
+        fusion: names of the fused kernels that ops were priced as part of.
         excerpts: what a rank runs for one block of each kind; of a pipeline, of all its stages.
     """
 
@@ -225,7 +227,7 @@ class Plan:
     def digest(self) -> str:
         """Hash of what ranks must have in common: all but how the plan and its stages were solved.
 
-        Ranks that each solved the same plan took other seconds.
+        Ranks that each solve for themselves find the same plan, but take different times to do so.
         """
         same = self.to_dict()
         stages = same["pipeline"]["stages"] if same["pipeline"] is not None else []

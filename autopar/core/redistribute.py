@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from autopar.core.placement import Layout, Placement, Replicate
 
-__all__ = ["Move", "canonical", "canonical_path", "move_kind", "packing_fraction", "path"]
+__all__ = ["Move", "canonical", "canonical_path", "packing_fraction", "path"]
 
 _STEP_COST = 1e-3  # of the whole tensor's bytes, so that fewer collectives win a tie
 _SLICE_COST = 1e-6
@@ -36,7 +36,7 @@ class Move(NamedTuple):
 
     @property
     def kind(self) -> str:
-        return move_kind(self.src, self.dst)
+        return _move_kind(self.src, self.dst)
 
 
 def packing_fraction(moves: Iterable[Move]) -> float:
@@ -55,7 +55,7 @@ def _is_packed(move: Move) -> bool:
     return placement is not None and (placement.dim != 0 or placement.split > 1)
 
 
-def move_kind(src: Placement, dst: Placement) -> str:
+def _move_kind(src: Placement, dst: Placement) -> str:
     """Name of the collective of a move, `"slice"` where nothing is sent."""
     if src.kind == "R":
         return "slice"
@@ -160,7 +160,7 @@ def canonical_path(
             continue
         local = _local(layout, mesh_shape)
         for axis, wanted, after in _steps(layout, dst, ends, mesh_shape):
-            kind = move_kind(layout[axis], wanted)
+            kind = _move_kind(layout[axis], wanted)
             size = mesh_shape[axis]
             step = (
                 _SLICE_COST

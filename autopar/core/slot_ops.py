@@ -1,4 +1,4 @@
-"""What a pipeline stage is predicted to do in each slot of its schedule, op by op.
+"""What a pipeline stage is predicted to run in each slot of its schedule, op by op.
 
 Of a slot's seconds its ops take theirs, and what is left is what they stand still for, which their
 exposed collectives share::

@@ -1,4 +1,4 @@
-"""When the ranks of a pipeline can be done at the soonest, in any order of their work.
+"""When the ranks of a pipeline can finish at the earliest, in any order of their work.
 
 That is, in any which begins with no more forwards than ZB-H2 does (`most_ahead`).
 
@@ -20,10 +20,10 @@ from collections.abc import Sequence
 
 from autopar.core.list_schedule import RankLoad, most_ahead
 
-__all__ = ["forwards_ahead", "most_held", "soonest"]
+__all__ = ["forwards_ahead", "soonest"]
 
 
-def most_held(load: RankLoad, microbatches: int) -> int:
+def _most_held(load: RankLoad, microbatches: int) -> int:
     """Microbatches that a rank can hold at once; one is always let in."""
     if not load.waiting or microbatches * load.waiting <= load.budget:
         return microbatches
@@ -33,7 +33,7 @@ def most_held(load: RankLoad, microbatches: int) -> int:
 def forwards_ahead(loads: Sequence[RankLoad], microbatches: int) -> list[int]:
     """Forwards that each rank can begin ahead of its first gradient."""
     most = most_ahead(len(loads), microbatches)
-    return [min(n, most_held(load, microbatches)) for n, load in zip(most, loads, strict=True)]
+    return [min(n, _most_held(load, microbatches)) for n, load in zip(most, loads, strict=True)]
 
 
 def soonest(
@@ -56,7 +56,7 @@ def soonest(
     ends: list[float] = []
     ahead = forwards_ahead(loads, m)
     for r in range(last, -1, -1):
-        load, rounds = loads[r], 1 + (m - 1) // most_held(loads[r], m)
+        load, rounds = loads[r], 1 + (m - 1) // _most_held(loads[r], m)
         left_s = (m - ahead[r]) * load.forward_s
         inputs_s = max(
             begun[r] + m * (load.forward_s + load.input_s),

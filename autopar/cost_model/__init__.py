@@ -1,4 +1,4 @@
-"""How long, and how many bytes: the costs that the solver minimises, on a described cluster.
+"""Seconds and bytes: the costs that the solver minimises, on a described cluster.
 
 * `Cluster`: devices, links and mesh; `Cluster.collective_seconds`, `Cluster.alpha_beta`.
 * `compute_seconds`: one op on one device (roofline).

@@ -1,8 +1,8 @@
-"""Times collectives as a step has them: behind compute.
+"""Times collectives as they occur in a step: behind compute.
 
-Ranks that have computed do not arrive at once, and threads that have slept must be woken, on cores
-that others keep busy. One collective behind the other takes a fraction of that where ranks share
-cores. So each is timed behind some milliseconds of products, whose own time is taken off.
+Ranks that have computed do not arrive at once, and sleeping threads must be woken, on cores that
+others keep busy. Collectives in a tight loop take a fraction of that time where ranks share cores.
+So each is timed behind some milliseconds of matmuls, whose own time is subtracted.
 """
 
 from __future__ import annotations

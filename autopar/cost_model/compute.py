@@ -34,7 +34,6 @@ __all__ = [
     "compute_seconds",
     "compute_seconds_array",
     "kernel_seconds",
-    "wave_factor",
 ]
 
 # what prices a class that a device has no curve for; the law knows only the last of each chain
@@ -102,35 +101,6 @@ def compute_seconds(cluster_or_device: Cluster | DeviceProfile, cost: OpCost) ->
         device = device.device
     flops, num_bytes = np.array(cost.flops, dtype=np.float64), np.array(cost.bytes)
     return float(compute_seconds_array(device, cost.op_class, cost.dtype, flops, num_bytes))
-
-
-# tiles of a kernel library, with the rate of each over that of the largest: how often a loaded
-# element is used, tm tn / (tm + tn), where 64 uses keep the matrix units busy
-_TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
-
-
-def wave_factor(device: DeviceProfile, gemm: tuple[int, int, int, int]) -> float:
-    """How much longer a product takes because its tiles do not fill the last wave.
-
-    A device with m multiprocessors computes m tiles at a time, so T tiles take ceil(T / m) / (T /
-    m) of their share of its rate; the library takes the tile with which that is least. (NVIDIA,
-    Matrix Multiplication Background, "Wave Quantization".)
-
-    Args:
-        device: a device of which the number of multiprocessors is known, or the factor is 1.
-        gemm: (batch, M, N, K).
-    """
-    if not device.multiprocessors:
-        return 1.0
-    batch, m, n, _ = gemm
-    factors = []
-    for tile_m, tile_n in _TILES:
-        tiles = batch * -(-m // tile_m) * -(-n // tile_n)
-        waves = -(-tiles // device.multiprocessors)
-        computed = waves * device.multiprocessors * tile_m * tile_n
-        rate = min(1.0, tile_m * tile_n / (tile_m + tile_n) / 64)
-        factors.append(computed / (batch * m * n) / rate)
-    return min(factors)
 
 
 def compute_seconds_array(

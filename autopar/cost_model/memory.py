@@ -251,10 +251,10 @@ def optimizer_state_bytes(
 
 
 def check_optimizer(optimizer: object) -> None:
-    """Asked of what a user names: a class may be unknown, a string is then a mistake.
+    """Refuse a name that is no optimizer's; a class need not be known.
 
     Raises:
-        AutoparError: a name that is no optimizer's.
+        AutoparError: the name is unknown; suggests the nearest ones.
     """
     known = sorted({*_STATES, "adafactor"})
     if isinstance(optimizer, str) and optimizer.lower() not in known:

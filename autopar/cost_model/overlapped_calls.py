@@ -1,12 +1,12 @@
-"""Seconds of a product and the collective beside it in one call (`core/overlapped.py`).
+"""Seconds of a matmul and the collective next to it in one call (`core/overlapped.py`).
 
 The parts of the n ranks are multiplied in turn, while others are on their way. With C the seconds
-of the n products, t those of the collective, and E those of what is copied before and behind::
+of the n matmuls, t those of the collective, and E those of what is copied before and after::
 
     total = E + max(C, t) + min(C, t) / n
 
-In compute are C + E; the rest, between t / n and t, is exposed. No call was ever timed: devices
-with symmetric memory were not at hand.
+C + E count as compute; the rest, between t / n and t, is exposed. No such call has been timed, as
+no devices with symmetric memory were available.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-__all__ = ["clock_of", "fit_line", "median_seconds", "synchronize"]
+__all__ = ["fit_line", "median_seconds", "synchronize"]
 
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
@@ -36,7 +36,7 @@ def synchronize(device: str) -> Callable[[], None]:
     return torch.cuda.synchronize if torch.device(device).type == "cuda" else (lambda: None)
 
 
-def clock_of(device: str) -> Callable[[], float]:
+def _clock_of(device: str) -> Callable[[], float]:
     """A CPU thread's own time; the wall clock for other devices."""
     return time.thread_time if torch.device(device).type == "cpu" else time.perf_counter
 
@@ -52,7 +52,7 @@ def median_seconds(
         rounds: timings of each call.
         least_s: a call is repeated until a timing takes about that long.
     """
-    sync, clock = synchronize(device), clock_of(device)
+    sync, clock = synchronize(device), _clock_of(device)
 
     def timed(call: Callable[[], object], count: int) -> float:
         start = clock()

@@ -1,4 +1,4 @@
-"""What compute waits for of copies with host memory, as its program was simulated, in a plan.
+"""What compute waits for of copies from host memory, as the simulated program says, for a plan.
 
 The search estimates it before anything is placed (`solver/beside.py`). Only what comes back is
 waited for; what it waits for itself, as it is on its way to the host still, counts with that way.

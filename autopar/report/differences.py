@@ -42,7 +42,7 @@ def render_differences(a: Plan, b: Plan, width: int | None = None) -> str:
 
 
 def render_price_of(pins: Mapping[str, tuple[str, ...]], pinned: Plan, free: Plan) -> str:
-    """What pins cost, in one line."""
+    """What the pins cost, in one line."""
     what = ", ".join(f"{glob}=({', '.join(layout)})" for glob, layout in pins.items())
     a, b = free.predicted, pinned.predicted
     peak = f"{format_bytes(b.peak_memory_bytes)} against {format_bytes(a.peak_memory_bytes)}"

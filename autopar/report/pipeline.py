@@ -99,7 +99,7 @@ def pipeline_facts(plan: Plan) -> list[tuple[str, str]]:
 
 
 def considered_facts(plan: Plan) -> list[tuple[str, str]]:
-    """Pipelines that were weighed and not chosen."""
+    """Pipelines that were considered and not chosen."""
     told = [f"{row.shape}: {row.why}" for row in plan.considered[:_TOLD]]
     left = len(plan.considered) - len(told)
     told += [f"and {left} less promising (`considered` in the file)"] if left else []

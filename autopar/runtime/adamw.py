@@ -37,14 +37,14 @@ class AdamW(torch.optim.AdamW):
         loss = model.train_step(**batch)
         optimizer.step()        # or scaler.step(optimizer), with an `autopar.LossScaler`
 
-    Gradients stay as they are: clipped and unscaled is only what is read of them. Groups,
+    Gradients themselves are not changed: they are clipped and unscaled as they are read. Groups,
     schedulers and the state dict are those of `torch.optim.AdamW`; either loads what the other
-    saved. On a parallel module every rank calls `step`, as the norm is that of all ranks.
+    saved. On a parallel module every rank calls `step`, as the norm is taken over all ranks.
 
     Args:
         params, lr, betas, eps, weight_decay, maximize: as for `torch.optim.AdamW`.
         max_norm: gradients of all groups together are clipped to this norm; None for no clipping.
-        foreach, fused: taken for the sake of torch's interface; there is one way to step.
+        foreach, fused: accepted for compatibility with torch, and ignored.
         amsgrad, capturable, differentiable: must be False.
 
     Attributes:

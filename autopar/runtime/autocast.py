@@ -1,7 +1,8 @@
-"""`torch.autocast` around a parallel module: its step has the precision that it was planned in.
+"""`torch.autocast` around a parallel module: the step keeps the precision it was planned in.
 
 An autocast context would cast the operands of some emitted ops and not of others. So programs are
-traced and run outside of it, and one that asks for another precision than the plan's is refused.
+traced and run outside of it, and a context that asks for another precision than the plan's is
+refused.
 """
 
 from __future__ import annotations

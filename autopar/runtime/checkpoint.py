@@ -1,4 +1,4 @@
-"""Checkpoints: a training run saved on one mesh and plan, and taken up on any other.
+"""Checkpoints: a training run saved on one mesh and plan, and resumed on any other.
 
     path/latest                  name of the last complete one
     path/step-00000100/          index.json   shape, dtype, boxes and place of every tensor
@@ -7,7 +7,7 @@
                                  plan.json    the plan it was trained with
 
 A checkpoint is written under another name, renamed when all ranks have written, and only then named
-by `latest`: what stops in between leaves the one before. Nothing of it is unpickled as code.
+by `latest`, so an interrupted save leaves the previous one in place. Loading executes nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import io
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from autopar.runtime.agree import agreed, reason
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.pieces import pieces
 from autopar.runtime.scaler import LossScaler
+from autopar.runtime.state_module import check_parallel
 from autopar.runtime.storage import SavePlanner, Writer, write_file
 
 __all__ = [
@@ -50,12 +52,12 @@ MODEL = "model/"
 
 
 class SaveHandle:
-    """A save that may still be going on.
+    """A save that may still be running.
 
     Args:
-        folder: the checkpoint's, once it is complete.
-        future: None where it is complete.
-        group: the process group that an asynchronous save talks on.
+        folder: of the checkpoint, once it is complete.
+        future: None for a save that is complete.
+        group: the process group that an asynchronous save communicates in.
     """
 
     def __init__(self, folder: Path, future: Future[Any] | None = None, group: Any = None) -> None:
@@ -64,15 +66,15 @@ class SaveHandle:
         self._future = future
 
     def done(self) -> bool:
-        """True when it has ended, well or not."""
+        """True when the save has ended, whether or not it succeeded."""
         return self._future is None or self._future.done()
 
     def result(self, timeout_s: float | None = None) -> Path:
-        """Wait for the end; the folder.
+        """Wait until the save has ended, and return its folder.
 
         Raises:
             CheckpointError: it failed, on this rank or another.
-            TimeoutError: it goes on after `timeout_s` seconds.
+            TimeoutError: it is still running after `timeout_s` seconds.
         """
         if self._future is not None:
             guarded(lambda: self._future.result(timeout_s), "written")  # type: ignore[union-attr]
@@ -107,19 +109,19 @@ def save_checkpoint(
     data: Mapping[str, Any] | None = None,
     asynchronous: bool = False,
 ) -> SaveHandle:
-    """Save a training run. Every rank calls this, with one folder that all of them see.
+    """Save a training run. Every rank calls this, with a folder that all ranks share.
 
-    A save that still goes on is waited for first.
+    If an asynchronous save is still running, it is waited for first.
 
     Args:
         path: folder of the run's checkpoints; each becomes a folder in it.
-        module: the parallel module: parameters, persistent buffers, the counter of dropout.
-        optimizer: its states and options.
+        module: saved are its parameters, persistent buffers and the counter of dropout.
+        optimizer: saved with its states and options.
         scheduler: anything with `state_dict` and `load_state_dict`, such as an LR scheduler.
-        scaler: default: the module's `loss_scaler`.
-        step: a number for it; an older checkpoint of the same number is replaced.
+        scaler: loss scaler; default: the module's `loss_scaler`.
+        step: number of the checkpoint; an older one of the same number is replaced.
         data: more to keep, the same on all ranks: tensors, numbers, strings and containers of them.
-        asynchronous: copy the tensors to the CPU, then write while the training goes on.
+        asynchronous: return once the tensors are copied to the CPU, and write in the background.
 
     Returns:
         A handle; `result()` waits for an asynchronous save.
@@ -127,6 +129,9 @@ def save_checkpoint(
     Raises:
         CheckpointError: it cannot be written; on every rank.
     """
+    check_parallel(module)
+    if not isinstance(step, Integral) or step < 0:
+        raise CheckpointError(f"step={step!r} of a checkpoint must be a whole number, 0 or more")
     root = Path(path)
     before = module.pending_save
     if before is not None:

@@ -1,8 +1,8 @@
 """The children of a parallel module: they hold its parameters and modes, and compute nothing.
 
-A step is compiled as a whole, from the model that was given. What a script does with a part of it
-reaches that model where it can (`train`, `eval`, `load_state_dict`), and is refused where it would
-be without effect.
+A step is compiled as a whole, from the model that was given. Calls on a child take effect on that
+model where they can (`train`, `eval`, `load_state_dict`), and are refused where they would have no
+effect.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A step that is ready to run on this rank, and what it is for."""
+"""A step that is ready to run on this rank, and the inputs that it was compiled for."""
 
 from __future__ import annotations
 
@@ -130,8 +130,9 @@ def kept_outputs(program: Program, loss: int) -> list[int]:
 
 
 def in_one_piece(traced: TracedModel, program: Program) -> fx.GraphModule | None:
-    """What `train_step` runs: the loss first waited for behind the backward, other results let go.
+    """What `train_step` runs: forward and backward in one, for the loss and the gradients alone.
 
+    The loss is waited for after the backward, and other results are freed at once.
     `step(*placeholders) -> kept outputs`; None where there is no backward or no loss.
     """
     if program.backward is None:

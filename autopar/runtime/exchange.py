@@ -1,10 +1,10 @@
-"""Weights in and out as safetensors, in the layout of Hugging Face.
+"""Weights from and to safetensors, in the layout of Hugging Face.
 
     path/model.safetensors                          or, above `max_file_bytes`,
     path/model-00001-of-00002.safetensors, …        with model.safetensors.index.json
 
-Each rank reads only the boxes that it holds. For a run to go on, use checkpoints: these files have
-neither optimizer nor counters.
+Each rank reads only the boxes that it holds. To resume a run, use checkpoints: these files hold
+neither optimizer states nor counters.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from autopar.errors import CheckpointError
 from autopar.runtime.agree import agreed, reason
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.pieces import pieces
+from autopar.runtime.state_module import check_installed, check_parallel
 from autopar.runtime.whole_model import WholeModel
 
 __all__ = ["load_safetensors", "save_safetensors"]
@@ -35,18 +36,20 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 def save_safetensors(
     path: str | Path, module: ParallelModule, *, max_file_bytes: int = 5 * 10**9
 ) -> None:
-    """Write parameters and persistent buffers, each tied one once. Collective.
+    """Write parameters and persistent buffers as safetensors. Every rank calls this.
 
-    Tensors are gathered one by one, from all stages of a pipeline; rank 0 holds those of one file.
+    Tensors are gathered one by one, from all stages of a pipeline, and tied ones are written once;
+    rank 0 needs memory for one file.
 
     Args:
         path: folder, which `from_pretrained` reads if the model's config is there too.
         module: the parallel module.
-        max_file_bytes: start another file before this is exceeded, where one tensor allows it.
+        max_file_bytes: size of a file, which only a single larger tensor exceeds.
 
     Raises:
-        CheckpointError: it cannot be written; on every rank.
+        CheckpointError: the files cannot be written; on every rank.
     """
+    check_parallel(module)
     folder = Path(path)
     model = WholeModel(module)
     files = _files(model.tensors, max_file_bytes)
@@ -126,21 +129,23 @@ def load_safetensors(
     rename: Callable[[str], str] | None = None,
     strict: bool = True,
 ) -> None:
-    """Read parameters and persistent buffers into a module, each rank what it holds. Collective.
+    """Read safetensors into parameters and persistent buffers. Every rank calls this.
 
-    Values are cast where the file has another floating dtype.
+    Each rank reads only what it holds. Values of another floating dtype are cast.
 
     Args:
-        path: a file, or a folder with one or with an index of several.
+        path: a file, or a folder with one file or with an index of several.
         module: the parallel module.
-        rename: name in the files of an FQN of the module; default: the same.
-        strict: names in the files that the model has not are an error; a rank of a pipeline has
-            those of all stages.
+        rename: maps an FQN of the module to its name in the files; default: the same name.
+        strict: names in the files that the model does not have are an error.
 
     Raises:
         CheckpointError: files are missing or damaged, tensors are missing or have another shape; on
             every rank. The module is unchanged, unless reading itself failed.
+        AutoparError: there are no parameters to fill before the first call.
     """
+    check_parallel(module)
+    check_installed(module)
     tensors = module.saved_tensors()
     with ExitStack() as stack:
         places: dict[str, _Place] = {}

@@ -81,7 +81,7 @@ def _share(grad: Tensor, norm_type: float) -> Tensor:
 
 
 def clip_gradients(
-    parameters: Iterable[Tensor],
+    parameters: Tensor | Iterable[Tensor],
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -96,7 +96,7 @@ def clip_gradients(
     Raises:
         AutoparError: the norm is not finite, where `error_if_nonfinite` asks for it; on all ranks.
     """
-    parameters = list(parameters)
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     norm = global_norm(parameters, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise AutoparError(f"the gradients' norm of order {norm_type} is {norm.item()}")

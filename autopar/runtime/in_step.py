@@ -1,4 +1,4 @@
-"""`in_step`: around what a rank runs of a step. Errors say what is wrong, to other ranks too."""
+"""`in_step`: a context to run a step in, whose errors say what is wrong, to other ranks too."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ __all__ = ["check_first_batch", "in_step"]
 def in_step(
     step: CompiledStep | PipelinedStep, args: Any, kwargs: Any, device: torch.device
 ) -> Iterator[None]:
-    """Count the step that runs inside; an error is explained by the batch where it comes from it.
+    """Run a step inside: counts it, and explains errors by the batch where that is their cause.
 
     Raises:
-        AutoparError: other ranks run other steps, or an input holds an index out of range; else
-            the error is the one that came.
+        AutoparError: other ranks run other steps, or an input holds an index out of range; any
+            other
+            error is raised as it is.
     """
     if step.communicates:
         begin_step(step.plan.fingerprint, step.plan.num_devices)
@@ -37,8 +38,10 @@ def in_step(
 
 
 def check_first_batch(step: CompiledStep | PipelinedStep, args: Any, kwargs: Any) -> None:
-    """Raises:
-    AutoparError: an input holds an index out of range.
+    """Look for indices out of range before the first step of a kind runs.
+
+    Raises:
+        AutoparError: an input holds one.
     """
     try:
         check_indices(step.traced, _tensors(step, args, kwargs))

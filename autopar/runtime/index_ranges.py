@@ -1,8 +1,8 @@
-"""Inputs that hold an index out of range, such as a token beyond the vocabulary, are named.
+"""Names inputs that hold an index out of range, such as a token beyond the vocabulary.
 
-Kernels say that an index is out of range and not where it comes from; a rank that holds a share of
-a table says nothing, and looks up zeros. So what the traced graph looks up with inputs is computed
-once more, on the CPU: for the first batch of its kind, and where a step has failed.
+Kernels report an index out of range but not where it comes from; a rank that holds a shard of a
+table reports nothing, and looks up zeros. So the indices with which the traced graph looks things
+up are computed once more on the CPU: for the first batch of each kind, and when a step has failed.
 """
 
 from __future__ import annotations
@@ -95,8 +95,10 @@ def naming_indices(
 
 
 def check_indices(traced: TracedModel, inputs: Sequence[Tensor]) -> None:
-    """Raises:
-    AutoparError: one of the tensors of a batch holds an index out of range.
+    """Refuse a batch that holds an index out of range.
+
+    Raises:
+        AutoparError: one of its tensors does; names the tensor, the value and the range.
     """
     told = _out_of_range(traced, inputs)
     if told is not None:

@@ -22,12 +22,11 @@ from autopar._compat import fake_mode_of, inductor_compile, symbolic_mode
 from autopar.codegen.accumulate import add_up, without_sums
 from autopar.codegen.emit import Program
 from autopar.codegen.partition import EmptiesItsList
-from autopar.codegen.turns import TURN, TurnProgram
+from autopar.codegen.stage_program import TURN, StageProgram
 from autopar.core.host import copy_at_once
 from autopar.errors import AutoparError
 
 __all__ = [
-    "BACKENDS",
     "CompiledPart",
     "CompiledProgram",
     "check_backend",
@@ -35,16 +34,18 @@ __all__ = [
     "compile_program",
 ]
 
-BACKENDS = ("eager", "inductor")
+_BACKENDS = ("eager", "inductor")
 _Found = TypeVar("_Found")
 
 
 def check_backend(backend: str) -> None:
-    """Raises:
-    AutoparError: there is no such backend.
+    """Refuse a backend that is not known.
+
+    Raises:
+        AutoparError: there is no such backend.
     """
-    if backend not in BACKENDS:
-        raise AutoparError(f"backend {backend!r} is unknown: choose one of {', '.join(BACKENDS)}")
+    if backend not in _BACKENDS:
+        raise AutoparError(f"backend {backend!r} is unknown: choose one of {', '.join(_BACKENDS)}")
 
 
 class CompiledPart:
@@ -114,7 +115,7 @@ def compile_program(program: Program) -> CompiledProgram | None:
 
 
 def compile_parts(
-    programs: Mapping[int, TurnProgram], names: Sequence[str]
+    programs: Mapping[int, StageProgram], names: Sequence[str]
 ) -> dict[tuple[int, str], SummingPart]:
     """Compile parts of the programs of a rank's stages, on every rank of the world.
 
@@ -158,7 +159,7 @@ def _agreed(compiled: Callable[[], _Found]) -> _Found | None:
     return found
 
 
-def _compiled_parts(program: TurnProgram, names: Sequence[str]) -> dict[str, SummingPart]:
+def _compiled_parts(program: StageProgram, names: Sequence[str]) -> dict[str, SummingPart]:
     """Parts are run on fake values one after the other, for the strides that they hand on."""
     values: dict[str, Any] = {}
     mode = fake_mode_of(_placeholders(program.joint))

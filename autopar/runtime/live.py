@@ -1,9 +1,9 @@
-"""Measures live bytes: every storage that ops create while the mode is on, until it is freed.
+"""Measures live bytes: of every storage that ops create inside the mode, until it is freed.
 
-The thread of a process group that ran a collective drops what it sent, and its views of what
-arrived, some time after the wait for it has returned, the later the busier the machine is. So a
-wait lasts here until what arrived is the program's alone, and before a peak is noted, what was sent
-gets time to go: what is still there then is held by the program.
+A process group's thread drops what a collective sent, and its views of what arrived, only some time
+after the wait has returned, later the busier the machine is. So a wait in this mode lasts until the
+program alone holds what arrived, and before a peak is noted, the thread is given time to drop what
+was sent: whatever is still there is held by the program.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""States that an optimizer took from elsewhere lie where its parameters do before it steps.
+"""Optimizer states that were loaded are placed like their parameters before the next step.
 
-`optimizer.load_state_dict` takes what it is given: whole tensors of one device, or DTensors of
-another plan. A step on shares would read such a state as if it were this rank's share.
+`optimizer.load_state_dict` accepts whatever it is given: whole tensors of one device, or DTensors
+of another plan. A step on shares would take such a state for this rank's share.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""Optimizers that work element by element step on each rank's shares, not on DTensors.
+"""Elementwise optimizers step on each rank's shares as plain tensors, not on DTensors.
 
-For such a step plain tensors stand in the optimizer's groups, and their states below them. They
-have the memory of the parameters, so that nothing is copied; or, of offloaded parameters, they are
-copies in host memory. These come in buckets: while the host updates one, the next goes down and
-the one before goes up again (ZeRO-Offload, Ren et al. 2021, arXiv 2101.06840):
+For such a step plain tensors stand in for the parameters in the optimizer's groups and states. They
+share the memory of the parameters, so that nothing is copied; for offloaded parameters, they are
+copies in host memory. Those come in buckets: while the host updates one, the next goes down and the
+one before goes up again (ZeRO-Offload, Ren et al. 2021, arXiv 2101.06840):
 
     down    | 0 | 1 | 2 |
     update      | 0 | 1 | 2 |
     up              | 0 | 1 | 2 |
 
 Torch's own `step` runs once, with its hooks: it is given more groups than there are, each with a
-part of a group's parameters, and a bucket is made ready when the step reads them. Of torch's
-optimizers all of `_ELEMENTWISE` do so group by group.
+part of a group's parameters, and a bucket is made ready when the step reads its group. All of
+torch's optimizers in `_ELEMENTWISE` step group by group in this way.
 
-Other optimizers step on DTensors, whose sums over shards are whole at once: `summed`.
+Other optimizers step on DTensors that reduce partial results at once: `summed`.
 
 `foreach` stays off unless it is asked for, as it is for DTensors: on an accelerator it is torch's
 default for plain tensors, and takes memory for temporary values of all parameters at once.

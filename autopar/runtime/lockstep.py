@@ -22,7 +22,7 @@ from autopar.core.overlapped import (
     parts_of,
 )
 
-__all__ = ["mesh_coords", "run_lockstep"]
+__all__ = ["Strided", "mesh_coords", "run_lockstep"]
 
 c10d = torch.ops._c10d_functional
 
@@ -134,3 +134,12 @@ def _run_row(
             args, kwargs = arguments(rank)
             own: Any = node.target  # generated kernels of ranks differ in their numbers
             envs[rank][node] = own(*args, **kwargs)
+
+
+class Strided(fx.Interpreter):
+    """Runs a graph whose views were traced on other strides than the kernels here return."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+            target = torch.ops.aten.reshape.default
+        return super().call_function(target, args, kwargs)

@@ -1,14 +1,14 @@
-"""Which rank is gone, when communication fails.
+"""Finds out which rank is lost when communication fails.
 
-Every process writes a growing number to the process group's store, from a thread. Where a
-collective or a transfer fails, the survivors see whose number stands still. The first that knows
-leaves its verdict in the store: by the time that others are thrown out of their calls, it may have
-gone too, for the same reason. A process that ends by an exception says so, and why.
+A thread of every process writes a growing number to the process group's store. When a collective or
+a transfer fails, the survivors see whose number has stopped. The first one that knows leaves its
+verdict in the store: by the time that others get an error from their calls, it may have ended too,
+for the same reason. A process that ends by an exception says so, and why.
 
-The number comes with how many steps that communicate this process has begun. So the thread of a
-rank that waits for others in front of a step sees which have gone on, and answers for them. It also
-comes with a checksum of which steps these were: ranks whose batches have other shapes, all of them
-met before, would add up gradients of unlike batches.
+Next to the number, a process writes how many communicating steps it has begun. So the thread of a
+rank that waits for others before a step sees which of them have moved on, and answers for them. It
+also writes a checksum of which steps these were: ranks whose batches have different shapes, all of
+which were met before, would otherwise add up gradients of different batches.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ __all__ = [
     "NEVER",
     "beat",
     "begin_step",
-    "lost_ranks",
     "lost_text",
     "naming_lost_ranks",
     "tell_reason",
@@ -226,7 +225,7 @@ def _given_reason(store: Any, rank: int) -> str:
     return f" ({text})" if int(step) >= _at[0].begun - 1 else ""
 
 
-def lost_ranks() -> list[int]:
+def _lost_ranks() -> list[int]:
     """Ranks whose process has ended; waits for signs of life."""
     store, world = default_store(), dist.get_world_size()
     if store.check([_VERDICT]):
@@ -282,7 +281,7 @@ def lost_text(error: BaseException) -> str | None:
     if not dist.is_initialized() or not any(sign in str(error) for sign in _SIGNS):
         return None
     try:
-        gone = lost_ranks()
+        gone = _lost_ranks()
     except RuntimeError as failure:
         return f"the store of the process group does not answer ({failure}): rank 0 may be gone"
     if not gone:

@@ -1,7 +1,7 @@
-"""Ranks meet where a script first asks for the whole of a sharded tensor.
+"""Ranks check that all of them ask, where a script first asks for the whole of a sharded tensor.
 
-Each rank holds a part, so that all must ask. One that asks alone, as below `if rank == 0`, would
-take part in a collective that the others never enter, or that they take for another one.
+Each rank holds a part, so all must ask. A rank that asks alone, as below `if rank == 0`, would
+enter a collective that the others never enter, or that they take for another one.
 """
 
 from __future__ import annotations

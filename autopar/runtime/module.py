@@ -7,19 +7,17 @@ checkpoints are used as in single-device code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autopar._compat import dtensor_like, in_function_transform, module_has_hooks
+from autopar._compat import in_function_transform, module_has_hooks
 from autopar.core.loss import position_of_loss
-from autopar.core.placement import Layout
 from autopar.core.plan import Plan
 from autopar.errors import AutoparError
 from autopar.runtime.autocast import check_autocast, outside_autocast
@@ -29,24 +27,17 @@ from autopar.runtime.data import ShardedLoader
 from autopar.runtime.gradients import clip_gradients
 from autopar.runtime.in_step import check_first_batch, in_step
 from autopar.runtime.local_step import step_on_shares
-from autopar.runtime.lost import beat, naming_lost_ranks
+from autopar.runtime.lost import beat
+from autopar.runtime.microbatched import run_microbatches
 from autopar.runtime.names import register
 from autopar.runtime.offload import offload
 from autopar.runtime.pipeline import PipelinedStep
 from autopar.runtime.plain_ways import go_plain_ways
 from autopar.runtime.profile import profile_step
-from autopar.runtime.running import (
-    EvaluationFunction,
-    Run,
-    StepFunction,
-    TurnsFunction,
-    feed,
-    whole_values,
-)
+from autopar.runtime.running import run_with_autograd, run_without_autograd
 from autopar.runtime.same_batch import check_same_batch
 from autopar.runtime.scaler import LossScaler
 from autopar.runtime.stage_gradients import count_all_stages
-from autopar.runtime.state import to_dtensor
 from autopar.runtime.state_module import StateModule
 from autopar.runtime.step_text import step_text
 from autopar.runtime.trainable import check_still_frozen, fill, reserved_parameters
@@ -63,9 +54,9 @@ Compile = Callable[[Any, Any, bool], "CompiledStep | PipelinedStep"]
 class ParallelModule(StateModule):
     """A model that runs on a mesh as it would on one device. Made by `autopar.parallelize`.
 
-    `module(*args, **kwargs)` takes the global batch on every rank (or shares from
-    `shard_dataloader`) and returns what the model returns. Beside a scalar loss, other outputs
-    come as DTensors, sharded as they were computed; `.full_tensor()` gathers one.
+    `module(*args, **kwargs)` takes the global batch on every rank (or this rank's shares of it,
+    from `shard_dataloader`) and returns what the model returns. A loss is a plain scalar tensor;
+    outputs that are sharded come as DTensors, which `.full_tensor()` gathers.
     """
 
     def __init__(
@@ -210,66 +201,10 @@ class ParallelModule(StateModule):
     def _run(self, args: Any, kwargs: Any) -> Any:
         step = self._step_for(args, kwargs)
         if isinstance(step, PipelinedStep):
-            return self._in_turns(step, args, kwargs)
+            return run_microbatches(self, step, args, kwargs)
         with in_step(step, args, kwargs, self.device):
-            results = self._in_one_piece(step, args, kwargs)
+            results = run_with_autograd(self, step, args, kwargs)
         return pytree.tree_unflatten(list(results), step.traced.out_spec)
-
-    def _in_one_piece(self, step: CompiledStep, args: Any, kwargs: Any) -> Sequence[Any]:
-        """The forward's results, with the backward behind them where gradients are wanted."""
-        run = Run(self, step, feed(self, step, args, kwargs))
-        parameters = [self.parameter(n) for n in self._parameter_order]
-        results: Sequence[Any]
-        if step.traced.training and torch.is_grad_enabled():
-            results = StepFunction.apply(run, *parameters)
-            return results
-        with torch.no_grad():
-            results, _ = run.forward()
-        if torch.is_grad_enabled():
-            results = EvaluationFunction.apply(results, *parameters)
-        return results
-
-    def _in_turns(self, step: PipelinedStep, args: Any, kwargs: Any) -> Any:
-        """All microbatches' forwards and backwards; `backward` then hands the gradients over."""
-        # scaled from the start: half-precision gradients would underflow on their way
-        scaler = self.loss_scaler
-        tangent = scaler.get_scale() if scaler is not None else 1.0
-        whole = whole_values(self, step, args, kwargs, tangent)
-        with (
-            in_step(step, args, kwargs, self.device),
-            naming_lost_ranks("in a step of the pipeline"),
-        ):
-            found = step.run(whole)
-        for name, value in found.buffers.items():
-            self._set_buffer(name, value)
-        outputs: list[Any] = [
-            spec.constant if spec.constant is not None else found.outputs.get(int(spec.target))
-            for spec in step.traced.outputs
-            if spec.kind == "output"
-        ]
-        index = step.traced.loss_index
-        if step.traced.training and torch.is_grad_enabled() and index is not None:
-            layouts, shapes = step.plan.parameters, step.plan.shapes
-            gradients = [
-                self._gradient(name, found.gradients.pop(name), layouts[name], shapes[name])
-                if name in found.gradients
-                else None
-                for name in self._parameter_order
-            ]
-            parameters = [self.parameter(name) for name in self._parameter_order]
-            # it requires a gradient on ranks too whose stages have no trainable parameter
-            anchor = torch.zeros((), requires_grad=True)
-            loss = outputs[index]
-            outputs[index] = TurnsFunction.apply(loss, tangent, gradients, anchor, *parameters)
-        return pytree.tree_unflatten(outputs, step.traced.out_spec)
-
-    def _gradient(
-        self, name: str, value: Tensor, layout: Layout, shape: tuple[int, ...]
-    ) -> DTensor:
-        """A local gradient as a DTensor."""
-        if self.plan.parameters[name] == layout:
-            return dtensor_like(value.contiguous(), self.parameter(name))
-        return to_dtensor(value.contiguous(), shape, layout, self.mesh)
 
     def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Forward and backward of one global batch; returns the loss, detached.
@@ -298,7 +233,7 @@ class ParallelModule(StateModule):
         step = self._step_for(args, kwargs)
         index = position_of_loss(step.traced)
         if isinstance(step, CompiledStep) and step.traced.training and not self._has_hooks():
-            return self._without_autograd(step, index, args, kwargs)
+            return run_without_autograd(self, step, index, args, kwargs)
         output = self(*args, **kwargs)
         loss = output if isinstance(output, Tensor) else pytree.tree_leaves(output)[index]
         (loss if self.loss_scaler is None else self.loss_scaler.scale(loss)).backward()
@@ -310,24 +245,6 @@ class ParallelModule(StateModule):
             return True
         parameters = (self.parameter(name) for name in self._parameter_order)
         return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
-
-    @torch.no_grad()
-    def _without_autograd(self, step: CompiledStep, index: int, args: Any, kwargs: Any) -> Tensor:
-        """The programs alone: autograd has one node here, and takes a while for each DTensor."""
-        scale = 1.0 if self.loss_scaler is None else self.loss_scaler.get_scale()
-        with in_step(step, args, kwargs, self.device):
-            run = Run(self, step, feed(self, step, args, kwargs))
-            once = run.in_turn if step.at_once is None else run.at_once
-            loss, gradients = once(index, scale)
-        for name, gradient in zip(self._parameter_order, gradients, strict=True):
-            parameter = self.parameter(name)
-            if gradient is None or not parameter.requires_grad:
-                continue
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad += gradient
-        return loss
 
     def profile_step(
         self, path: str | Path, *args: Any, ranks: int | None = None, **kwargs: Any
@@ -368,21 +285,34 @@ class ParallelModule(StateModule):
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
-        parameters: Iterable[Tensor] | None = None,
+        parameters: Tensor | Iterable[Tensor] | None = None,
     ) -> Tensor:
-        """As `torch.nn.utils.clip_grad_norm_`, with one all-reduce. Every rank calls it.
+        """As `torch.nn.utils.clip_grad_norm_`, with one all-reduce. Every rank calls this.
 
         Args:
-            parameters: what this rank holds of those to clip, maybe nothing; default: all.
+            max_norm, norm_type, error_if_nonfinite: as for torch's.
+            parameters: those to clip that this rank holds, maybe none of them; default: all.
 
         Returns:
             The global norm before clipping, the same on every rank.
+
+        Raises:
+            AutoparError: the norm is not finite and `error_if_nonfinite` is set, or the order of
+                the norm is not positive.
         """
         chosen = self.parameters() if parameters is None else parameters
         return clip_gradients(chosen, max_norm, norm_type, error_if_nonfinite)
 
     def shard_dataloader(self, loader: Iterable[Any]) -> Iterable[Any]:
-        """Batches of `loader` of which this rank loads and holds only its share."""
+        """A loader of batches of which this rank holds only its share of the rows.
+
+        Args:
+            loader: of global batches. From a `DataLoader` over a dataset with indices, only this
+                rank's samples are read; batches of anything else are read whole and cut.
+
+        Raises:
+            AutoparError: there is no plan before the first call.
+        """
         return ShardedLoader(loader, self)
 
     def signature(self, args: Any, kwargs: Any, training: bool) -> Any:

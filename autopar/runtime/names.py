@@ -1,4 +1,4 @@
-"""Names of a model's state, and where a parallel module keeps what has them."""
+"""Names of a model's state, and where a parallel module keeps the tensors."""
 
 from __future__ import annotations
 

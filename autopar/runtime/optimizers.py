@@ -1,9 +1,9 @@
-"""Optimizers that would give wrong numbers, or fail in torch, are stopped before their first step.
+"""Stops optimizers that would compute wrong numbers, or fail in torch, before their first step.
 
-`torch.optim.LBFGS` takes products over all parameters, and a rank of a pipeline has some of them.
-It puts plain zeros for the gradient of a frozen parameter, which do not go with DTensors. Neither
-do the states of `transformers.Adafactor`, which are plain. One that was made from the plain module
-would train nothing.
+`torch.optim.LBFGS` takes products over all parameters, of which a rank of a pipeline has only some,
+and uses plain zeros for the gradient of a frozen parameter, which do not mix with DTensors. Neither
+do the plain states of `transformers.Adafactor`. An optimizer that was made from the plain module's
+parameters would train nothing.
 """
 
 from __future__ import annotations

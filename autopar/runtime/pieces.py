@@ -1,4 +1,4 @@
-"""A sharded tensor as boxes of the whole one, for what reads and writes files.
+"""A sharded tensor as boxes of the whole tensor, for reading and writing files.
 
 A rank's share of a strided shard is several boxes: every combination of the runs that it holds of
 each dim. A box is a view of the share, so that writing to it writes to the tensor.

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from autopar.codegen.fusion import Fusion
+from autopar.codegen.stage_program import StageProgram, emit_stage
 from autopar.codegen.stages import Staged
-from autopar.codegen.turns import TurnProgram, emit_turns
 from autopar.core.flights import arrived
 from autopar.core.graph import TracedModel, output_paths, tensor_meta
 from autopar.core.plan import PipelinePlan, Plan
@@ -29,7 +29,7 @@ from autopar.runtime.inductor import compile_parts
 from autopar.runtime.pipeline_mesh import PipelineMesh, own_plan
 from autopar.runtime.pipeline_run import PARTS, PipelineResult, PipelineRun
 from autopar.runtime.stage_gradients import Line
-from autopar.runtime.turns import stages_at_turns
+from autopar.runtime.stage_values import stages_at_turns
 
 __all__ = ["PipelinedStep"]
 
@@ -42,7 +42,7 @@ class PipelinedStep:
         plan: with a pipeline.
         mesh: of this process.
         keywords: names of keyword inputs, in the order of the trace.
-        passes, fusion: of the programs, as for `emit_turns`.
+        passes, fusion: of the programs, as for `emit_stage`.
         backend: "inductor" compiles each part of each program.
 
     Attributes:
@@ -111,7 +111,7 @@ class PipelinedStep:
         """The stages of a rank of the pipeline."""
         return range(rank, len(self.pipeline.stages), self.pipeline.size)
 
-    def closing_of(self, rank: int, programs: Mapping[int, TurnProgram]) -> frozenset[Action]:
+    def closing_of(self, rank: int, programs: Mapping[int, StageProgram]) -> frozenset[Action]:
         """The last action of a rank, where its stage's gradients are reduced beside it.
 
         Args:
@@ -177,14 +177,14 @@ class PipelinedStep:
         stage: int,
         coords: Sequence[int],
         group_names: Sequence[str] | None = None,
-    ) -> TurnProgram:
+    ) -> StageProgram:
         """The program of a rank of a stage; one that is not run has groups of symbolic names."""
         fusion = self.fusion
         if fusion is not None and fusion.dump is not None:
             # a folder for the sources of each stage's kernels
             dump = None if group_names is None else f"{fusion.dump}/stage{stage}"
             fusion = replace(fusion, dump=dump)
-        return emit_turns(
+        return emit_stage(
             [t.stages.models[stage] for t in turns],
             self.pipeline.stages[stage],
             coords,

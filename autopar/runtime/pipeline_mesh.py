@@ -1,4 +1,4 @@
-"""Where a process stands in a pipeline, and which parameters are there."""
+"""Where a process stands in a pipeline, and which parameters it holds."""
 
 from __future__ import annotations
 

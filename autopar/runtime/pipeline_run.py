@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.codegen.turns import TURN
+from autopar.codegen.stage_program import TURN
 from autopar.core.graph import OutputSpec
 from autopar.core.placement import Layout, local_shape
 from autopar.core.schedule import Action
 from autopar.core.transfers import Transfer
+from autopar.runtime.lockstep import Strided
 from autopar.runtime.shards import take_shard
-from autopar.runtime.turns import StageValues, Strided, microbatch_inputs
+from autopar.runtime.stage_values import StageValues, microbatch_inputs
 
 if TYPE_CHECKING:
     from autopar.runtime.pipeline import PipelinedStep

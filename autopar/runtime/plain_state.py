@@ -1,4 +1,4 @@
-"""A single device's state dict into a parallel module: ranks keep their shares of full tensors."""
+"""Loads a single device's state dict: ranks keep their shares of the full tensors."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""What scripts do with plain tensors, done to the DTensors that parameters and gradients are.
+"""Lets scripts use the DTensors that parameters and gradients are as plain tensors.
 
-Torch leaves some of it without effect, or takes a rank's part for the whole (torch 2.13):
+Torch leaves some uses without effect, or takes a rank's part for the whole (torch 2.13):
 
 - `g.norm().item()` is the norm of this rank's shard, as the sum over ranks is still due.
-- `p.data = x` changes nothing: what is computed with is the local tensor below.
+- `p.data = x` changes nothing: computations use the local tensor underneath.
 - `w[0] = 1` and `w[0].zero_()` write to a copy, where `w` is sharded on that dim.
 - `normal_` and its like draw the same numbers for each rank's shard, on a CPU.
-- plain tensors beside DTensors, such as a mask beside a weight, are refused.
+- plain tensors next to DTensors, such as a mask next to a weight, are refused.
 
-Here a number is that of the whole, rows are written, draws are those of one device with the same
-seed, and a plain tensor is what it is on every rank: the same. Every rank has to come, as to all
-that communicates (`meeting`).
+Here a number is that of the whole tensor, rows are written, draws are those of one device with the
+same seed, and a plain tensor counts as the same on every rank. Every rank has to make such a call,
+as with everything that communicates (`meeting`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A training run taken up from a checkpoint: what `save_checkpoint` wrote, on any mesh and plan.
+"""Resumes a training run from what `save_checkpoint` wrote, on any mesh and plan.
 
-First everything is checked, on every rank, then tensors are read in place, then the rest is handed
-out. Each rank reads for itself and all of them compare notes in between, so that one that fails
-leaves nobody waiting.
+First everything is checked, on every rank; then tensors are read in place; then the remaining state
+is restored. Each rank reads for itself, and all ranks compare results in between, so that one that
+fails leaves nobody waiting.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from autopar.runtime.checkpoint import (
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.pieces import pieces
 from autopar.runtime.scaler import LossScaler
+from autopar.runtime.state_module import check_parallel
 from autopar.runtime.storage import INDEX, Index, LoadPlanner, Reader, SavePlanner
 
 __all__ = ["Checkpoint", "load_checkpoint"]
@@ -42,9 +43,9 @@ class Checkpoint:
     """What `load_checkpoint` found.
 
     Attributes:
-        folder: that it was read from.
+        folder: the checkpoint's.
         step: as given to `save_checkpoint`.
-        data: what the user added, such as the position in the data.
+        data: what was given to `save_checkpoint` as `data`.
     """
 
     folder: Path
@@ -61,19 +62,23 @@ def load_checkpoint(
     scaler: LossScaler | None = None,
     step: int | None = None,
 ) -> Checkpoint:
-    """Take up a training run, on any mesh and with any plan of the same model. Collective.
+    """Resume a training run, on any mesh and with any plan of the model. Every rank calls this.
 
-    Each rank reads the parts of the files that it needs, into its tensors.
+    Each rank reads only what it holds. Nothing in the files is executed.
 
     Args:
         path: as given to `save_checkpoint`, or one of the folders in it.
-        module, optimizer, scheduler, scaler: as when it was saved; what is absent is not loaded.
-        step: which one; default: the latest.
+        module, optimizer, scheduler, scaler: are filled; those left out are not loaded.
+        step: number of the checkpoint; default: the latest.
+
+    Returns:
+        The checkpoint's step, and the `data` that was saved with it.
 
     Raises:
-        CheckpointError: none is there, tensors are missing or have another shape, or files are
-            damaged; on every rank. The module is unchanged, unless reading itself failed.
+        CheckpointError: there is no checkpoint, tensors are missing or have another shape, or files
+            are damaged; on every rank. Nothing is changed, unless reading itself failed.
     """
+    check_parallel(module)
     failure: Exception | None = None
     ready: _Ready | None = None
     try:

@@ -1,20 +1,21 @@
-"""One execution of a step: inputs bound, programs run, results and gradients wrapped."""
+"""One execution of a step in one piece: inputs bound, programs run, gradients wrapped."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar._compat import dtensor_placements
+from autopar._compat import dtensor_like, dtensor_placements
 from autopar.core.graph import InputSpec, TracedModel, output_paths
-from autopar.core.placement import Layout, Replicate
+from autopar.core.placement import Layout
 from autopar.errors import AutoparError
 from autopar.runtime.autocast import outside_autocast
 from autopar.runtime.compiled_step import CompiledStep, kept_outputs, tensors_in_order
+from autopar.runtime.in_step import in_step
 from autopar.runtime.lost import naming_lost_ranks
 from autopar.runtime.pipeline import PipelinedStep
 from autopar.runtime.shards import take_shard
@@ -23,7 +24,63 @@ from autopar.runtime.state import to_dtensor
 if TYPE_CHECKING:
     from autopar.runtime.module import ParallelModule
 
-__all__ = ["EvaluationFunction", "Run", "StepFunction", "TurnsFunction", "feed", "whole_values"]
+__all__ = [
+    "called_twice",
+    "gradient_dtensor",
+    "local_value",
+    "next_seed",
+    "refuse_second_order",
+    "run_with_autograd",
+    "run_without_autograd",
+    "whole_gradient",
+]
+
+
+def run_with_autograd(
+    module: ParallelModule, step: CompiledStep, args: Any, kwargs: Any
+) -> Sequence[Any]:
+    """The forward's results, with the backward behind them where gradients are wanted."""
+    run = Run(module, step, feed(module, step, args, kwargs))
+    parameters = [module.parameter(name) for name in module._parameter_order]
+    if step.traced.training and torch.is_grad_enabled():
+        return cast(Sequence[Any], StepFunction.apply(run, *parameters))
+    with torch.no_grad():
+        results, _ = run.forward()
+    if torch.is_grad_enabled():
+        return cast(Sequence[Any], EvaluationFunction.apply(results, *parameters))
+    return results
+
+
+@torch.no_grad()
+def run_without_autograd(
+    module: ParallelModule, step: CompiledStep, loss_index: int, args: Any, kwargs: Any
+) -> Tensor:
+    """The loss of a training step, whose gradients are added to each parameter's `.grad`.
+
+    The programs alone run: autograd has one node here, and takes a while for each DTensor.
+    """
+    scale = 1.0 if module.loss_scaler is None else module.loss_scaler.get_scale()
+    with in_step(step, args, kwargs, module.device):
+        run = Run(module, step, feed(module, step, args, kwargs))
+        once = run.in_turn if step.at_once is None else run.at_once
+        loss, gradients = once(loss_index, scale)
+    for name, gradient in zip(module._parameter_order, gradients, strict=True):
+        parameter = module.parameter(name)
+        if gradient is None or not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad += gradient
+    return loss
+
+
+def gradient_dtensor(module: ParallelModule, name: str, value: Tensor, layout: Layout) -> DTensor:
+    """A local gradient of a parameter as a DTensor."""
+    value, parameter = value.contiguous(), module.parameter(name)
+    if module.plan.parameters[name] == layout:
+        return dtensor_like(value, parameter)
+    return to_dtensor(value, tuple(parameter.shape), layout, module.mesh)
 
 
 class StepFunction(torch.autograd.Function):
@@ -47,7 +104,7 @@ class StepFunction(torch.autograd.Function):
     @staticmethod
     @outside_autocast
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        _refuse_second_order()
+        refuse_second_order()
         for index in ctx.run.step.traced.beside:
             if grads[index] is not None:
                 raise _not_the_loss(ctx.run.step.traced, index)
@@ -74,40 +131,12 @@ class EvaluationFunction(torch.autograd.Function):
         )
 
 
-class TurnsFunction(torch.autograd.Function):
-    """A step in microbatches, whose gradients are there when its loss is."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        loss: Tensor,
-        tangent: float,
-        gradients: Sequence[Tensor | None],
-        anchor: Tensor,
-        *parameters: Tensor,
-    ) -> Tensor:
-        ctx.tangent = tangent
-        ctx.gradients = list(gradients)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        _refuse_second_order()
-        if ctx.gradients is None:
-            raise _called_twice()
-        gradients, ctx.gradients = ctx.gradients, None
-        factor = float(_whole(grad)) / ctx.tangent
-        if factor != 1.0:
-            gradients = [None if g is None else g * factor for g in gradients]
-        return (None, None, None, None, *gradients)
-
-
-def _whole(grad: Tensor) -> Tensor:
+def whole_gradient(grad: Tensor) -> Tensor:
     """A gradient that comes from an op with DTensors, such as a norm that is added to the loss."""
     return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
-def _refuse_second_order() -> None:
+def refuse_second_order() -> None:
     """Stop a backward whose result is to be differentiated: as numbers, it would add nothing."""
     if torch.is_grad_enabled():
         raise AutoparError(
@@ -117,7 +146,7 @@ def _refuse_second_order() -> None:
         )
 
 
-def _called_twice() -> RuntimeError:
+def called_twice() -> RuntimeError:
     return RuntimeError(
         "backward was called twice on one step of a parallel module: its activations are freed by "
         "the first call. Call the module again, or add the losses up first."
@@ -171,7 +200,7 @@ class Run:
         run = self.step.backward
         assert run is not None
         if self.saved is None:
-            raise _called_twice()
+            raise called_twice()
         values, self.saved = self.saved, None
         values += self._tangents(grads)
         with naming_lost_ranks("in the backward"):
@@ -221,12 +250,12 @@ class Run:
                 if grad is None:
                     grad = torch.zeros(spec.shape, dtype=spec.dtype, device=self.module.device)
                 shares = self.step.plan.mesh_shape, self.module.coords
-                found.append(take_shard(_whole(grad), layout, *shares))
+                found.append(take_shard(whole_gradient(grad), layout, *shares))
         return found
 
     def _gradients(self, values: list[Any]) -> list[Any]:
         """Gradients as DTensors, in the order of the parameters; `values` is emptied."""
-        program, plan = self.step.program, self.step.plan
+        program = self.step.program
         found: dict[str, Tensor] = {}
         held: set[int] = set()
         outputs = program.outputs[program.num_results :]
@@ -238,7 +267,7 @@ class Run:
                 value = value.clone()
             held.add(value.data_ptr())
             name = output.target
-            found[name] = self.module._gradient(name, value, layout, plan.shapes[name])
+            found[name] = gradient_dtensor(self.module, name, value, layout)
         return [found.get(name) for name in self.module._parameter_order]
 
 
@@ -253,37 +282,16 @@ def _global_shape(value: Tensor, layout: Layout, mesh_shape: Sequence[int]) -> t
 def feed(module: ParallelModule, step: CompiledStep, args: Any, kwargs: Any) -> list[Tensor]:
     """Local value of every placeholder of the forward program."""
     flat = iter(tensors_in_order(step.keywords, step.traced.training, args, kwargs))
-    seed = _next_seed(module, step)
+    seed = next_seed(module, step)
     given: list[Tensor] = []
     for spec, layout in step.program.inputs:
         if spec.kind == "tangent":
             continue
-        given.append(_local(module, spec, layout, step, flat, seed))
+        given.append(local_value(module, spec, layout, step, flat, seed))
     return given
 
 
-def whole_values(
-    module: ParallelModule, step: PipelinedStep, args: Any, kwargs: Any, tangent: float
-) -> dict[str, Any]:
-    """Local parameters of this rank, and whole values of all else, by placeholder."""
-    flat = iter(tensors_in_order(step.keywords, step.traced.training, args, kwargs))
-    whole: dict[str, Any] = {}
-    seed = _next_seed(module, step)
-    everywhere: Layout = tuple(Replicate() for _ in step.plan.mesh_shape)
-    for spec in step.traced.inputs:
-        if spec.kind == "tangent":
-            value = torch.full(spec.shape, tangent, dtype=spec.dtype, device=module.device)
-            whole[spec.node] = value
-        elif spec.kind == "input":  # the caller's own: nothing writes to it
-            given = next(flat)
-            given = given.full_tensor() if isinstance(given, DTensor) else given
-            whole[spec.node] = given.to(module.device)
-        elif spec.kind != "parameter" or spec.target in module._parameter_order:
-            whole[spec.node] = _local(module, spec, everywhere, step, flat, seed)
-    return whole
-
-
-def _next_seed(module: ParallelModule, step: CompiledStep | PipelinedStep) -> int:
+def next_seed(module: ParallelModule, step: CompiledStep | PipelinedStep) -> int:
     """The seed of this call. The next one has another, if this one trains or draws numbers."""
     seed = module._seed + module._calls
     if step.traced.training or any(spec.kind == "seed" for spec in step.traced.inputs):
@@ -309,7 +317,7 @@ def _constant(traced: TracedModel, spec: InputSpec) -> Tensor:
     return value
 
 
-def _local(
+def local_value(
     module: ParallelModule,
     spec: InputSpec,
     layout: Layout,

@@ -1,7 +1,7 @@
-"""A DTensor that is pickled holds one rank's share, and remembers whose.
+"""A DTensor that is pickled holds one rank's share, and remembers which rank's.
 
-`if rank == 0: torch.save(model.state_dict(), path)` saves the shares of rank 0. Read by the others,
-they would stand there for shares of their own.
+`if rank == 0: torch.save(model.state_dict(), path)` saves the shares of rank 0. Other ranks that
+load the file would take them for their own.
 """
 
 from __future__ import annotations

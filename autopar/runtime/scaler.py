@@ -21,6 +21,7 @@ from autopar.errors import AutoparError
 from autopar.runtime.adamw import AdamW
 from autopar.runtime.gradients import collective_device, local_gradients
 from autopar.runtime.lost import naming_lost_ranks
+from autopar.runtime.state_module import check_parallel
 
 if TYPE_CHECKING:
     from autopar.runtime.module import ParallelModule
@@ -42,15 +43,16 @@ class LossScaler:
     An `autopar.AdamW` unscales and clips in its own pass: leave `unscale_` out.
 
     Args:
-        module: whose `train_step` scales its loss from now on; None where only `scale` is used.
+        module: its `train_step` scales the loss from now on; None where only `scale` is used.
         initial_scale, min_scale, max_scale: of the loss.
-        growth_factor, growth_interval: multiply the scale after so many steps without overflow.
-        backoff_factor, hysteresis: multiply the scale at the so-manieth overflow since it grew
-            last, and at each one after.
+        growth_factor, growth_interval: the scale is multiplied by `growth_factor` after
+            `growth_interval` steps without overflow.
+        backoff_factor, hysteresis: the scale is multiplied by `backoff_factor` at the overflow
+            number `hysteresis` since it last grew, and at each one after that.
         enabled: False makes every method do what it would do without scaling.
 
     Raises:
-        AutoparError: a setting that cannot be.
+        AutoparError: a setting is out of range, or the module is not a parallel one.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class LossScaler:
         self._found: dict[int, bool | Tensor] = {}
         self._stepped: set[int] = set()
         if module is not None:
+            check_parallel(module)  # another one would not scale, and `step` unscale all the same
             module.loss_scaler = self
 
     def is_enabled(self) -> bool:

@@ -1,11 +1,12 @@
-"""Gradients of a pipeline's stages, in whose norm torch's own functions count all stages.
+"""Gradients of a pipeline's stages, for which torch's own norm functions count all stages.
 
-A rank of a pipeline holds some of the parameters, so `torch.nn.utils.clip_grad_norm_` on what it
-holds would clip each stage by a norm of its own. It takes the norm of each gradient, stacks these,
-and takes the norm of the stack: here that last one is of the stacks of all stages.
+A rank of a pipeline holds only some of the parameters, so `torch.nn.utils.clip_grad_norm_` on what
+it holds would clip each stage by a norm of its own. That function takes the norm of each gradient,
+stacks these, and takes the norm of the stack: here the last norm is over the stacks of all stages.
 
-All ranks must come to it, and a rank whose stages have none of the parameters in question does not.
-So some of a rank's gradients have no such norm: only where all of them are given do all ranks come.
+All ranks must compute it, but a rank whose stages have none of the parameters in question does not
+call it. So the norm of only some of a rank's gradients is refused: only where all of them are given
+is it certain that all ranks come.
 """
 
 from __future__ import annotations

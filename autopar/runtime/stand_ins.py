@@ -1,8 +1,8 @@
-"""Tensors that stand for parameters in an optimizer while it steps, and states below them.
+"""Tensors that stand in for parameters and their states in an optimizer while it steps.
 
-A stand-in is the local tensor of a DTensor (for an operation on a DTensor the host finds its
-placements, and an optimizer makes a dozen for each parameter), a copy of it in host memory, or
-both. Between steps groups and states have the DTensors, as torch's own would.
+A stand-in is the local tensor of a DTensor (an op on a DTensor costs the host time for placements,
+and an optimizer runs a dozen for each parameter), a copy of it in host memory, or both. Between
+steps, groups and states hold DTensors, as torch's own would.
 """
 
 from __future__ import annotations

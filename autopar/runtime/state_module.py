@@ -17,7 +17,7 @@ from autopar.runtime.names import StateName, names_of, owner_of
 from autopar.runtime.plain_state import has_plain, load_plain
 from autopar.runtime.saved_shares import check_own_shares, is_from_a_file
 
-__all__ = ["StateModule"]
+__all__ = ["StateModule", "check_installed", "check_parallel"]
 
 
 class StateModule(Mirror):
@@ -90,14 +90,11 @@ class StateModule(Mirror):
             AutoparError: there are no parameters to fill before the first call.
         """
         refuse_assigned(assign)
+        check_installed(self)
         if is_from_a_file(state_dict.values()):
             check_own_shares(state_dict)
         if not has_plain(state_dict):
             return super().load_state_dict(state_dict, strict)
-        if self._plan is None:
-            raise AutoparError(
-                "there is nothing to load into before the first call; pass example_inputs"
-            )
         return _IncompatibleKeys(*load_plain(self, state_dict, strict))
 
     @property
@@ -111,3 +108,29 @@ class StateModule(Mirror):
             if type(owner) is BatchNormChild:
                 value = owner.averaged(leaf, value)
             self.buffer(name).copy_(value)
+
+
+def check_parallel(module: object) -> None:
+    """Refuse a plain module, or a part, where the parallel one is wanted.
+
+    Raises:
+        AutoparError: it is none that `autopar.parallelize` returned.
+    """
+    if not isinstance(module, StateModule):
+        raise AutoparError(
+            f"the module is a {type(module).__name__}; pass the one that autopar.parallelize "
+            "returned"
+        )
+
+
+def check_installed(module: StateModule) -> None:
+    """Refuse to fill parameters that have no storage yet: the first plan would replace the values.
+
+    Raises:
+        AutoparError: the module has no plan.
+    """
+    if module._plan is None:
+        raise AutoparError(
+            "there is nothing to load into before the first call; pass example_inputs to "
+            "autopar.parallelize"
+        )

@@ -10,13 +10,13 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.codegen.emit import emit
-from autopar.codegen.listing import program_text, turns_text
+from autopar.codegen.listing import program_text, stage_text
 from autopar.core.schedule import Action
 from autopar.errors import AutoparError
 from autopar.runtime.compiled_step import CompiledStep
 from autopar.runtime.pipeline import PipelinedStep
 from autopar.runtime.pipeline_run import PARTS
-from autopar.runtime.turns import stages_at_turns
+from autopar.runtime.stage_values import stages_at_turns
 
 __all__ = ["step_text"]
 
@@ -72,7 +72,7 @@ def _pipelined_text(step: PipelinedStep, rank: int | None) -> str:
     for stage, program in programs.items():
         titles = _titles([a for a in order if a.stage == stage], closing, step.traced.training)
         model, plan = turns[0].stages.models[stage], p.stages[stage]
-        text += f"\n# === stage {stage}\n{turns_text(program, titles, model, plan)}"
+        text += f"\n# === stage {stage}\n{stage_text(program, titles, model, plan)}"
     return text
 
 

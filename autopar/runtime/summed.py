@@ -1,16 +1,16 @@
-"""Tensors of an optimizer's step, whose sums over shards are whole at once.
+"""DTensors of an optimizer's step whose sums over shards are reduced at once.
 
 A norm or a mean over a sharded dim is a DTensor that is partial: each rank has that of its shard.
-Torch would reduce it at the next op, but not in place, and `.item()` takes this rank's part (torch
-2.13). So while an optimizer that is not elementwise steps, its parameters, their gradients and its
-states are of a class that reduces such results first. `torch.optim.Adafactor` needs it:
+Torch would reduce it at the next op, but not in place, and `.item()` returns this rank's part
+(torch 2.13). So while an optimizer that is not elementwise steps, its parameters, their gradients
+and its states are of a class that reduces such results first. `torch.optim.Adafactor` needs it:
 
     u = g / sqrt(r c / mean(r))        p -= max(eps2, rms(p)) rho u / max(1, rms(u) / d)
 
 with a row's mean of g² in r and a column's in c (Shazeer and Stern 2018, arXiv 1804.04235). Here r
-is sharded as the rows of g are, c as its columns, so that r c has the shards of g: what ranks send
-is as long as a row, a column or a number. Left alone, torch would have r and c whole on every rank,
-and gather g.
+is sharded as the rows of g are, c as its columns, so that r c has the shards of g: ranks send no
+more than a row, a column or a number. Left alone, torch would have r and c whole on every rank, and
+gather g.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which parameters train is part of the traced step: what may change later, and what may not.
+"""Which parameters train is fixed in the traced step: what may change later, and what may not.
 
 A parameter that is frozen later gets no gradient from then on, as on one device. One that was
-frozen when the step was traced has no gradient in the program: unfreezing it cannot be followed.
+frozen when the step was traced has no gradient in the program, so unfreezing it is refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The tensors of a whole model, one after the other on the first rank.
+"""Gathers the tensors of a whole model, one after the other, on the first rank.
 
 A rank of a pipeline holds those of its own stages. Ranks tell each other what they hold; then the
-ranks of one stage gather a tensor, and that one of them which is on a line with rank 0 sends it.
+ranks of one stage gather a tensor, and the one of them that shares a line with rank 0 sends it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which modules can be parallelized: plain ones. Others are refused before a look inside."""
+"""Which models can be parallelized: plain modules. Others are refused before they are traced."""
 
 from __future__ import annotations
 

@@ -17,11 +17,18 @@ _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_loss_fn(loss_fn: object) -> None:
-    """Raises:
-    TraceError: it cannot be called, or has parameters, which nobody would train.
+    """Refuse a loss function that is not callable, or has parameters of its own.
+
+    Raises:
+        TraceError: it is one of these; its parameters would never be trained.
     """
     if loss_fn is None:
         return
+    if isinstance(loss_fn, type):
+        raise TraceError(
+            f"loss_fn is the class {loss_fn.__name__}: pass an instance of it, such as "
+            f"{loss_fn.__name__}()"
+        )
     if not callable(loss_fn):
         raise TraceError(
             f"loss_fn is {loss_fn!r}, a {type(loss_fn).__name__}: pass what is called as "

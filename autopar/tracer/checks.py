@@ -1,12 +1,12 @@
-"""Checks of values that only raise: a forward is traced as where they pass.
+"""Checks of values that only raise: a forward is traced as if they passed.
 
     if labels.max() >= size:
         raise ValueError(...)
 
 asks for a number that a trace does not have. One answer leads to nothing but an error, so every
-step that yields a loss has had the other: with that one the graph is exact, and a warning says that
-it does not look. An answer is given only where the source shows all this: the value decides an
-`if` or an `assert` on its own, and no caller catches what is raised.
+step that yields a loss took the other one. With that answer the graph is exact, and a warning says
+that the check is left out. An answer is given only where the source shows all of this: the value
+alone decides an `if` or an `assert`, and no caller catches what is raised.
 """
 
 from __future__ import annotations

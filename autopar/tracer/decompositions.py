@@ -1,8 +1,9 @@
-"""How library calls are spelled in autopar's graphs.
+"""How library calls are expressed in autopar's graphs.
 
-Two tables. `REPLACEMENTS` maps a call of the exported (pre-autograd) graph to a function that
-says the same with device-neutral ops; autograd then sees those. `decomposition_table()` is what
-happens below autograd, to ops that appear only in backward or inside composite ops.
+There are two tables. `REPLACEMENTS` maps a call of the exported (pre-autograd) graph to a function
+that computes the same with device-neutral ops, which autograd then differentiates.
+`decomposition_table()` applies below autograd, to ops that appear only in the backward or inside
+composite ops.
 """
 
 from __future__ import annotations

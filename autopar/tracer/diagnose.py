@@ -105,9 +105,13 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 def refuse_data_dependent(
     model: nn.Module, gm: fx.GraphModule, lines: Mapping[str, str], stuck: Sequence[fx.Node] = ()
 ) -> None:
-    """Raises:
-    TraceError: a value or a shape of the exported graph is known only when it runs; `stuck` are
-        ops that need to know how many rows are picked.
+    """Refuse values and shapes that are known only when the graph runs.
+
+    Args:
+        stuck: ops that need to know how many rows a mask selects.
+
+    Raises:
+        TraceError: the exported graph has one; names the user's line.
     """
     parts = [part for part in gm.modules() if isinstance(part, fx.GraphModule)]
     for live in (_live(part.graph) for part in parts):
@@ -140,8 +144,10 @@ def _picks_rows(node: fx.Node) -> bool:
 
 
 def refuse_vmap(exported: Any, lines: Mapping[str, str]) -> None:
-    """Raises:
-    TraceError: an op on the values of one element of a `vmap` depends on a parameter.
+    """Refuse a `vmap` over ops that depend on a parameter.
+
+    Raises:
+        TraceError: an op on the values of one element depends on one.
     """
     weighted = set(exported.graph_signature.inputs_to_parameters)
     mapped: set[str] = set()
@@ -163,8 +169,10 @@ _ONE_DTYPE = frozenset(
 
 
 def refuse_mixed(model: nn.Module, gm: fx.GraphModule, dtype: torch.dtype) -> None:
-    """Raises:
-    TraceError: a contraction has operands of two dtypes, which fake kernels let pass.
+    """Refuse contractions of operands of two dtypes, which fake kernels let pass.
+
+    Raises:
+        TraceError: there is one.
     """
     for node in gm.graph.nodes:
         name = str(node.target).removeprefix("aten.").partition(".")[0]
@@ -184,8 +192,10 @@ def refuse_mixed(model: nn.Module, gm: fx.GraphModule, dtype: torch.dtype) -> No
 
 
 def refuse_packed(where: str) -> NoReturn:
-    """Raises:
-    TraceError: a sequence is packed at `where`.
+    """Refuse packed sequences.
+
+    Raises:
+        TraceError: always; names the line `where` a sequence is packed.
     """
     raise TraceError(
         f"cannot trace {where}\n  A packed sequence has as many rows as its lengths say, so there "
@@ -197,8 +207,10 @@ def refuse_packed(where: str) -> NoReturn:
 
 
 def refuse_random(node: fx.Node, source: str, lines: Mapping[str, str]) -> None:
-    """Raises:
-    TraceError: a node of the joint graph draws random numbers that ranks would not share.
+    """Refuse random numbers that ranks would not share.
+
+    Raises:
+        TraceError: a node of the joint graph draws such numbers.
     """
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags:
@@ -212,8 +224,10 @@ def refuse_random(node: fx.Node, source: str, lines: Mapping[str, str]) -> None:
 
 
 def refuse_sparse(exported: Any, model: nn.Module) -> None:
-    """Raises:
-    TraceError: an op of the exported program gives a trainable parameter a sparse gradient.
+    """Refuse sparse gradients.
+
+    Raises:
+        TraceError: an op of the exported program gives a trainable parameter one.
     """
     names = exported.graph_signature.inputs_to_parameters
     for node in exported.graph_module.graph.nodes:
@@ -242,8 +256,10 @@ def _has_sparse_gradient(node: fx.Node) -> bool:
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """Raises:
-    TraceError: a hook waits for a gradient, which a compiled backward would not call.
+    """Refuse gradient hooks, which a compiled backward would not call.
+
+    Raises:
+        TraceError: the model has one.
     """
     remedy = (
         "A compiled backward calls no hooks. Remove it, use a torch.autograd.Function in the "

@@ -1,12 +1,12 @@
-"""Branches on whether a mask picks anything: a forward is traced as where it does.
+"""Branches on whether a mask selects anything: a forward is traced as if it did.
 
     if mask.any():                    if rows.numel() == 0:
         loss = f(x[mask], y[mask])        continue
 
-A program for any number of picked rows is one for none, too, if what it makes of none is what the
-other side does: nothing, or a zero. The source has to show that; what the side for some rows
-makes of picked rows is not looked at, so a warning names the line. But it may not count
-(`terms += 1`), collect (`losses.append(...)`) or replace a value that is read later.
+The program for some selected rows also serves for none, if for none it computes what the other side
+of the branch does: nothing, or a zero. The source has to show that. What the taken side computes of
+the rows is not looked at, so a warning names the line. But it may not count (`terms += 1`), collect
+(`losses.append(...)`) or replace a value that is read later.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Folding: of many equal blocks a graph holds four periods, and one of them stands for the rest.
 
-The blocks behind the third period, up to the last, are skipped while the model is captured: each
-hands on the output of the block before. What is captured so is checked: equal blocks must have
-equal nodes, nobody but the neighbours may see inside them, and every skipped block must have been
-called as the one that stands for it. A model that fails a check is traced whole.
+The blocks after the third period, up to the last, are skipped while the model is captured: each
+returns the output of the block before it. What is captured this way is checked: equal blocks must
+have equal nodes, only their neighbours may see inside them, and every skipped block must have been
+called like the one that stands for it. A model that fails a check is traced whole.
 """
 
 from __future__ import annotations

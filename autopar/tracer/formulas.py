@@ -1,4 +1,4 @@
-"""ATen calls spelled with ops that have sharding rules; `decompositions` says when they apply.
+"""ATen calls expressed in ops that have sharding rules; `decompositions` says when they apply.
 
 The first argument of those that replace a call before autograd is the `RandomContext`.
 """

@@ -1,10 +1,10 @@
-"""What a forward changes besides tensors and buffers: a trace runs it once, and keeps what it had.
+"""What a forward changes besides tensors and buffers is undone after a trace, and warned of.
 
     self.step += 1
     return loss * min(1.0, self.step / 1000)
 
-Numbers are constants of the traced graph, and so are Python's and NumPy's random numbers. What the
-trace has changed is put back, so that another trace of the model finds what this one found.
+Such numbers are constants of the traced graph, and so are Python's and NumPy's random numbers. What
+the trace has changed is put back, so that another trace of the model finds what this one found.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Grouped-query attention said as such: key and value heads that are repeated for query heads.
+"""Grouped-query attention: key and value heads that a model repeats are passed on unrepeated.
 
 Models repeat each of H_kv key heads for the G query heads of its group before they call attention
 (Ainslie et al. 2023, arXiv 2305.13245). Attention takes fewer key heads itself: the repeated ones

@@ -1,9 +1,9 @@
-"""`x[arange(n), i]` picks from each row of x: said so, the rows are split as any batch is.
+"""`x[arange(n), i]` picks one element of each row of x: as a gather, rows split as any batch does.
 
-Models pick a token of each sequence so, or the score of each label. To a sharding rule the rows
-that are picked are values, of which any rank may need any. Where they count through the leading
-dims of x, ``x[arange(n), i]`` is a `gather` along the dim that is left, writes are a `scatter`, and
-an index that does nothing but count is left out.
+Models select a token of each sequence this way, or the score of each label. To a sharding rule the
+row indices are values, so any rank might need any row. Where they count through the leading dims of
+x, ``x[arange(n), i]`` is a `gather` along the dim that is left, writes are a `scatter`, and an
+index that only counts is dropped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention masks that depend on no input, said as attention's own arguments.
+"""Attention masks that depend on no input, expressed by attention's own arguments.
 
 `torch.export` of a model that makes its mask from positions leaves the mask in the graph, where the
 model, when it runs, leaves it out (it sees that nothing is masked) or asks for `is_causal`. Such a

@@ -1,14 +1,15 @@
-"""Rows that a mask picks, said with all rows and the mask.
+"""Rows that a mask picks, expressed by all rows and the mask.
 
     picked = logits[mask]                      # as many rows as the mask has trues: (u, C)
     loss = cross_entropy(picked, labels[mask])
 
-has no one graph, as u depends on values. An equal program keeps all n = mask.numel() rows and lets
-those that were not picked count for nothing where rows are put together: in a loss, sum or mean, or
-where they are written back to their places. `say_picked` says an exported graph so, op by op, for
-what treats each row on its own in between (`picked_rows`). What is left is refused later.
+has no single graph, as u depends on values. An equal program keeps all n = mask.numel() rows and
+lets those that were not picked count for nothing where rows are combined: in a loss, sum or mean,
+or where they are written back to their places. `say_picked` rewrites an exported graph in this way,
+op by op, if the ops in between treat each row on its own (`picked_rows`). What cannot be rewritten
+is refused later.
 
-Rows that were not picked are computed too, of numbers that stay finite (`picked_finite`).
+Rows that were not picked are computed too, from numbers that stay finite (`picked_finite`).
 """
 
 from __future__ import annotations

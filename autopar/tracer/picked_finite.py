@@ -1,9 +1,10 @@
-"""Rows that were not picked are finite on the way, whatever they held (`picked`).
+"""Rows that were not picked are kept finite, whatever they held (`picked`).
 
-They get zero gradients, and zero times an infinity or nan is nan: in the gradient of a weight that
-all rows meet, it would be that of the picked ones too. So an op which may fail on such rows, or
-make an infinity of them, as a logarithm or a look-up may, gets a number there that it takes, and
-zeros stand in its result. Backwards this drops what its derivative makes of them.
+Their gradients are zero, but zero times an infinity or nan is nan, and in the gradient of a weight
+that all rows are multiplied by, it would spoil those of the picked rows. So an op that may fail on
+such rows or make an infinity of them, such as a logarithm or a look-up, is given a number there
+that it accepts, and its result is replaced by zeros there. In the backward this drops whatever the
+op's derivative makes of them.
 """
 
 from __future__ import annotations

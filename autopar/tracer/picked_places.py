@@ -1,7 +1,7 @@
-"""Picked rows of an exported graph are said with all rows: where it begins, and what has a rule.
+"""Rewrites picked rows of an exported graph as all rows: where they arise, and what has a rule.
 
-Rows are picked by `x[mask]`, `masked_select`, or by the places that `nonzero` and `where` give, and
-written back by `x[mask] = rows`, `index_add` and `masked_scatter`. See `picked` for the idea.
+Rows are picked by `x[mask]`, `masked_select`, or by the positions that `nonzero` and `where` give,
+and written back by `x[mask] = rows`, `index_add` and `masked_scatter`. `picked` has the idea.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What each op makes of picked rows, once all rows stand in their place (`picked`).
+"""Rules for ops that read picked rows, once all rows stand in their place (`picked`).
 
-A rule gets a node that reads picked rows and gives what is known of its result, or a node that
-takes its place where the result no longer depends on how many were picked; None refuses.
+A rule gets a node that reads picked rows. It returns what is known of the result, or, where the
+result no longer depends on how many rows were picked, a node that replaces it; None refuses.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Where picked rows are put together, those that were not picked count for nothing (`picked`).
+"""Ops that combine picked rows, in which those that were not picked count for nothing (`picked`).
 
     mean over picked rows = sum(where(mask, x, 0)) / (mask.sum() * elements of a row)
 
-Losses of classes ignore the targets of the other rows. Others are taken of each element first.
+Losses over classes ignore the targets of the other rows. Other losses are computed without a
+reduction first.
 """
 
 from __future__ import annotations

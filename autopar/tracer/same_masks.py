@@ -1,8 +1,8 @@
-"""Masks that a forward makes twice, as in `x[labels >= 0], y[labels >= 0]`, are one when they pick.
+"""Masks that a forward computes twice, as in `x[labels >= 0], y[labels >= 0]`, count as one.
 
-How many rows each picks is a number of its own to `torch.export`, and two such numbers are not
-known to be equal. So the mask that was made first picks for the others, if all were made by the
-same functions of the same values, and none was written to since.
+To `torch.export`, how many rows each mask selects is a number of its own, and two such numbers are
+not known to be equal. So the mask that was made first selects for the others, if all were made by
+the same functions of the same values and none was written to since.
 """
 
 from __future__ import annotations

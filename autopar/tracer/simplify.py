@@ -1,4 +1,4 @@
-"""Simplifications of the joint graph that change no number, for what autograd spells at length.
+"""Simplifications of the joint graph that shorten what autograd writes out, without changing a bit.
 
 - `conjugate_numbers`: ``conj(1j)``, which autograd asks for in ``x * 1j``, is ``-1j``.
 - `drop_neutral`: ``x ** 1``, ``x * 1``, ``x / 1``, ``x + 0`` and ``x - 0`` are ``x``.

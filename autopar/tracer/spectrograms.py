@@ -1,7 +1,7 @@
-"""Short-time Fourier transforms, spelled with ops that split by batch.
+"""Short-time Fourier transforms, expressed in ops that split by batch.
 
-ATen's own view the frames by their strides, which no rule can split, and read values of the window
-to refuse one that leaves gaps: here such a window divides by zero.
+ATen's own read the frames as a strided view, which no rule can split, and read values of the window
+to refuse one that leaves gaps; here such a window divides by zero.
 """
 
 from __future__ import annotations

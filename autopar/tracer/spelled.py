@@ -1,4 +1,4 @@
-"""Calls that `torch.export` cannot capture, said with ones that it can, while a forward runs.
+"""Replaces calls that `torch.export` cannot capture by ones that it can, while a forward runs.
 
 - ``x.data`` is ``x.detach()``: the same memory without a gradient.
 - ``bincount(x, minlength=n)`` has as many bins as the largest value asks for; here it has n, and a

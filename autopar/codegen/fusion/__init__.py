@@ -1,8 +1,8 @@
-"""Fusion: a pass over an emitted graph, of patterns for written kernels and of generated ones.
+"""Fusion: a pass over an emitted graph that puts in hand-written and generated kernels.
 
 `fuse(graph, fusion, fake_mode)` first puts hand-written kernels in place of the chains that they
-compute (`patterns/`), then makes one kernel each of what pointwise and row-reduction chains are
-left (`groups.py`, `source.py`). No collective is moved in or out.
+compute (`patterns/`), then generates one kernel for each remaining chain of pointwise ops and row
+reductions (`groups.py`, `source.py`). No collective is moved in or out of a kernel.
 """
 
 from __future__ import annotations

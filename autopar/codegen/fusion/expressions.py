@@ -8,7 +8,6 @@ once, when they are stored.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,7 +94,6 @@ _TYPES = {
     torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16",
     torch.float16: "float16", torch.int64: "int64", torch.int32: "int32", torch.bool: "int1",
 }  # fmt: skip
-Expression = Callable[..., str]
 
 
 def triton_type(dtype: torch.dtype, *, held: bool = False) -> str | None:

@@ -1,4 +1,4 @@
-"""A generated kernel as a node of the graph: Triton on CUDA, the ATen ops that it stands for else.
+"""A generated kernel as a node of the graph: Triton on CUDA, elsewhere the ATen ops it replaces.
 
 The source depends on the operands' strides, which are known when it is first called; it is written,
 loaded and kept for each set of strides.

@@ -1,4 +1,4 @@
-"""What fuses: all of it or none, or by the names of kernels."""
+"""Which fused kernels run: all, none, or some by name."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ GENERATED = "generated"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fusion:
-    """Which fusions run.
+    """Which fused kernels run.
 
     Attributes:
-        kernels: names of patterns' kernels, and `generated` for those that are written.
+        kernels: names of hand-written kernels, and `generated` for all generated ones.
         dump: folder that the sources of generated kernels are written to.
     """
 

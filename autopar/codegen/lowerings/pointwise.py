@@ -1,6 +1,6 @@
-"""Elementwise ops that do something else on a rank: additions to a sum over ranks, views.
+"""Elementwise ops whose local form differs: additions to a sum over ranks, and views.
 
-A view that only marks a tensor as conjugated is computed, as collectives send the memory.
+A view that only marks a tensor as conjugated is computed, as collectives send the memory as it is.
 """
 
 from __future__ import annotations

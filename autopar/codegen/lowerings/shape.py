@@ -1,7 +1,7 @@
-"""Ops whose arguments hold sizes or positions of dims that may be sharded: said in local sizes.
+"""Ops whose arguments hold sizes or positions of dims that may be sharded, in local sizes.
 
-Every view becomes a reshape: a local tensor that came out of a collective or a slice need not
-have the strides with which the traced view was possible.
+Every view becomes a reshape: a local tensor that came out of a collective or a slice need not have
+the strides with which the traced view was possible.
 """
 
 from __future__ import annotations

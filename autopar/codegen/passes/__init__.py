@@ -3,21 +3,22 @@
 ==========  ==================================================================  ==============
 pass        what it does                                                        file
 ==========  ==================================================================  ==============
-decompose   a product and the collective beside it are cut into pieces          `decompose.py`
+decompose   a matmul and the collective next to it are cut into pieces          `decompose.py`
 bucket      small collectives of one group, kind and dtype become one           `bucket.py`
-prefetch    parameters of a block are gathered, and activations that wait in    `overlap.py`
-            host memory are fetched, while the block before it runs
+prefetch    parameters of a block are gathered, and its activations in host     `overlap.py`
+            memory are fetched, while the block before it runs
 early       other collectives are issued as soon as their operand is there      `overlap.py`
-late        waits stand in front of the first reader, those for what only the   `overlap.py`
-            caller reads behind the backward
+late        waits are moved in front of the first reader, and waits for what    `overlap.py`
+            only the caller reads behind the backward
 in_place    an all-reduce works in the memory of its operand                    `in_place.py`
 ==========  ==================================================================  ==============
 
 One more runs in front of these where it is asked for by name: `symmetric_memory` puts one call in
-place of a collective and the products beside it (`symmetric.py`).
+place of a collective and the matmuls next to it (`symmetric.py`).
 
-Each works on the joint graph, alone or with the others, keeps its values, and raises its peak
-memory by no more than it is allowed to. `in_place` runs behind whatever else is done to a graph.
+Each pass works on the joint graph, alone or together with others. It preserves the values that the
+graph computes, and raises its peak memory by no more than it is allowed to. `in_place` runs after
+everything else that is done to a graph.
 """
 
 from __future__ import annotations

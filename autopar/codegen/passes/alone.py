@@ -1,4 +1,4 @@
-"""A product and its collective as a program of their own, whole and in pieces, to be priced."""
+"""A matmul and its collective as a program of their own, whole and in pieces, to be priced."""
 
 from __future__ import annotations
 

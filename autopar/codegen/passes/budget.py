@@ -1,4 +1,4 @@
-"""Rewriting the sites of a program as far as memory allows."""
+"""Rewrites the sites of a program as far as memory allows."""
 
 from __future__ import annotations
 

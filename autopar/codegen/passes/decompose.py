@@ -1,4 +1,4 @@
-"""Decomposition: a product and the collective beside it are cut into pieces that overlap.
+"""Decomposition: a matmul and the collective next to it are cut into pieces that overlap.
 
 Where X = gather(x), rows j of each rank's x are gathered by themselves, and multiplied while the
 rows j + 1 are on their way; where y = reduce-scatter(X W), the rows of X are multiplied in turn,
@@ -7,11 +7,11 @@ and piece j is reduced while piece j + 1 is computed::
     gather x_0 | gather x_1   | …                X_0 W        | X_1 W      | …
                | X_0 W        | X_1 W | …                     | reduce 0   | reduce 1 | …
 
-Bytes stay what they were, latency is paid k times, and the results are put together, in the order
-of the whole, by a copy (Wang et al. 2023, doi:10.1145/3567955.3567959). Only dims that are not
-contracted are cut, so each element is the dot product that it was.
+As many bytes are sent, latency is paid k times, and a copy puts the results together in their order
+(Wang et al. 2023, doi:10.1145/3567955.3567959). Only dims that are not contracted are cut, so each
+element is the same dot product as before.
 
-How many pieces is not decided here: a plan says it (`Plan.pieces`).
+How many pieces there are is not decided here: a plan says it (`Plan.pieces`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""All-reduces that work in the memory of their operand, as DDP's do, and not on a copy of it.
+"""All-reduces that work in the memory of their operand, as DDP's do, instead of on a copy.
 
-torch's functional all-reduce copies what it is given. Where nothing else reads the operand behind
-the start of the collective, its in-place form gives the same result without the copy.
+torch's functional all-reduce copies its operand. Where nothing else reads the operand after the
+start of the collective, its in-place form gives the same result without the copy.
 """
 
 from __future__ import annotations

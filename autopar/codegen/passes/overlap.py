@@ -2,9 +2,9 @@
 
 Copies from host memory begin early, too; they are waited for where their value is read.
 
-Each pass moves nodes and changes nothing else. What lives longer for it must fit in `budget`, the
-peak of the program before the passes and what may be added to it (but for the few numbers of
-`tell_last`), so a pass never raises the peak beyond what is allowed:
+Each pass only moves nodes. What lives longer as a result must fit in `budget`, the peak of the
+program before the passes plus what may be added to it (except for the few numbers of `tell_last`),
+so a pass never raises the peak beyond what is allowed:
 
     live(i) + bytes ≤ budget    for every position i that a buffer is kept over
 """

@@ -1,4 +1,4 @@
-"""Writes a product and the collective beside it in pieces, in place (`decompose.py`)."""
+"""Writes a matmul and the collective next to it in pieces, in place (`decompose.py`)."""
 
 from __future__ import annotations
 

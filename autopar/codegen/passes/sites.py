@@ -1,4 +1,4 @@
-"""Where a program could multiply and communicate at once: a collective beside products.
+"""Where a program could multiply and communicate at once: a collective next to matmuls.
 
 Two forms are looked for, as `Builder` writes them. A *gather* is an all-gather of an activation
 that einsums read, directly or through aliases. A *reduction* is a reduce-scatter or an all-reduce

@@ -1,4 +1,4 @@
-"""Symmetric memory: a collective and the products beside it become one call.
+"""Symmetric memory: a collective and the matmuls next to it become one call.
 
 Where X = gather(x), and where a product is reduce-scattered, torch has ops that copy the part of
 one rank while that of another is multiplied, from the memory of one device to that of another

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.core.local import LocalOp, LocalProgram, LocalValue
 from autopar.core.work import family
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import CollectiveKind
-from autopar.cost_model.compute import compute_seconds_array, wave_factor
-from autopar.cost_model.contention import beside_s
+from autopar.cost_model.compute import compute_seconds_array
+from benchmarks.contention import beside_s, wave_factor
+from benchmarks.local_ops import LocalOp, LocalProgram, LocalValue
 
 __all__ = ["ONE_KERNEL", "Execution", "LossSteps", "PassCost", "SegmentCost", "segment_cost"]
 

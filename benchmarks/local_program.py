@@ -8,7 +8,6 @@ import torch
 
 from autopar.core import einsum
 from autopar.core.graph import TracedModel, node_info
-from autopar.core.local import LocalOp, LocalProgram, LocalValue
 from autopar.core.placement import Layout, local_shape, shard_factor
 from autopar.core.plan import NodePlan, Plan
 from autopar.core.recompute import recomputed
@@ -17,6 +16,7 @@ from autopar.core.work import LOOKUPS, global_flops, op_class
 from autopar.solver.order import ordered
 from autopar.solver.read_step import build_step
 from autopar.solver.step import Op, Step, unview
+from benchmarks.local_ops import LocalOp, LocalProgram, LocalValue
 
 __all__ = ["local_program"]
 

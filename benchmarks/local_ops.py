@@ -1,4 +1,4 @@
-"""One device's share of a planned step, op by op: what there is to price without a device.
+"""One device's share of a planned step, op by op: all that is needed to price it without a device.
 
 A value is ``(producer, output index)``. Bytes and flops are those of the local shards.
 """

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autopar.codegen.passes import PASSES
 from autopar.codegen.passes.lifetimes import Lifetimes, is_start
-from autopar.codegen.turns import TURN, TurnProgram, emit_turns
+from autopar.codegen.stage_program import TURN, StageProgram, emit_stage
 from autopar.core.constraints import Constraints
 from autopar.core.einsum import contract
 from autopar.core.graph import TracedModel
@@ -25,7 +25,7 @@ from autopar.core.work import global_flops, op_class
 from autopar.cost_model import Cluster
 from autopar.pipelining import plan_step
 from autopar.runtime.inductor import SummingPart
-from autopar.runtime.turns import stages_at_turns
+from autopar.runtime.stage_values import stages_at_turns
 from autopar.tracer.trace import trace
 from autopar.verification import verify
 from tests.dist import run_ranks
@@ -130,12 +130,12 @@ def worst(name: str, mode: str, **options: Any) -> tuple[str, float]:
     return result.worst
 
 
-def emitted(name: str, mode: str, stage: int = 0, **options: Any) -> TurnProgram:
+def emitted(name: str, mode: str, stage: int = 0, **options: Any) -> StageProgram:
     plan = planned(name, mode)
     assert plan.pipeline is not None
     turns = stages_at_turns(built(name)[2], plan.pipeline)
     models = [t.stages.models[stage] for t in turns]
-    return emit_turns(models, plan.pipeline.stages[stage], [0] * len(plan.mesh_shape), **options)
+    return emit_stage(models, plan.pipeline.stages[stage], [0] * len(plan.mesh_shape), **options)
 
 
 def _matrix() -> list[Any]:
@@ -177,7 +177,7 @@ def test_fused_kernels_keep_gradients(name: str, mode: str, fusion: str) -> None
     assert error <= 1e-9, tensor
 
 
-def kernels(program: TurnProgram, part: str) -> list[str]:
+def kernels(program: StageProgram, part: str) -> list[str]:
     return [
         str(node.target)
         for node in program.parts[part].module.graph.nodes
@@ -208,7 +208,7 @@ def test_products_cost_in_a_part_what_they_cost_in_the_whole() -> None:
         assert sorted(map(global_flops, called)) == sorted(map(global_flops, expected))
 
 
-def count(program: TurnProgram, part: str, kind: str) -> int:
+def count(program: StageProgram, part: str, kind: str) -> int:
     nodes = program.parts[part].module.graph.nodes
     return sum(is_start(n) and n.meta["collective"][0] == kind for n in nodes)
 
@@ -236,7 +236,7 @@ def test_gathers_are_issued_ahead_inside_of_a_part(monkeypatch: pytest.MonkeyPat
     assert ahead(("prefetch",)) > ahead(())
 
 
-def peak(program: TurnProgram) -> int:
+def peak(program: StageProgram) -> int:
     """Of a microbatch beside the sums of those before it."""
     nodes = {node.name: node for node in program.joint.graph.nodes}
     values = [nodes[name].meta["val"] for name in program.sums]

@@ -3,7 +3,7 @@
 A model is blocks between a front (embedding) and a back (head and loss). With d data ranks, p
 pipeline ranks of v chunks and m microbatches a step is
 
-    schedule of the stages' passes (`pipeline.py`), gradients reduced over the data ranks, update
+    schedule of the stages' passes, gradients reduced over the data ranks, update
 
 ZeRO-3 (FSDP) gathers each block before each pass and scatters its gradients behind its backward,
 on a communication stream beside the compute of the neighbouring block::
@@ -26,9 +26,9 @@ from autopar.core.schedule import Action, Kind, actions
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import CollectiveKind
 from autopar.cost_model.compute import OpCost, compute_seconds
-from autopar.cost_model.contention import beside_s
 from autopar.cost_model.pipeline import PipelineSimulation, simulate_pipeline
-from autopar.cost_model.segments import PassCost, SegmentCost
+from benchmarks.contention import beside_s
+from benchmarks.segments import PassCost, SegmentCost
 
 __all__ = ["Layers", "Recipe", "StepCost", "step_cost"]
 

@@ -1,15 +1,18 @@
-"""`emit_turns`: the program of one rank of a pipeline stage, which runs microbatch by microbatch.
+"""`emit_stage`: the program of one rank of a pipeline stage, which runs microbatch by microbatch.
 
-Four parts of one emitted graph: *prepare* runs once (hoisted ops), *forward* and *backward* at
-each turn, *finish* once (gradients are reduced). A part reads and writes values by name, so the
-runtime keeps one table of values for the step and one for each microbatch in flight. The backward
-may be split into what the stage before waits for and the rest, the weight gradients (Qi et al.
-2023, arXiv 2401.10241).
+What a stage does for one microbatch is a *turn*; turns are numbered as microbatches are.
 
-What depends on the turn (counters of random numbers, row numbers) is an integer that grows by the
-same step from turn to turn: `emit_turns` writes the program for the first turns and takes it from
-there. Passes and patterns of fused kernels see numbers; kernels are generated when the turn is in,
-and leave out what depends on it. Nothing is moved from a part to another.
+The program is one graph of four parts: *prepare* runs once a step (hoisted ops), *forward* and
+*backward* run at each turn, and *finish* runs once (gradients are reduced). A part reads and writes
+values by name, so the runtime keeps one table of values for the step and one for each microbatch in
+flight. The backward may be split into what the stage before waits for and the rest, the weight
+gradients (Qi et al. 2023, arXiv 2401.10241).
+
+Some arguments depend on the turn (counters of random numbers, row numbers). They are integers that
+grow by the same step from turn to turn, so `emit_stage` writes the program for the first turns and
+derives them as functions of the turn's number. Passes and patterns of fused kernels still see plain
+numbers; kernels are generated after the turn's number is in the graph, and leave out what depends
+on it. No op is moved from one part to another.
 """
 
 from __future__ import annotations
@@ -38,14 +41,14 @@ from autopar.core.plan import CommBytes, Plan
 from autopar.core.recompute import recomputed
 from autopar.errors import AutoparError
 
-__all__ = ["TURN", "TurnProgram", "TurnWriter", "emit_turns"]
+__all__ = ["TURN", "StageProgram", "StageProgramWriter", "emit_stage"]
 
 TURN = "turn"
-"""Name of the number of the microbatch, an int that parts may read."""
+"""Name of the placeholder with the number of the turn, an int that parts may read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TurnProgram:
+class StageProgram:
     """What one rank of a stage runs.
 
     Attributes:
@@ -73,7 +76,7 @@ class TurnProgram:
         return count_collectives(self.joint.graph)
 
 
-def emit_turns(
+def emit_stage(
     stages: Sequence[TracedModel],
     plan: Plan,
     coords: Sequence[int],
@@ -82,7 +85,7 @@ def emit_turns(
     device: torch.device | str = "cpu",
     passes: Collection[str] | None = None,
     fusion: Any = None,
-) -> TurnProgram:
+) -> StageProgram:
     """Write the program of the rank at `coords` of one stage.
 
     Args:
@@ -98,15 +101,15 @@ def emit_turns(
         PlanMismatchError: the plan is of another graph.
         AutoparError: the program moves other bytes than the plan says.
     """
-    return TurnWriter(
+    return StageProgramWriter(
         stages, plan, coords, group_names=group_names, device=device, fusion=fusion
     ).program(passes)
 
 
-class TurnWriter:
-    """Has written the graphs of a stage, of which it makes programs with any passes.
+class StageProgramWriter:
+    """Writes the graphs of a stage once, and makes programs of them with any passes.
 
-    Arguments and errors are those of `emit_turns`. `traced` is the stage's graph at the first turn,
+    Arguments and errors are those of `emit_stage`. `traced` is the stage's graph at the first turn,
     with its recomputation.
     """
 
@@ -125,7 +128,7 @@ class TurnWriter:
         chosen = Fusion.parse(fusion, torch.device(device))
         turns = stages if _may_depend(stages) else stages[:1]
         self._emitters = [
-            _TurnEmitter(
+            _StageEmitter(
                 recomputed(traced, plan.checkpoint),
                 plan,
                 coords,
@@ -149,18 +152,18 @@ class TurnWriter:
         passes: Collection[str] | None,
         pieces: Mapping[Key, int] | None = None,
         calls: Collection[Key] | None = None,
-    ) -> TurnProgram:
-        """The program that passes make of what is written, which is left as it is.
+    ) -> StageProgram:
+        """The program after passes; the written graphs themselves are left as they are.
 
         Args:
             passes: names out of those of `autopar.codegen.passes`; None for `PASSES`.
             pieces: of collectives that are cut; default: the plan's.
-            calls: collectives that may be one call with their products; default: the plan's.
+            calls: collectives that may be one call with their matmuls; default: the plan's.
         """
         graphs = [emitter.passed(passes, pieces, calls) for emitter in self._emitters]
         if len(graphs) > 1:
             _depend_on_turn(graphs)
-        return self._emitters[0].of_all_turns(graphs[0], passes)
+        return self._emitters[0].of_all_microbatches(graphs[0], passes)
 
 
 def _may_depend(stages: Sequence[TracedModel]) -> bool:
@@ -171,7 +174,7 @@ def _may_depend(stages: Sequence[TracedModel]) -> bool:
     return any(repr((a.args, a.kwargs)) != repr((b.args, b.kwargs)) for a, b in pairs)
 
 
-class _TurnEmitter(Emitter):
+class _StageEmitter(Emitter):
     """Emits into one graph whose nodes know their part."""
 
     def write(self) -> None:
@@ -212,7 +215,7 @@ class _TurnEmitter(Emitter):
         num_bytes = sum(v.numel() * v.element_size() for v in values)
         return {"forward": num_bytes, "backward": num_bytes}
 
-    def of_all_turns(self, graph: fx.Graph, passes: Collection[str] | None) -> TurnProgram:
+    def of_all_microbatches(self, graph: fx.Graph, passes: Collection[str] | None) -> StageProgram:
         """The program of all turns, from a graph whose arguments depend on the turn."""
         self._fuse(graph, self.fusion.kernels & {GENERATED})
         self._added_passes(graph, ())
@@ -236,7 +239,7 @@ class _TurnEmitter(Emitter):
             splits=self.traced.flight.splits,
         )
         chosen = check_passes(passes)
-        return TurnProgram(
+        return StageProgram(
             joint=late_module(graph),
             parts=Parts(cutter, graph, chosen),
             inputs=tuple(self.placed),
