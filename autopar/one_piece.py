@@ -62,7 +62,7 @@ class OnePiece:
         limit: int,
         exposed: float = EXPOSED,
         below_s: float = math.inf,
-        doubts: Callable[[Plan], bool] | None = None,
+        doubts: Callable[[Plan, float], bool] | None = None,
         proved_within: int = UNLIMITED,
     ) -> Plan:
         """The plan that counts least, on the mesh as given or with axes joined.
@@ -131,14 +131,16 @@ class OnePiece:
         known = self if self.searches is not None else replace(self, searches={})
         stopped: list[bool] = []  # searches, as their rule is in doubt
 
-        def doubts(found: Plan) -> bool:
-            stopped.append(self._hidden(found) < _DOUBTED)
-            return stopped[-1]
+        def doubts(found: Plan, below_s: float) -> bool:
+            if not any(stopped) and found.solver.objective < below_s:
+                stopped.append(self._hidden(found) < _DOUBTED)
+            return any(stopped)
 
-        first = plan or known.plan(limit, doubts=doubts)
+        counted = _ALL if plan is None and self._hides_nothing() else EXPOSED
+        first = plan or known.plan(limit, counted, doubts=doubts)
         best, hidden = self._program(first), self._hidden(first)
         is_doubtful = plan is None and hidden < _DOUBTED
-        others = [(pinned, EXPOSED) for pinned in self._data_parallel()]
+        others = [(pinned, counted) for pinned in self._data_parallel()]
         others += [(self.constraints, _ALL)] * is_doubtful
         if hidden < _HIDDEN and not (is_doubtful and hidden < _NEXT_TO_NONE):
             others.append((self.constraints, 1 - (1 - EXPOSED) * hidden))
@@ -153,7 +155,7 @@ class OnePiece:
             below_s = now_s if exposed < _ALL else 2 * now_s
             with suppress(ConstraintError, InfeasiblePlanError, NotBelow):
                 other = self._program(pinned.plan(limit, exposed, below_s))
-                if exposed == EXPOSED:
+                if exposed == counted:
                     other = _proved(other, first.solver.bound)  # the pins are not the user's
                 other = replace(other, constraints=self.constraints.to_dict())
                 best = min(best, other, key=lambda p: p.predicted.step_time_s)
@@ -189,9 +191,15 @@ class OnePiece:
         self.programs.append((plan, scheduled(plan, self.traced)))
         return self.programs[-1][1]
 
+    def _hides_nothing(self) -> bool:
+        """True where programs without a limit hide next to nothing of what was counted on."""
+        free = [plan for plan, _ in self.programs if plan.solver.exposed == EXPOSED]
+        hidden = [self._hidden(plan) for plan in free if _hoped_s(plan) > 0]
+        return bool(hidden) and max(hidden) < _NEXT_TO_NONE
+
     def _hidden(self, plan: Plan) -> float:
         """What a plan's program hides, of what the search counted on."""
-        hoped_s = plan.predicted.serial_time_s - plan.solver.objective
+        hoped_s = _hoped_s(plan)
         return self._program(plan).predicted.hidden_time_s / hoped_s if hoped_s > 0 else 1.0
 
     def _begun(
@@ -232,13 +240,18 @@ class OnePiece:
         return [(cluster, search) for _, cluster, search in found]
 
     def _solved(
-        self, search: StepSearch, below_s: float, doubts: Callable[[Plan], bool] | None
+        self, search: StepSearch, below_s: float, doubts: Callable[[Plan, float], bool] | None
     ) -> Solved:
         def finished(found: Plan) -> Plan:
             return replace(found, constraints=self.constraints.to_dict(), fusion=self.kernels)
 
-        solved = search.run(below_s, doubts and (lambda found: doubts(finished(found))))
+        solved = search.run(below_s, doubts and (lambda found: doubts(finished(found), below_s)))
         return replace(solved, plan=finished(solved.plan))
+
+
+def _hoped_s(plan: Plan) -> float:
+    """Seconds that the search counted on to hide."""
+    return plan.predicted.serial_time_s - plan.solver.objective
 
 
 def _proved(plan: Plan, bound: float) -> Plan:

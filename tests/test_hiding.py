@@ -247,16 +247,20 @@ def test_a_limit_is_looked_at_first_where_the_free_step_is_fastest(
         assert found.predicted.peak_memory_bytes <= limit
 
 
-@pytest.mark.parametrize(("hidden", "counted"), [(0.5, {EXPOSED, 1.0, 0.55}), (1.0, {EXPOSED})])
-def test_all_is_counted_where_the_rule_is_in_doubt(
-    hidden: float, counted: set[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _two_products(mesh_shape: tuple[int, ...]) -> OnePiece:
     with torch.device("meta"):
         model = nn.Sequential(*(Product(2048).up for _ in range(2)))
         batch = (torch.empty(1 << 12, 2048), torch.empty(1 << 12, 2048))
     traced = trace(model, batch, loss_fn=nn.functional.mse_loss)
-    cluster = Cluster.from_profile("h100-sxm", devices_per_node=8)
-    whole = OnePiece(traced, cluster, Constraints(), "adamw", Offers(cluster), ())
+    cluster = Cluster.from_profile("h100-sxm", devices_per_node=8, mesh_shape=mesh_shape)
+    return OnePiece(traced, cluster, Constraints(), "adamw", Offers(cluster), ())
+
+
+@pytest.mark.parametrize(("hidden", "counted"), [(0.5, {EXPOSED, 1.0, 0.55}), (1.0, {EXPOSED})])
+def test_all_is_counted_where_the_rule_is_in_doubt(
+    hidden: float, counted: set[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = _two_products(mesh_shape=(8,))
     limit = round(0.95 * whole.plan(UNLIMITED).predicted.peak_memory_bytes)
     seen: set[float] = set()
 
@@ -271,6 +275,48 @@ def test_all_is_counted_where_the_rule_is_in_doubt(
     assert plan.predicted.peak_memory_bytes <= limit
     assert plan.predicted.hidden_comm_s
     assert seen == counted
+
+
+def test_all_is_counted_where_programs_without_a_limit_hide_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rule is in doubt before anything is searched under the limit, which takes longest."""
+    whole = _two_products(mesh_shape=(8,))
+    monkeypatch.setattr(OnePiece, "_hidden", lambda self, plan: 0.1)
+    free = whole.best(UNLIMITED)
+    seen: set[float] = set()
+
+    class Recorded(StepSearch):
+        def run(self, *given: Any) -> Solved:
+            seen.add(self.exposed)
+            return super().run(*given)
+
+    monkeypatch.setattr("autopar.one_piece.StepSearch", Recorded)
+    plan = whole.best(round(0.95 * free.predicted.peak_memory_bytes))
+    assert seen == {1.0}
+    assert plan.solver.exposed == 1.0
+    assert plan.solver.bound <= plan.solver.objective
+
+
+def test_a_rule_that_is_in_doubt_on_one_mesh_is_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = _two_products(mesh_shape=(2, 4))
+    limit = round(0.95 * whole.plan(UNLIMITED).predicted.peak_memory_bytes)
+    whole.free_s.clear()  # so that the slower mesh is searched, too
+    asked: list[bool] = []
+
+    class Asking(StepSearch):
+        def run(self, below_s: float = math.inf, doubts: Any = None) -> Solved:
+            found = super().run()
+            if doubts is not None:
+                slower = replace(found.plan.solver, objective=2 * below_s)
+                plans = (found.plan, replace(found.plan, solver=slower))
+                asked.extend(map(doubts, plans if not asked else plans[1:]))
+            return found
+
+    monkeypatch.setattr("autopar.one_piece.StepSearch", Asking)
+    monkeypatch.setattr(OnePiece, "_hidden", lambda self, plan: 0.5)
+    whole.best(limit)
+    assert len(asked) == 3 and all(asked)
 
 
 def test_what_is_done_with_goes_between_large_pieces_of_work(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -189,7 +190,7 @@ class Relaxation:
 
         within = sorted((c for c in self.columns if c.within(allowed)), key=cost)
         inward = (self.core.inward(column.chosen) for column in within)
-        return [states for states in inward if states is not None][:_JOINED]
+        return list(islice((states for states in inward if states is not None), _JOINED))
 
     def repair(self, column: Column, prices: Mapping[int, float], limit: float) -> Column | None:
         """A plan near another one whose rows keep to the limit; None if local search finds none.

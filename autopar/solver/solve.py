@@ -143,7 +143,7 @@ def solve_step(
             compute waits for at least, in a step in one piece.
         below_s: seconds that the plan must stay below to be of use.
         known: searches of this step under other limits, to go on with; those of this one are added.
-        doubts: asked of the first plan of use where more sums would be searched under the limit
+        doubts: asked of the first plan where more sums would be searched under the limit
             (`overlap`); if it says True, they are not.
         proved_within: bytes per device up to which a plan that no limit binds is proved as closely
             as can be; else mostly within a part in a thousand. None: no bound is asked for.
@@ -231,8 +231,7 @@ class StepSearch:
         def stop(found: Found) -> bool:
             if doubts is None:
                 return False
-            plan = self._as_plan(*found)
-            return plan.solver.objective < below_s and doubts(plan)
+            return doubts(self._as_plan(*found))
 
         if self.counts_all:
             (best, bound), t = self.search(ALL, below_s=below_s), 0.0
