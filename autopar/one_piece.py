@@ -4,7 +4,8 @@ The search counts on a share of the gathers of parameters and of the reductions 
 travel beside compute (`solver/overlap.py`). Where the simulated program hides much less, for memory
 or for collectives over several axes, the step is solved again with the share that it hides, and the
 faster of the two programs is taken. Where it hides so little that the rule is in doubt, the step is
-solved with all communication counted, too. Where it hides about what was counted on, and is still
+solved with all communication counted, too, and under a limit with nothing else where the program of
+the plan without one hides next to nothing. Where it hides about what was counted on, and is still
 slower than the bound, programs of plain data parallelism are simulated, too: the rule does not know
 how each overlaps.
 """
@@ -62,7 +63,7 @@ class OnePiece:
         limit: int,
         exposed: float = EXPOSED,
         below_s: float = math.inf,
-        doubts: Callable[[Plan, float], bool] | None = None,
+        doubts: _Doubts | None = None,
         proved_within: int = UNLIMITED,
     ) -> Plan:
         """The plan that counts least, on the mesh as given or with axes joined.
@@ -129,13 +130,7 @@ class OnePiece:
         """
         # searches that count otherwise go on with what is known, if not those of other limits
         known = self if self.searches is not None else replace(self, searches={})
-        stopped: list[bool] = []  # searches, as their rule is in doubt
-
-        def doubts(found: Plan, below_s: float) -> bool:
-            if not any(stopped) and found.solver.objective < below_s:
-                stopped.append(self._hidden(found) < _DOUBTED)
-            return any(stopped)
-
+        doubts = _Doubts(self._hidden)
         counted = _ALL if plan is None and self._hides_nothing() else EXPOSED
         first = plan or known.plan(limit, counted, doubts=doubts)
         best, hidden = self._program(first), self._hidden(first)
@@ -159,7 +154,7 @@ class OnePiece:
                     other = _proved(other, first.solver.bound)  # the pins are not the user's
                 other = replace(other, constraints=self.constraints.to_dict())
                 best = min(best, other, key=lambda p: p.predicted.step_time_s)
-        return known._in_full(limit, best) if any(stopped) else best
+        return known._in_full(limit, best) if doubts.founded else best
 
     def _in_full(self, limit: int, best: Plan) -> Plan:
         """With all sums searched, where a plan that counts on the doubtful rule is fastest yet."""
@@ -239,14 +234,31 @@ class OnePiece:
             found.sort(key=lambda row: row[0])
         return [(cluster, search) for _, cluster, search in found]
 
-    def _solved(
-        self, search: StepSearch, below_s: float, doubts: Callable[[Plan, float], bool] | None
-    ) -> Solved:
+    def _solved(self, search: StepSearch, below_s: float, doubts: _Doubts | None) -> Solved:
         def finished(found: Plan) -> Plan:
             return replace(found, constraints=self.constraints.to_dict(), fusion=self.kernels)
 
-        solved = search.run(below_s, doubts and (lambda found: doubts(finished(found), below_s)))
+        asked = None if doubts is None else lambda found: doubts(finished(found), below_s)
+        solved = search.run(below_s, asked)
         return replace(solved, plan=finished(solved.plan))
+
+
+@dataclass(slots=True)
+class _Doubts:
+    """Whether programs hide so little that the rule is in doubt; once it is, on all meshes.
+
+    Args:
+        hidden: what a plan's program hides, of what was counted on; it takes a simulation.
+    """
+
+    hidden: Callable[[Plan], float]
+    founded: bool = False
+
+    def __call__(self, plan: Plan, below_s: float) -> bool:
+        """Asked of a plan that must be below some seconds to be of use."""
+        if not self.founded and plan.solver.objective < below_s:
+            self.founded = self.hidden(plan) < _DOUBTED
+        return self.founded
 
 
 def _hoped_s(plan: Plan) -> float:

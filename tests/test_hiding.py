@@ -27,7 +27,7 @@ from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.cost_model.simulator import simulate
-from autopar.one_piece import OnePiece
+from autopar.one_piece import OnePiece, _Doubts
 from autopar.solver.build import build_problem
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.known import Variants
@@ -37,6 +37,7 @@ from autopar.solver.overlap import (
     ALL,
     EXPOSED,
     Found,
+    Least,
     NotBelow,
     Weights,
     counted_seconds,
@@ -298,25 +299,37 @@ def test_all_is_counted_where_programs_without_a_limit_hide_nothing(
     assert plan.solver.bound <= plan.solver.objective
 
 
-def test_a_rule_that_is_in_doubt_on_one_mesh_is_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = _two_products(mesh_shape=(2, 4))
-    limit = round(0.95 * whole.plan(UNLIMITED).predicted.peak_memory_bytes)
-    whole.free_s.clear()  # so that the slower mesh is searched, too
+def test_a_rule_that_is_in_doubt_on_one_mesh_is_on_others() -> None:
+    """Programs are simulated until one hides little, and only those of plans that are of use."""
+    asked: list[float] = []
+
+    def hidden(plan: Plan) -> float:
+        asked.append(plan.solver.objective)
+        return 0.5 if len(asked) > 1 else 0.9
+
+    def plan(seconds: float) -> Plan:
+        return cast("Plan", SimpleNamespace(solver=SimpleNamespace(objective=seconds)))
+
+    doubts = _Doubts(hidden)
+    assert [doubts(plan(s), 2.0) for s in (3.0, 1.0, 4.0, 1.5, 5.0)] == [False] * 3 + [True] * 2
+    assert asked == [1.0, 1.5]
+
+
+def test_a_search_in_doubt_ends_whatever_its_plan_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = _two_products(mesh_shape=(8,))
+    limit = whole.plan(UNLIMITED).predicted.peak_memory_bytes - 1
     asked: list[bool] = []
 
-    class Asking(StepSearch):
-        def run(self, below_s: float = math.inf, doubts: Any = None) -> Solved:
-            found = super().run()
-            if doubts is not None:
-                slower = replace(found.plan.solver, objective=2 * below_s)
-                plans = (found.plan, replace(found.plan, solver=slower))
-                asked.extend(map(doubts, plans if not asked else plans[1:]))
-            return found
+    def asking(search: Any, exposed: float, stop: Any, *given: Any) -> Least:
+        found = least(search, exposed)
+        asked.append(stop(Found(found.variant, 0.0)))
+        return found
 
-    monkeypatch.setattr("autopar.one_piece.StepSearch", Asking)
-    monkeypatch.setattr(OnePiece, "_hidden", lambda self, plan: 0.5)
-    whole.best(limit)
-    assert len(asked) == 3 and all(asked)
+    monkeypatch.setattr("autopar.solver.solve.least", asking)
+    search = StepSearch(whole.traced, whole.cluster, memory_limit=limit, offers=whole.offers)
+    search.glance()
+    search.run(0.0, lambda plan: True)
+    assert asked == [True]
 
 
 def test_what_is_done_with_goes_between_large_pieces_of_work(
