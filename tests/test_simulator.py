@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from torch import fx
 import autopar
 from autopar.codegen.emit import emit
 from autopar.core.work import is_view
-from autopar.cost_model import Cluster, CollectiveKind, compute_seconds_array
+from autopar.cost_model import Cluster, CollectiveKind, kernel_seconds
 from autopar.cost_model.opdb import OpDatabase
 from autopar.cost_model.simulator import node_seconds, optimizer_seconds, simulate
 from autopar.solver.read_step import build_step
@@ -267,7 +268,8 @@ def test_update_reads_and_writes_states_once() -> None:
     device = CLUSTER.device
     one = 4 * 1024 * 1024
     for optimizer, passes in (("adamw", 7), ("sgd", 3)):
-        expected = compute_seconds_array(device, "pointwise", "float32", 0.0, passes * one)  # type: ignore[arg-type]
+        moved, none = np.array(float(passes * one)), np.zeros(())
+        expected = kernel_seconds(device, "pointwise", "float32", moved, launches=none)
         got = optimizer_seconds(device, [(one, "float32")] * 3, optimizer)
         assert got == pytest.approx(3 * float(expected))
     assert optimizer_seconds(device, [(one, "float32")], None) == 0

@@ -18,7 +18,7 @@ from autopar.cost_model import (
     Cluster,
     Curve,
     Offloaded,
-    compute_seconds_array,
+    kernel_seconds,
     update_seconds,
 )
 from autopar.cost_model.probes import probes
@@ -80,7 +80,7 @@ def test_a_slow_update_is_shared(traced: Any) -> None:
 
 
 @given(
-    num_bytes=st.integers(1, 1 << 34).map(lambda n: 4 * n),
+    num_bytes=st.integers(1 << 10, 1 << 34).map(lambda n: 4 * n),
     more=st.integers(0, 1 << 34).map(lambda n: 4 * n),
     name=st.sampled_from(["adamw", "sgd", "adafactor"]),
 )
@@ -91,13 +91,21 @@ def test_more_to_update_takes_no_less(num_bytes: int, more: int, name: str) -> N
     assert update_seconds(FOUR.device, None, num_bytes, "float32") == 0
 
 
+def test_many_small_parameters_take_what_one_large_one_does() -> None:
+    """Optimizers take many at once: no launch of each is counted."""
+    one = update_seconds(FOUR.device, "adamw", 4 << 20, "float32")
+    many = 1024 * update_seconds(FOUR.device, "adamw", 4 << 10, "float32")
+    assert many == pytest.approx(one, rel=0.01)
+    assert one < FOUR.device.kernel_overhead_s + 7 * (4 << 20) / FOUR.device.memory_bandwidth * 2
+
+
 def test_without_a_curve_of_its_own_an_update_is_an_op_on_elements() -> None:
     pointwise = Curve(
         op_class="pointwise", dtype="float32", unit="bytes", work=(1e3, 1e9), seconds=(1e-5, 1.0)
     )
     device = replace(FOUR.device, curves=(pointwise,))
-    expected = compute_seconds_array(
-        device, "pointwise", "float32", np.zeros(()), np.array(7 * 4096.0)
+    expected = kernel_seconds(
+        device, "pointwise", "float32", np.array(7 * 4096.0), launches=np.zeros(())
     )
     assert update_seconds(device, "adamw", 4096, "float32") == pytest.approx(float(expected))
 

@@ -300,7 +300,7 @@ def _rows_are_runs(x: Tensor) -> bool:
 def optimizer_seconds(
     device: DeviceProfile, parameter_bytes: Sequence[tuple[int, str]], optimizer: object
 ) -> float:
-    """Seconds of one update, by one pass per parameter; what states on the host add included.
+    """Seconds of one update (`update.py`); what states on the host add is included.
 
     Args:
         device: whose memory is read.

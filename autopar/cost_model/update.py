@@ -1,16 +1,16 @@
 """Seconds of the optimizer's update of one rank's share of a parameter.
 
 Each parameter, gradient and state is read, and all but gradients written, once: of N bytes of
-parameter and S of states 3 N + 2 S bytes move, by one pass per parameter (a fused optimizer makes
-one in all). What a rank holds whole it updates whole, so plans differ in it as in any op. Where
-the states are in host memory, `offload.py` says what that adds.
+parameter and S of states 3 N + 2 S bytes move. No launches are counted, as torch's optimizers take
+many parameters in a few. What a rank holds whole it updates whole, so plans differ in it as in any
+op. Where the states are in host memory, `offload.py` says what that adds.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from autopar.cost_model.compute import compute_seconds_array
+from autopar.cost_model.compute import kernel_seconds
 from autopar.cost_model.memory import Offloaded, dtype_bytes, optimizer_state_bytes
 from autopar.cost_model.profile import DeviceProfile
 
@@ -35,4 +35,4 @@ def update_seconds(
     states = optimizer_state_bytes(optimizer, int(num_bytes) // dtype_bytes(dtype), dtype)
     moved = np.array(3.0 * num_bytes + 2.0 * states)
     name = str(dtype).removeprefix("torch.")
-    return float(compute_seconds_array(device, "update", name, np.zeros(()), moved))
+    return float(kernel_seconds(device, "update", name, moved, launches=np.zeros(())))
