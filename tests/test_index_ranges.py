@@ -75,6 +75,64 @@ def test_all_ranks_are_told_what_is_out_of_range(constraints: Any) -> None:
             assert all(word in text for word in words), text
 
 
+class Shares(nn.Module):
+    """So many words that a share of their tables, on each rank, is what is looked up in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(32768, 64), nn.Linear(64, 8192)
+
+    def forward(self, ids: Tensor, labels: Tensor, offset: int = 0) -> Tensor:
+        scores = self.head(self.words(ids + offset if offset else ids))[:, :-1]
+        return F.cross_entropy(scores.flatten(0, 1), labels[:, 1:].flatten())
+
+
+def many(**changed: int) -> dict[str, Tensor]:
+    """A batch as above with more tokens, so that gathering their scores takes long."""
+    found = {name: x.repeat(4, 6).relu() for name, x in batch().items()}
+    found["labels"][:, 0] = -7
+    for name, value in changed.items():
+        found[name][3, 2] = value
+    return found
+
+
+def in_shares(rank: int, pipeline: Any) -> list[str]:
+    """What bad batches raise after the first step, with nothing of a table in one piece."""
+    tables = {"words.weight": ["Shard(0)"], "head.*": ["Shard(0)"]}
+    constraints = {"tensor": {"mode": "1d", "size": 2}, "sequence": "none", "params": tables}
+    constraints |= pipeline
+    parallel = autopar.parallelize(
+        Shares(), init_device_mesh("cpu", (2,)), many(), constraints=constraints, cache=False
+    )
+    parallel.train_step(**many())
+    assert [found.size for found in parallel.first_step.shared] == [32768, 8192]
+    found = []
+    for name, value in (("ids", 32768), ("ids", -1), ("labels", 8192), ("labels", -5)):
+        with pytest.raises(autopar.AutoparError) as caught:
+            parallel.train_step(**many(**{name: value}))
+        found.append(str(caught.value))
+    parallel.train_step(**many(labels=-100))
+    parallel.train_step(**many(ids=-1), offset=1)
+    with pytest.raises(autopar.AutoparError) as caught:
+        parallel.train_step(**many(ids=32767), offset=1)
+    return [*found, str(caught.value)]
+
+
+@pytest.mark.parametrize("pipeline", [{}, {"pipeline": {"size": 1, "microbatches": 2}}])
+def test_lookups_in_shares_are_watched_in_every_batch(pipeline: Any) -> None:
+    words = [
+        "ids holds 32768 at [3, 2]",
+        "ids holds -1 at [3, 2]",
+        "labels holds 8192 at [3, 2]",
+        "labels holds -5 at [3, 2]",
+        "32768 is computed from input ids",
+    ]
+    for found in run_ranks(in_shares, 2, pipeline):
+        assert all(word in text for word, text in zip(words, found, strict=True)), found
+        assert "parameter words.weight has 32768 rows" in found[0]
+        assert "-100, which is ignored" in found[2]
+
+
 def one_has_it(rank: int, name: str, value: int, shared: bool) -> None:
     """Rank 1 has the index in its half of the batch."""
     lost._INTERVAL_S, lost._SILENCE_S = 0.1, 1.0

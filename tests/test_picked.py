@@ -172,7 +172,15 @@ def _source_changes(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
     return before.square().sum()
 
 
+def _one_of_two(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    rows, other = m.inner(x)[mask != 0], x[mask != 0]
+    chosen = torch.where(rows > other, rows, other * 2)
+    chosen = chosen + torch.where(rows > 0, rows, torch.zeros_like(rows)).where(other > 0, 0.5)
+    return chosen.square().mean() + torch.where(other > 0, 1.5, rows).sum()
+
+
 HEADS = [
+    _one_of_two,
     _of_logits,
     _of_hidden,
     _weighted,
@@ -268,7 +276,23 @@ def _nth_of_each(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
     return table.gather(1, y[mask != 0][:, None] % WIDTH).sum()
 
 
-REFUSED = {_spread: "aten.std", _in_order: "aten.cumsum", _first: "aten.select"}
+def _first_two(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    rows = m.inner(x)[mask != 0]
+    return rows[:2].square().sum()
+
+
+def _shares(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    rows = m.inner(x)[mask != 0]
+    return rows.softmax(0).square().sum()
+
+
+REFUSED = {
+    _spread: "aten.std",
+    _in_order: "aten.cumsum",
+    _first: "aten.select",
+    _first_two: "aten.slice",
+    _shares: "aten.softmax",
+}
 
 
 @pytest.mark.parametrize("head", [*REFUSED, _other_mask, _returned, _nth_of_each])

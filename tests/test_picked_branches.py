@@ -56,8 +56,18 @@ def _skipped(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
     return out.square().sum() + _of_all(m, x)
 
 
+def _focal(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    """Functions of rows, and one of a mean that is multiplied by 0 where there are none."""
+    rows, loss = y >= 0, _of_all(m, x)
+    if rows.any():
+        nll = F.cross_entropy(m.classes(x)[rows], y[rows])
+        loss = loss + (1 - torch.exp(-nll)) ** 2 * nll
+        loss = loss + m.inner(x)[rows].exp().mean() + m.inner(x)[rows].mean(-1).cos().sum()
+    return loss
+
+
 @pytest.mark.parametrize("picked", ["some", "none"])
-@pytest.mark.parametrize("head", [_any, _size, _skipped])
+@pytest.mark.parametrize("head", [_any, _size, _skipped, _focal])
 def test_a_branch_on_whether_anything_is_picked(head: Head, picked: str) -> None:
     ids, mask, labels = batch()
     if picked == "none":
@@ -98,7 +108,34 @@ def _of_many(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
     return x.square().sum()
 
 
-@pytest.mark.parametrize("head", [_other_side, _does_more, _picks_nothing, _of_many])
+def _of_mean(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    rows, loss = y >= 0, _of_all(m, x)
+    if rows.any():
+        loss = loss + m.inner(x)[rows].mean().exp()
+    return loss
+
+
+def _of_named_mean(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    rows, loss = y >= 0, _of_all(m, x)
+    if rows.any():
+        found = m.inner(x)[rows].mean(0)
+        share = torch.sigmoid(found * 2) - 0.0
+        loss += share.sum()
+    return loss
+
+
+def _of_rest(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    rows, loss = y >= 0, _of_all(m, x)
+    if rows.any():
+        left = 1 - F.cross_entropy(m.classes(x)[rows], y[rows])
+        loss = loss + left
+    return loss
+
+
+@pytest.mark.parametrize(
+    "head",
+    [_other_side, _does_more, _picks_nothing, _of_many, _of_mean, _of_named_mean, _of_rest],
+)
 def test_a_branch_that_does_something_else_is_refused(head: Head) -> None:
     with pytest.raises(autopar.TraceError, match=f"in {head.__name__}: if") as caught:
         errors(head)

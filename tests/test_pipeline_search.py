@@ -269,15 +269,39 @@ def test_folded_stages_give_the_same_numbers(name: str) -> None:
     inputs = {**TEXT, "labels": labels}
     folded = trace(model, inputs, fold=True)
     cluster = Cluster.from_profile("cpu-gloo", devices_per_node=6)
-    pin: dict[str, Any] = {"size": 3, "microbatches": 2}
-    if name == "buffers":  # where cuts that leave an odd number of blocks in front are not unfolded
-        pin["cuts"] = ["layers.3", "layers.7"]
-    plan = planned(folded, cluster, pipeline=pin)
+    plan = planned(folded, cluster, pipeline={"size": 3, "microbatches": 2})
     assert plan.repeats
     assert Plan.from_dict(plan.to_dict()).pipeline is not None
     found = verify(plan, model, inputs)
     assert len(found.gradients) == len(list(model.parameters()))
     assert found.worst[1] < 1e-6  # the losses compute in float32
+
+
+@pytest.mark.parametrize(
+    ("layers", "cuts", "tied"),
+    [
+        (9, ["layers.2", "layers.7"], False),
+        (9, ["layers.5"], False),
+        (12, ["layers.2", "layers.7"], False),
+        (14, ["layers.2", "layers.7", "layers.12"], False),  # of two equal stages, one is made
+        (14, ["layers.2", "layers.7", "layers.12"], True),
+    ],
+)
+def test_a_folded_stage_has_buffers_of_all_its_blocks(
+    layers: int, cuts: list[str], tied: bool
+) -> None:
+    torch.manual_seed(0)
+    model = ShiftedStack(layers).double().train()
+    if tied:
+        model.head.weight = model.embed.weight
+    size = len(cuts) + 1
+    cluster = Cluster.from_profile("cpu-gloo", devices_per_node=2 * size)
+    pin: dict[str, Any] = {"size": size, "microbatches": 2, "cuts": cuts}
+    plan = planned(trace(model, TEXT, fold=True), cluster, pipeline=pin)
+    assert plan.repeats
+    found = verify(plan, model, TEXT)
+    assert len(found.gradients) == len(list(model.parameters()))
+    assert found.worst[1] <= 1e-9
 
 
 def test_a_folded_plan_is_unfolded_for_the_whole_program() -> None:

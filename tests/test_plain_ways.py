@@ -106,12 +106,66 @@ def rows(m: Any) -> list[Any]:
 
 
 @torch.no_grad()
+def functions(m: Any) -> list[Any]:
+    """What is written through functions, and at places that several ranks hold."""
+    w, v = m.down.weight, m.up.weight
+    torch.diagonal(w).fill_(9.0)
+    torch.select(w, 0, 1).mul_(2.0)
+    torch.narrow(m.up.bias, 0, 3, 2).fill_(2.0)
+    torch.chunk(w, 2)[1][0].add_(1.0)
+    torch.split(v, [3, 13])[1].add_(0.5)
+    torch.tensor_split(w, 3, 1)[2].mul_(3.0)
+    torch.unbind(v)[6].zero_()
+    for number, row in enumerate(w):
+        row.mul_(number)
+    w.unfold(0, 2, 2)[1].add_(1.0)
+    torch.hsplit(w, 2)[1].t()[0].fill_(4.0)
+    torch.diagonal(torch.split(w, 4)[1])[1:].view(-1)[0].mul_(5.0)
+    nn.init.constant_(torch.diagonal(v, 2), 3.0)
+    nn.functional.relu(w[2], inplace=True)
+    torch.mul(w[3], 2, out=w[3])
+    torch._foreach_mul_([w[5], torch.diagonal(v)], 0.5)
+    torch.diagonal(w)[1] = 5.0
+    w[4:5].squeeze(0).data.fill_(0.25)
+    torch.ops.aten.select(w, 1, 2).fill_(1.0)
+    return []
+
+
+def gradients(m: Any) -> list[Any]:
+    backward(m)
+    torch.diagonal(m.down.weight.grad).fill_(0.0)
+    torch.select(m.up.weight.grad, 0, 3).zero_()
+    m.up.bias.grad.index_fill_(0, torch.tensor([3]), 2.0)
+    return []
+
+
+@torch.no_grad()
+def places(m: Any) -> list[Any]:
+    w, rows, ones = m.down.weight, torch.tensor([1, 6]), torch.ones(2, 16).double()
+    w.index_add_(0, rows, ones)
+    w.index_copy_(1, rows, ones.t()[:8] * 3)
+    w.index_fill_(0, torch.tensor([5]), 0.5)
+    w.index_put_((torch.tensor([2]),), torch.tensor(0.25).double())
+    w.scatter_(0, torch.zeros(1, 16).long(), 7.0)
+    w.scatter_add_(1, torch.full((8, 1), 3), torch.ones(8, 1).double())
+    w.masked_scatter_(w > 6, torch.arange(128.0).double())
+    w.fill_diagonal_(0.125)
+    w.cumsum_(0)
+    m.up.weight.tril_()
+    return [w.shape, w.tolist()]
+
+
+@torch.no_grad()
 def drawn(m: Any) -> list[Any]:
     torch.manual_seed(5)
     nn.init.normal_(m.up.weight, std=0.02)
     nn.init.xavier_uniform_(m.down.weight)
     nn.init.trunc_normal_(m.up.bias)
     nn.init.eye_(m.up.weight)
+    m.down.weight[2:4].log_normal_()
+    m.up.weight.cauchy_().clamp_(-1, 1)
+    m.up.bias.random_(3, 9)
+    torch.diagonal(m.down.weight).copy_(0.5)
     for p in m.parameters():
         p.add_(torch.randn_like(p) * 0.1)
         p.mul_(torch.bernoulli(torch.full_like(p, 0.9)))
@@ -129,7 +183,16 @@ def plain_copies(m: Any) -> list[Any]:
     return [*other.parameters(), *average.parameters()]
 
 
-ACTS: list[Callable[[Any], list[Any]]] = [numbers, penalties, data, rows, drawn, plain_copies]
+ACTS: list[Callable[[Any], list[Any]]] = [
+    numbers,
+    penalties,
+    data,
+    rows,
+    functions,
+    gradients,
+    places,
+]
+ACTS += [drawn, plain_copies]
 
 
 def whole(value: Any) -> Any:
@@ -171,6 +234,10 @@ def refused(rank: int) -> None:
         weight[0] = 1.0
     with pytest.raises(autopar.AutoparError, match=r"\(16, 8\).*given data of shape \(2, 2\)"):
         weight.data = torch.zeros(2, 2)
+    with pytest.raises(autopar.AutoparError, match=r"under torch\.no_grad"):
+        weight.fill_diagonal_(1.0)
+    with pytest.raises(ValueError, match="read-only"):  # it shows no memory of the parameter
+        weight.detach().numpy()[0] = 1.0
 
 
 def steps(m: Any, optimizer: torch.optim.Optimizer) -> None:

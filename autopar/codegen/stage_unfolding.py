@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.codegen.stages import Staged, staged_as_planned
-from autopar.core.folding import every_piece, stand_ins, unfolded
+from autopar.core.blocks import Block, Blocks, block_of
+from autopar.core.extended_fold import renumbered
+from autopar.core.folding import every_piece, stand_in, stand_ins, unfolded
 from autopar.core.graph import InputSpec, OutputSpec, TracedModel
 from autopar.core.made_for import check_made_for
+from autopar.core.placement import Layout
 from autopar.core.plan import Plan
 from autopar.core.recompute import recomputed
 from autopar.errors import PlanMismatchError
@@ -49,37 +53,63 @@ def unfolded_plan(plan: Plan, folded: TracedModel, whole: TracedModel) -> Plan:
 def _stage(plan: Plan, number: int, made: Staged, real: Staged) -> Plan:
     """The plan of one stage."""
     folded, whole = made.model(number), real.model(number)
-    ends = _ends(folded, whole)
+    shift = made.shifts[number]
+    ends = _ends(folded, whole, shift)
     own = made.named(number, plan, back=True).checkpoint
-    twins = stand_ins(
-        recomputed(folded, own), recomputed(whole, plan.checkpoint), made.shifts[number]
-    )
+    twins = stand_ins(recomputed(folded, own), recomputed(whole, plan.checkpoint), shift)
     return replace(
         plan,
         fingerprint=whole.fingerprint(),
         nodes={mine: plan.nodes[twin] for mine, twin in twins.items() if twin in plan.nodes},
         pieces=every_piece(plan.pieces, twins),
-        inputs={ends.get(name, name): layout for name, layout in plan.inputs.items()},
+        inputs=_inputs_of(plan, ends),
         repeats=(),
     )
 
 
-def _ends(folded: TracedModel, whole: TracedModel) -> dict[str, str]:
-    """Names of inputs and ports in the whole graph of a stage, by those in the folded one.
+def _inputs_of(plan: Plan, ends: Mapping[str, str]) -> dict[str, Layout]:
+    """Layouts by the names in the whole graph; ports of shared parameters have one name in both."""
+    same = {name: x for name, x in plan.inputs.items() if name not in set(ends.values())}
+    return same | {mine: plan.inputs[twin] for mine, twin in ends.items() if twin in plan.inputs}
 
-    They follow each other in the same order.
+
+def _ends(folded: TracedModel, whole: TracedModel, shift: int) -> dict[str, str]:
+    """Names of inputs and ports in the folded graph of a stage, by those in the whole one.
+
+    A buffer of a block is that of its stand-in. All else follows each other in the same order.
     """
-    found: dict[str, str] = {}
+    buffers = _buffers(folded, whole, shift)
+    found = {mine.node: twin.node for mine, twin in buffers}
+    paired = {twin.node for _, twin in buffers}
     for theirs, ours in (
-        (_inputs(folded), _inputs(whole)),
+        ([s for s in _inputs(folded) if s.node not in paired],
+         [s for s in _inputs(whole) if s.node not in found]),
         (_sent(folded), _sent(whole)),
-    ):
+    ):  # fmt: skip
         if [_shape(s) for s in theirs] != [_shape(s) for s in ours]:
             raise PlanMismatchError(
                 "a stage of the pipeline takes or sends other values than the plan says: blocks "
                 "that looked alike compute different things"
             )
-        found.update(zip(map(_name, theirs), map(_name, ours), strict=True))
+        found.update(zip(map(_name, ours), map(_name, theirs), strict=True))
+    return found
+
+
+def _buffers(
+    folded: TracedModel, whole: TracedModel, shift: int
+) -> list[tuple[InputSpec, InputSpec]]:
+    """Each buffer of a block of the whole stage, with that of the block that stands for it."""
+    blocks = Blocks(folded)
+    held = {(s.target, _shape(s)): s for s in folded.inputs if s.kind == "buffer"}
+    found = []
+    for spec in whole.inputs:
+        block = block_of(spec.target)
+        if spec.kind != "buffer" or block is None:
+            continue
+        twin = stand_in(blocks, Block(block.container, block.number - shift))
+        name = renumbered(spec.target, block.container, twin.number - block.number)
+        if (name, _shape(spec)) in held:  # else one that blocks of several stages share
+            found.append((spec, held[name, _shape(spec)]))
     return found
 
 

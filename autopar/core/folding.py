@@ -15,7 +15,14 @@ from autopar.core.plan import Pieces, Plan
 from autopar.core.recompute import recomputed
 from autopar.errors import PlanMismatchError
 
-__all__ = ["every_instance", "every_piece", "same_for_all_instances", "stand_ins", "unfolded"]
+__all__ = [
+    "every_instance",
+    "every_piece",
+    "same_for_all_instances",
+    "stand_in",
+    "stand_ins",
+    "unfolded",
+]
 
 T = TypeVar("T")
 
@@ -140,7 +147,7 @@ def stand_ins(folded: TracedModel, whole: TracedModel, shift: int = 0) -> dict[s
 def _pairs(folded: Blocks, whole: Blocks, shift: int) -> Iterator[tuple[fx.Node, fx.Node]]:
     yield from _zipped("outside of blocks", _outside(whole), _outside(folded))
     for block, nodes in whole.members.items():
-        twin = _stand_in(folded, Block(block.container, block.number - shift))
+        twin = stand_in(folded, Block(block.container, block.number - shift))
         members = folded.members.get(twin)
         if members is None:
             raise PlanMismatchError(f"the plan knows no {block.container}.{block.number}")
@@ -148,7 +155,8 @@ def _pairs(folded: Blocks, whole: Blocks, shift: int) -> Iterator[tuple[fx.Node,
         yield from _zipped(where, op_nodes(nodes), op_nodes(members))
 
 
-def _stand_in(folded: Blocks, block: Block) -> Block:
+def stand_in(folded: Blocks, block: Block) -> Block:
+    """The block of a folded graph that a block of the model does as."""
     for repeat in folded.repeats.get(block.container, ()):
         if repeat.covers(block.number):
             offset = (block.number - repeat.first) % repeat.period

@@ -18,6 +18,7 @@ from autopar.core.graph import TracedModel
 from autopar.core.loss import position_of_loss
 from autopar.core.plan import Plan
 from autopar.errors import AutoparError
+from autopar.runtime.index_ranges import Lookup
 from autopar.runtime.inductor import CompiledProgram
 
 __all__ = [
@@ -35,7 +36,8 @@ class CompiledStep:
     """A traced step with its plan and this rank's program, for one input signature.
 
     `compiled` runs in place of the program's graphs, where a backend made it. `keywords` are the
-    names of keyword inputs, in the order of the trace. `at_once`: see `in_one_piece`.
+    names of keyword inputs, in the order of the trace. `at_once`: see `in_one_piece`. `shared`:
+    lookups whose indices are watched in every batch (`index_ranges`).
     """
 
     traced: TracedModel
@@ -45,6 +47,7 @@ class CompiledStep:
     keywords: tuple[str, ...] = ()
     compiled: CompiledProgram | None = None
     at_once: fx.GraphModule | None = None
+    shared: tuple[Lookup, ...] = ()
 
     @property
     def communicates(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autopar.runtime.compiled_step import CompiledStep, tensors_in_order
-from autopar.runtime.index_ranges import check_indices, naming_indices
+from autopar.runtime.index_ranges import check_indices, naming_indices, watch_indices
 from autopar.runtime.lost import begin_step, tell_reason
 from autopar.runtime.pipeline import PipelinedStep
 
@@ -30,6 +30,8 @@ def in_step(
     if step.communicates:
         begin_step(step.plan.fingerprint, step.plan.num_devices)
     try:
+        if step.shared:
+            watch_indices(step.traced, step.shared, _tensors(step, args, kwargs))
         with naming_indices(step.traced, lambda: _tensors(step, args, kwargs), device):
             yield
     except Exception as error:

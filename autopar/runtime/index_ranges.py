@@ -3,6 +3,7 @@
 Kernels report an index out of range but not where it comes from; a rank that holds a shard of a
 table reports nothing, and looks up zeros. So the indices with which the traced graph looks things
 up are computed once more on the CPU: for the first batch of each kind, and when a step has failed.
+Lookups in shards (`shared_lookups`) are watched in every batch, as no step fails there.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from torch.distributed.tensor import DTensor
 
 from autopar.core.graph import TracedModel, node_info
 from autopar.core.ops import REARRANGING, ops
+from autopar.core.plan import Plan
 from autopar.errors import AutoparError
 
-__all__ = ["check_indices", "naming_indices"]
+__all__ = ["Lookup", "check_indices", "naming_indices", "shared_lookups", "watch_indices"]
 
 aten = torch.ops.aten
 
 _INDEX = re.compile(r"index.* out of (range|bounds)")  # as kernels on the CPU say
 _MOST_NODES = 64  # between inputs and an index: more are a computation of its own
 _MOST_ELEMENTS = 1 << 24
+_MOST_WATCHED = 1 << 18  # elements of each value on the way to an index, in every batch
 
 # ops whose second argument picks rows of the first, and whose third picks along the dim in between
 _ROWS = (
@@ -42,16 +45,18 @@ _ALONG = (
     aten.scatter.value,
     aten.scatter_add.default,
 )
+_SHOWING = REARRANGING | {aten.slice.Tensor, aten.alias.default}  # which take no time
 _VIEWS = (aten.view.default, aten._unsafe_view.default)  # of what may have other strides here
 _LOSS = ops.token_nll.default
 
 
-class _Lookup(NamedTuple):
+class Lookup(NamedTuple):
     """A tensor that is looked up with an index.
 
     Attributes:
         node: the op.
         table, key: its operands.
+        dim: of the table.
         size: rows or classes that there are.
         ignored: the one value beyond them that is allowed.
         from_end: negative ones count from the end.
@@ -60,6 +65,7 @@ class _Lookup(NamedTuple):
     node: fx.Node
     table: fx.Node
     key: fx.Node
+    dim: int
     size: int
     ignored: int | None = None
     from_end: bool = False
@@ -105,19 +111,76 @@ def check_indices(traced: TracedModel, inputs: Sequence[Tensor]) -> None:
         raise AutoparError(told)
 
 
+def shared_lookups(traced: TracedModel, plan: Plan) -> tuple[Lookup, ...]:
+    """Lookups in tensors of which each rank holds some rows: none is found for an index beyond.
+
+    Ops of a microbatch have other names: there, all count.
+    """
+    plans = (plan,) if plan.pipeline is None else plan.pipeline.stages
+    found = []
+    for each in _lookups(traced):
+        nodes = [p.nodes[each.node.name] for p in plans if each.node.name in p.nodes]
+        if not nodes or any(x.dim == each.dim for n in nodes for x in n.inputs[0] if x.is_shard):
+            found.append(each)
+    return tuple(found)
+
+
+def watch_indices(traced: TracedModel, lookups: Sequence[Lookup], inputs: Sequence[Tensor]) -> None:
+    """Look for indices out of range at little cost: the extremes of each, without a wait for a GPU.
+
+    Raises:
+        AutoparError: a tensor of the batch holds one; of one on a GPU, the GPU says so later.
+    """
+    specs = [spec for spec in traced.inputs if spec.kind == "input"]
+    given = {spec.node: value for spec, value in zip(specs, inputs, strict=True)}
+    for found in lookups:
+        value = _watched(found, given)
+        if value is None or value.numel() == 0:
+            continue
+        low = -found.size if found.from_end else 0
+        if found.ignored is not None:
+            value = value.masked_fill(value == found.ignored, low)
+        least, most = value.aminmax()
+        inside = (least >= low) & (most < found.size)
+        if value.device.type != "cpu":
+            torch._assert_async(inside, f"an index is out of range: {_what(traced, found)}")
+        elif not bool(inside):
+            check_indices(traced, inputs)
+
+
+def _watched(found: Lookup, given: Mapping[str, Tensor]) -> Tensor | None:
+    """The index, or this rank's share of it; None where it takes long to have."""
+    needed = _way_to(found, given)
+    read = [n.name for n in needed if n.op == "placeholder"]
+    shown = all(n.op == "placeholder" or n.target in _SHOWING for n in needed)
+    small = all(n.meta["val"].numel() <= _MOST_WATCHED for n in needed)
+    near = all(given[name].device.type == "cpu" for name in read)
+    if not needed or not (shown or (small and near)):
+        return None
+    held = {name: given[name].detach() for name in read}
+    local = {n: x._local_tensor if isinstance(x, DTensor) else x for n, x in held.items()}
+    return _computed(needed, local)
+
+
+def _way_to(found: Lookup, given: Mapping[str, Tensor]) -> list[fx.Node]:
+    """Nodes in order that make an index, or a share of it, from inputs; none if none do."""
+    shares = any(isinstance(value, DTensor) for value in given.values())
+    source = _picked(found.key, given) if shares else found.key
+    needed = sorted(_needed(source)) if source is not None else []
+    read = [n.name for n in needed if n.op == "placeholder"]
+    return needed if read and all(name in given for name in read) else []
+
+
 def _out_of_range(traced: TracedModel, inputs: Sequence[Tensor]) -> str | None:
     """What to say of the first index that is out of range; None where all are in it."""
     specs = [spec for spec in traced.inputs if spec.kind == "input"]
     given = {spec.node: value for spec, value in zip(specs, inputs, strict=True)}
     names = {spec.node: spec.target for spec in specs}
-    order = {node: i for i, node in enumerate(traced.graph.nodes)}
     for found in _lookups(traced):
-        shares = any(isinstance(value, DTensor) for value in given.values())
-        source = _picked(found.key, given) if shares else found.key
-        needed = sorted(_needed(source), key=order.__getitem__) if source is not None else []
-        read = [n.name for n in needed if n.op == "placeholder"]
-        if not read or any(name not in given for name in read):
+        needed = _way_to(found, given)
+        if not needed:
             continue
+        read = [n.name for n in needed if n.op == "placeholder"]
         here = {n: given[n].detach() for n in read}
         index = _computed(needed, {n: _local(value) for n, value in here.items()})
         low = -found.size if found.from_end else 0
@@ -151,27 +214,29 @@ def _picked(index: fx.Node, given: Mapping[str, Tensor]) -> fx.Node | None:
     return index
 
 
-def _lookups(traced: TracedModel) -> Iterator[_Lookup]:
+def _lookups(traced: TracedModel) -> Iterator[Lookup]:
     for node in traced.graph.nodes:
         if node.op == "call_function" and node_info(traced, node).phase == "forward":
             yield from (each for each in _of(node) if each.key.meta["val"].dtype != torch.bool)
 
 
-def _of(node: fx.Node) -> Iterator[_Lookup]:
+def _of(node: fx.Node) -> Iterator[Lookup]:
     """What an op looks up."""
     args: Any = node.args
     if node.target in _ROWS:
-        yield _Lookup(node, args[0], args[1], args[0].meta["val"].shape[0])
+        yield Lookup(node, args[0], args[1], 0, args[0].meta["val"].shape[0])
     elif node.target is _LOSS:
-        yield _Lookup(node, args[0], args[1], args[0].meta["val"].shape[-1], args[2])
+        shape = args[0].meta["val"].shape
+        yield Lookup(node, args[0], args[1], len(shape) - 1, shape[-1], args[2])
     elif node.target in _ALONG and args[0].meta["val"].dim():
-        size = args[0].meta["val"].shape[args[1]]
+        dim = args[1] % args[0].meta["val"].dim()
+        size = args[0].meta["val"].shape[dim]
         key = _from_end(args[2], size)
-        yield _Lookup(node, args[0], key or args[2], size, from_end=key is not None)
+        yield Lookup(node, args[0], key or args[2], dim, size, from_end=key is not None)
     elif node.target is aten.index.Tensor:
-        for size, index in zip(args[0].meta["val"].shape, args[1], strict=False):
+        for dim, (size, index) in enumerate(zip(args[0].meta["val"].shape, args[1], strict=False)):
             if index is not None:
-                yield _Lookup(node, args[0], index, size, from_end=True)
+                yield Lookup(node, args[0], index, dim, size, from_end=True)
 
 
 def _from_end(index: fx.Node, size: int) -> fx.Node | None:
@@ -217,7 +282,7 @@ def _computed(needed: Sequence[fx.Node], given: Mapping[str, Tensor]) -> Tensor:
 
 
 def _text(
-    traced: TracedModel, found: _Lookup, value: int, count: int, inputs: Mapping[str, Tensor]
+    traced: TracedModel, found: Lookup, value: int, count: int, inputs: Mapping[str, Tensor]
 ) -> str:
     where = node_info(traced, found.node).source or str(found.node.target)
     low, what = (-found.size if found.from_end else 0), _what(traced, found)
@@ -239,7 +304,7 @@ def _text(
     )
 
 
-def _what(traced: TracedModel, found: _Lookup) -> str:
+def _what(traced: TracedModel, found: Lookup) -> str:
     """The table, or classes, that there are."""
     if found.node.target is _LOSS:
         return f"the loss has {found.size} classes"

@@ -25,6 +25,7 @@ from autopar.core.flights import arrived
 from autopar.core.graph import TracedModel, output_paths, tensor_meta
 from autopar.core.plan import PipelinePlan, Plan
 from autopar.core.schedule import Action, closing_action
+from autopar.runtime.index_ranges import shared_lookups
 from autopar.runtime.inductor import compile_parts
 from autopar.runtime.pipeline_mesh import PipelineMesh, own_plan
 from autopar.runtime.pipeline_run import PARTS, PipelineResult, PipelineRun
@@ -68,6 +69,7 @@ class PipelinedStep:
         self.fusion = fusion
         self.traced = traced
         self.keywords = keywords
+        self.shared = shared_lookups(traced, plan)
         self.plan = plan
         self.mesh = mesh
         self.pipeline: PipelinePlan = plan.pipeline

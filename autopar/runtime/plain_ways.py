@@ -4,7 +4,7 @@ Torch leaves some uses without effect, or takes a rank's part for the whole (tor
 
 - `g.norm().item()` is the norm of this rank's shard, as the sum over ranks is still due.
 - `p.data = x` changes nothing: computations use the local tensor underneath.
-- `w[0] = 1` and `w[0].zero_()` write to a copy, where `w` is sharded on that dim.
+- `w[0] = 1` and `w[0].zero_()` write to a copy, where `w` is sharded on that dim (`copied_views`).
 - `normal_` and its like draw the same numbers for each rank's shard, on a CPU.
 - plain tensors next to DTensors, such as a mask next to a weight, are refused.
 
@@ -15,8 +15,8 @@ as with everything that communicates (`meeting`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache, wraps
+from collections.abc import Sequence
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -32,6 +32,14 @@ from autopar._compat import (
     replicate_plain_tensors,
 )
 from autopar.errors import AutoparError
+from autopar.runtime.copied_views import (
+    gathered,
+    is_whole,
+    refuse_gradients,
+    replicated,
+    showing,
+    watch_views,
+)
 from autopar.runtime.local_step import is_share
 from autopar.runtime.meeting import meet
 from autopar.runtime.saved_shares import pickled
@@ -46,6 +54,12 @@ _DRAWN_IN_PLACE = (
     aten.uniform_.default,
     aten.bernoulli_.float,
     aten.exponential_.default,
+    aten.cauchy_.default,
+    aten.geometric_.default,
+    aten.log_normal_.default,
+    aten.random_.default,
+    aten.random_.to,
+    getattr(aten.random_, "from"),
 )
 _DRAWN_LIKE = (
     aten.rand_like.default,
@@ -76,11 +90,27 @@ _ONTO = (
     aten._foreach_lerp_.List,
     aten._foreach_copy_.default,
 )
+# what torch refuses, or leaves a parameter of another shape by, where it is sharded
+_ALL_AT_ONCE = (
+    aten.cumprod_.default,
+    aten.cumsum_.default,
+    aten.index_add_.default,
+    aten.index_copy_.default,
+    aten.index_fill_.int_Scalar,
+    aten.index_fill_.int_Tensor,
+    aten.index_put_.default,
+    aten.index_reduce_.default,
+    aten.masked_scatter_.default,
+    aten.put_.default,
+    aten.scatter_.src,
+    aten.scatter_.value,
+    aten.scatter_add_.default,
+    aten.scatter_reduce_.two,
+    aten.tril_.default,
+    aten.triu_.default,
+)
 _VIEWS = ("select", "narrow", "chunk", "split", "unbind", "view", "diagonal")
 _BASIC = int | slice | type(None) | type(Ellipsis)  # other indices make copies of plain tensors too
-_WRITES = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "or")}
-_WRITES |= {"__setitem__", "__iand__", "__ixor__"}
-_WRITE_NOTHING = {"requires_grad_", "detach_", "retain_grad_"}
 
 
 def go_plain_ways() -> None:
@@ -105,9 +135,17 @@ def _install() -> None:
         handle_dtensor_op(op, _of_whole)
     for op in _ONTO:
         handle_dtensor_op(op, _onto)
-    ways: dict[str, Any] = {name: _showing(getattr(Tensor, name)) for name in _VIEWS}
+    for op in _ALL_AT_ONCE:
+        handle_dtensor_op(op, _written)
+    watch_views()
+    ways: dict[str, Any] = {name: showing(getattr(Tensor, name)) for name in _VIEWS}
     ways |= {"__getitem__": _read, "__setitem__": _write, "__format__": _formatted}
-    ways |= {"numpy": _numpy, "tolist": _to_list, "data": property(_data, _set_data)}
+    ways |= {
+        "fill_diagonal_": _fill_diagonal,
+        "numpy": _numpy,
+        "tolist": _to_list,
+        "data": property(_data, _set_data),
+    }
     ways |= {"__reduce_ex__": pickled}
     for name, way in ways.items():
         setattr(DTensor, name, way)
@@ -115,17 +153,7 @@ def _install() -> None:
 
 def _whole(value: Any) -> Any:
     """The tree with whole tensors in place of DTensors."""
-    return pytree.tree_map_only(DTensor, _gathered, value)
-
-
-def _gathered(tensor: DTensor) -> Tensor:
-    if not _is_whole(tensor):
-        meet(tensor.device_mesh)
-    return tensor.full_tensor()
-
-
-def _is_whole(tensor: DTensor) -> bool:
-    return all(placement.is_replicate() for placement in tensor.placements)
+    return pytree.tree_map_only(DTensor, gathered, value)
 
 
 # --- ops, below autograd ----------------------------------------------------------------------
@@ -136,18 +164,18 @@ def _number(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             "a parameter of a parallel module has no values before the first call: pass "
             "example_inputs to autopar.parallelize"
         )
-    return op(tensor._local_tensor if _is_whole(tensor) else _gathered(tensor))
+    return op(tensor._local_tensor if is_whole(tensor) else gathered(tensor))
 
 
 def _drawn(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """All random numbers of the whole tensor are drawn, of which this rank keeps its share."""
     tensor: DTensor = args[0]
     local = tensor._local_tensor
-    if _is_whole(tensor):
+    if is_whole(tensor):
         found = op(local, *args[1:], **kwargs)
     else:
         reads = op is aten.bernoulli.default
-        full = _gathered(tensor) if reads else local.new_empty(tensor.shape)
+        full = gathered(tensor) if reads else local.new_empty(tensor.shape)
         found = share_like(op(full, *args[1:], **kwargs), tensor)
     if op in _DRAWN_LIKE:
         return dtensor_like(found, tensor)
@@ -167,12 +195,25 @@ def _onto(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return op(args[0], *rest, **named)
 
 
+def _written(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What is written at places of the whole tensor, of which this rank keeps its share."""
+    target = args[0]
+    rest, named = _whole((args[1:], kwargs))
+    if not isinstance(target, DTensor):
+        return op(target, *rest, **named)
+    _sum_in_place(target)
+    full = gathered(target).clone()
+    op(full, *rest, **named)
+    target._local_tensor.copy_(share_like(full, target))
+    return target
+
+
 def _of_whole(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What torch 2.11 takes of each share, and joins as if it were a sum."""
     tensor: DTensor = args[0]
-    if not _is_whole(tensor):
+    if not is_whole(tensor):
         meet(tensor.device_mesh)
-        tensor = tensor.redistribute(placements=_replicated(tensor))
+        tensor = tensor.redistribute(placements=replicated(tensor))
     return by_dtensors_own_way(op, (tensor, *args[1:]), kwargs)
 
 
@@ -198,103 +239,14 @@ def _copy(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             if source.device_mesh == target.device_mesh:
                 return by_dtensors_own_way(op, args, kwargs)
             source = source.full_tensor()
-        share = share_like(source.expand(target.shape), target)
+        share = share_like(torch.as_tensor(source).expand(target.shape), target)
         op(target._local_tensor, share, *args[2:], **kwargs)
         return target
     return op(target, _whole(source), *args[2:], **kwargs)
 
 
 # --- methods ----------------------------------------------------------------------------------
-class _Copied(DTensor):
-    """What is a view of a plain tensor, and here a copy: what is written to it goes on to there.
-
-    Attributes:
-        base: the tensor that it is a part of.
-        show: makes the view of a plain tensor.
-    """
-
-    base: DTensor
-    show: Callable[[Tensor], Tensor]
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        in_place = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
-        if in_place and name not in _WRITE_NOTHING:
-            for part in pytree.tree_leaves(args[:1]):
-                if isinstance(part, _Copied):
-                    part.write_back()
-        return found
-
-    def write_back(self) -> None:
-        """Put the values where a view would have them."""
-        _refuse_gradients(self.base)
-        full = _gathered(self.base).clone()
-        self.show(full).copy_(_gathered(self))
-        self.base.copy_(full)
-
-
-def _refuse_gradients(tensor: DTensor) -> None:
-    if torch.is_grad_enabled() and tensor.requires_grad:
-        raise AutoparError(
-            f"a part of a DTensor of shape {tuple(tensor.shape)} that requires a gradient is "
-            "written to: do it under torch.no_grad()"
-        )
-
-
-def _showing(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that makes views, also where torch makes copies."""
-
-    @wraps(method)
-    def call(self: DTensor, *args: Any, **kwargs: Any) -> Any:
-        found = _shown(method, self, args, kwargs)
-        if _is_whole(self) and type(self) is DTensor:
-            return found
-        shown = self._local_tensor.untyped_storage()._cdata
-        for number, part in enumerate(pytree.tree_leaves(found)):
-            if type(part) is not DTensor:
-                continue
-            if type(self) is _Copied or part._local_tensor.untyped_storage()._cdata != shown:
-                part.__class__ = _Copied
-                copied = cast(_Copied, part)
-                copied.base, copied.show = self, _Show(method, args, kwargs, number)
-        return found
-
-    return call
-
-
-def _shown(method: Callable[..., Any], tensor: DTensor, args: Any, kwargs: Any) -> Any:
-    """What a method shows, of the whole tensor where torch cannot tell how it would be sharded."""
-    try:
-        return method(tensor, *args, **kwargs)
-    except RuntimeError:
-        if _is_whole(tensor):
-            raise
-    return method(tensor.redistribute(placements=_replicated(tensor)), *args, **kwargs)
-
-
-def _replicated(tensor: DTensor) -> list[TorchReplicate]:
-    return [TorchReplicate()] * tensor.device_mesh.ndim
-
-
-class _Show:
-    """One of the views that a method makes of a plain tensor."""
-
-    def __init__(self, method: Callable[..., Any], args: Any, kwargs: Any, number: int) -> None:
-        self._call = method, args, kwargs
-        self._number = number
-
-    def __call__(self, whole: Tensor) -> Tensor:
-        method, args, kwargs = self._call
-        found: Tensor = pytree.tree_leaves(method(whole, *args, **kwargs))[self._number]
-        return found
-
-
-_basic_read = _showing(Tensor.__getitem__)
+_basic_read = showing(Tensor.__getitem__)
 
 
 def _read(self: DTensor, index: Any) -> Any:
@@ -304,19 +256,29 @@ def _read(self: DTensor, index: Any) -> Any:
 
 
 def _write(self: DTensor, index: Any, value: Any) -> None:
-    _refuse_gradients(self)
+    refuse_gradients(self)
     index, value = _whole((index, value))
-    full = _gathered(cast(DTensor, self.detach())).clone()
+    full = gathered(cast(DTensor, self.detach())).clone()
     full[index] = value
     self.copy_(full)
 
 
+def _fill_diagonal(self: DTensor, fill_value: Any, wrap: bool = False) -> Any:
+    refuse_gradients(self)
+    full = gathered(cast(DTensor, self.detach())).clone()
+    self.copy_(full.fill_diagonal_(fill_value, wrap))
+    return self
+
+
 def _numpy(self: DTensor, *, force: bool = False) -> Any:
-    return _gathered(self).numpy(force=force)
+    found = gathered(self).numpy(force=force)
+    # of a tensor on one device it shows the memory: what is written to a copy would be lost
+    found.flags.writeable = found.flags.writeable and is_whole(self)
+    return found
 
 
 def _to_list(self: DTensor) -> Any:
-    return _gathered(self).tolist()
+    return gathered(self).tolist()
 
 
 def _formatted(self: DTensor, spec: str) -> str:

@@ -5,8 +5,9 @@
 
 The program for some selected rows also serves for none, if for none it computes what the other side
 of the branch does: nothing, or a zero. The source has to show that. What the taken side computes of
-the rows is not looked at, so a warning names the line. But it may not count (`terms += 1`), collect
-(`losses.append(...)`) or replace a value that is read later.
+the rows is looked at no further than names and functions show, so a warning names the line. But it
+may not count (`terms += 1`), collect (`losses.append(...)`), add what is not 0 of no rows
+(`x[mask].mean().exp()`) or replace a value that is read later.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.tracer.of_no_rows import Kind, kind_of, named_kinds
 
 __all__ = ["some_are_picked"]
 
@@ -144,12 +148,25 @@ class _Around:
             plain = isinstance(statement.op, (ast.Add, ast.Sub))
             if isinstance(statement.target, ast.Subscript):
                 return self._at_rows(statement.target)
-            return plain and not _has_number(statement.value)
+            return plain and not self._adds(statement.value)
         if isinstance(statement, (ast.Assign, ast.AnnAssign)):
             return all(self._sets(target, value) for target, value in _assigned(statement))
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
             return self._calls(statement.value)
         return True
+
+    @cached_property
+    def _kinds(self) -> dict[str, Kind]:
+        """Of names in the function, where no rows are picked."""
+        inner = [s for s in ast.walk(self.function) if isinstance(s, (ast.Assign, ast.AnnAssign))]
+        before = sorted((s for s in inner if s.lineno <= self.end), key=lambda s: s.lineno)
+        return named_kinds(pair for statement in before for pair in _assigned(statement))
+
+    def _adds(self, value: ast.expr) -> bool:
+        """True for what is not 0 of no rows."""
+        return _has_number(value) or any(
+            kind_of(term, self._kinds) == "number" for term in _terms(value)
+        )
 
     def _at_rows(self, target: ast.Subscript) -> bool:
         places = target.slice.elts if isinstance(target.slice, ast.Tuple) else [target.slice]
@@ -161,10 +178,10 @@ class _Around:
         if not isinstance(target, ast.Name):
             return True
         if self._is_set_otherwise(target.id):
-            return not _has_number(value)
+            return not self._adds(value)
         if not self._is_older(target) or not self._is_read(target.id):
             return True
-        return not _has_number(value) and (
+        return not self._adds(value) and (
             self._was_zero(target.id)
             or any(isinstance(t, ast.Name) and t.id == target.id for t in _terms(value))
             or target.id in _owners_of_rows(value)

@@ -282,8 +282,8 @@ def picking_mask(node: Any) -> Any:
     picked = args_of(node)[0]
     if name_of(picked.target) == "getitem":
         picked = args_of(picked)[0]
-    if name_of(picked.target) not in PICKING:
-        return None
+    if name_of(picked.target) not in PICKING or len(args_of(picked)) > 2:
+        return None  # `where` of three picks one of two values for each element
     if name_of(picked.target) != "index":
         return args_of(picked)[-1]
     (index,) = [i for i in args_of(picked)[1] if i is not None] or [None]

@@ -88,6 +88,8 @@ def _say(picks: Picks) -> list[fx.Node]:
 
 def _is_source(node: fx.Node) -> bool:
     name = name_of(node.target)
+    if name == "where" and node.target is not aten.where.default:
+        return False  # which picks one of two values for each element
     return name == "item" or (name in _SOURCES and _is_unknown(node))
 
 
@@ -337,6 +339,7 @@ _RULES: dict[str, Rule] = {
     "index_put": _put,
     "index_add": _add,
     "masked_scatter": _scatter,
+    "where": pointwise,
     "sym_size": rows_of.size,
 }
 _WRITES: dict[str, Rule] = {"index_put_": _put, "index_add_": _add, "masked_scatter_": _scatter}

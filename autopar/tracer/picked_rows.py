@@ -275,7 +275,8 @@ def _nth(picks: Picks, rows: Rows, index: int) -> fx.Node:
 
 def slice(picks: Picks, node: fx.Node) -> Said | None:
     found = picks.found(args_of(node)[0])
-    if value_of(node).shape == value_of(args_of(node)[0]).shape:
+    # as they are written: whether numbers of rows are equal cannot be asked
+    if extents(value_of(node)) == extents(value_of(args_of(node)[0])):
         return found
     return beside_dim(picks, node)
 
