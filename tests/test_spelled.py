@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import autopar
 from autopar._compat import leaving_transforms
 from autopar.errors import TraceError
+from autopar.tracer.trace import trace
 
 
 def _verified(model: nn.Module, inputs: Any) -> autopar.Verification:
@@ -324,3 +325,81 @@ def test_packed_sequences_are_refused_with_what_to_do_instead(given: bool) -> No
     with pytest.raises(TraceError, match="the padded batch") as caught:
         autopar.plan(Packed(given), autopar.Cluster.from_profile("cpu-gloo"), (x,))
     assert ("input 0 is packed" if given else "test_spelled.py") in str(caught.value)
+
+
+class Averaged(nn.Module):
+    """A teacher whose weights, or a running mean, are written by way of `.data`."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.student, self.what = nn.Linear(8, 8), what
+        self.teacher = nn.Linear(8, 8).requires_grad_(False)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what == "parameter":
+            self.teacher.weight.data = self.teacher.weight.data * 0.9 + self.student.weight * 0.1
+        elif self.what == "shape":
+            self.mean.data = x
+        else:
+            self.mean.data = self.mean.data * 0.9 + x.detach().mean(0) * 0.1
+        return (self.student(x) - self.teacher(x - self.mean)).square().mean()
+
+
+def test_a_buffer_that_is_written_by_its_data() -> None:
+    torch.manual_seed(0)
+    found = _verified(Averaged("buffer").double(), (torch.randn(8, 8).double(),))
+    assert found.worst[1] < 1e-9 and "mean" in found.buffers
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [("parameter", r"changes its parameter teacher\.weight"), ("shape", r"\(8,\).*\(4, 8\)")],
+)
+def test_data_that_cannot_be_written_is_refused(what: str, text: str) -> None:
+    with pytest.raises(TraceError, match=text):
+        trace(Averaged(what), (torch.randn(4, 8),))
+
+
+class Taught(nn.Module):
+    """A part that does not train while it is looked at."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.student, self.teacher = (nn.Linear(8, 8) for _ in range(3))
+        self.how = how
+
+    @torch.inference_mode()
+    def looked_up(self, x: Tensor) -> Tensor:
+        assert not torch.is_grad_enabled()
+        with torch.inference_mode(mode=False):
+            assert torch.is_grad_enabled()
+        assert not torch.is_grad_enabled()
+        return self.teacher(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if self.how == "inference":
+            target = self.looked_up(h).clone()
+        elif self.how == "frozen":
+            self.teacher.requires_grad_(False)
+            target = self.teacher(h)
+        else:
+            self.teacher.weight.requires_grad = False
+            target = self.teacher(h)
+        return (self.student(h) - target).square().mean()
+
+
+def test_what_runs_in_inference_mode_gets_no_gradient() -> None:
+    torch.manual_seed(0)
+    found = _verified(Taught("inference").double(), (torch.randn(8, 8).double(),))
+    assert found.worst[1] < 1e-9
+    assert set(found.gradients) == {
+        f"{module}.{name}" for module in ("first", "student") for name in ("weight", "bias")
+    }
+
+
+@pytest.mark.parametrize("how", ["frozen", "assigned"])
+def test_a_parameter_that_the_forward_freezes_is_refused(how: str) -> None:
+    with pytest.raises(TraceError, match=r"requires_grad.*Set it before"):
+        trace(Taught(how), (torch.randn(4, 8),))
