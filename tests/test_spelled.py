@@ -14,6 +14,7 @@ import autopar
 from autopar._compat import leaving_transforms
 from autopar.errors import TraceError
 from autopar.tracer.trace import trace
+from autopar.verification import _replay, whole_inputs
 
 
 def _verified(model: nn.Module, inputs: Any) -> autopar.Verification:
@@ -403,3 +404,65 @@ def test_what_runs_in_inference_mode_gets_no_gradient() -> None:
 def test_a_parameter_that_the_forward_freezes_is_refused(how: str) -> None:
     with pytest.raises(TraceError, match=r"requires_grad.*Set it before"):
         trace(Taught(how), (torch.randn(4, 8),))
+
+
+class Counted(nn.Module):
+    """A norm whose running statistics are those of all batches so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.inner(x)).pow(3).mean()
+
+
+def test_a_batch_norm_without_momentum() -> None:
+    torch.manual_seed(0)
+    model, x = Counted().double(), torch.randn(8, 8).double()
+    for _ in range(2):  # from the third batch on, a share is neither one nor a half
+        model(torch.randn(8, 8).double())
+    found = _verified(model, (x,))
+    assert found.worst[1] < 1e-9
+    assert set(found.buffers) == {name for name, _ in model.named_buffers()}
+
+
+class Said(nn.Module):
+    """A function of what a layer makes."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.function = nn.Linear(8, 4), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.inner(x)).square().mean()
+
+
+def test_correlations() -> None:
+    torch.manual_seed(0)
+    model = Said(lambda h: torch.corrcoef(h.t()) + h.t().corrcoef() ** 2).double()
+    assert _verified(model, (torch.randn(8, 8).double(),)).worst[1] < 1e-9
+
+
+def test_normal_numbers_of_a_size() -> None:
+    torch.manual_seed(0)
+    given = (torch.randn(8, 8).double(),)
+    model = Said(lambda h: h + torch.normal(2.0, 0.5, h.shape).to(h.dtype)).double()
+    assert _verified(model, given).worst[1] < 1e-9
+    large = Said(lambda h: h * 0 + torch.normal(mean=3.0, std=0.5, size=(8, 4096)).mean()).double()
+    traced = trace(large, given)
+    found = _replay(traced, whole_inputs(traced, large, given, 0))
+    assert abs(float(found["output", "0"]) - 9.0) < 0.1  # the square of the mean
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (lambda h: h * torch.rand(4, generator=torch.Generator()), "generator of its own"),
+        (lambda h: h * float(h.detach().numpy().max()), "outside the model, and pass the result"),
+        (lambda h: torch.heaviside(h, h.new_zeros(())), "backward of Said.*\n.*heaviside"),
+    ],
+)
+def test_what_cannot_be_said_is_refused_with_what_to_do(function: Any, text: str) -> None:
+    with pytest.raises(TraceError, match=text):
+        trace(Said(function), (torch.randn(8, 8),))

@@ -293,6 +293,12 @@ def _described(value: object) -> str:
     return f"the number {value}, which depends on values"
 
 
+_NUMPY = (
+    "NumPy and what is built on it see no values while a model is traced, and no gradients pass. "
+    "Compute it with torch, or outside the model, and pass the result in as an input."
+)
+
+
 def explain_failure(model: nn.Module, error: BaseException, lines: Mapping[str, str]) -> str:
     """What failed, in which line of the user's code, and what to change."""
     text = str(error)
@@ -302,6 +308,8 @@ def explain_failure(model: nn.Module, error: BaseException, lines: Mapping[str, 
         return f"cannot trace {lines['vmap']}\n  {first}\n  {_VMAP}"
     if _DATA_DEPENDENT.search(text) or _DATA_DEPENDENT.search(type(error).__name__):
         remedy = _REMEDY
+    elif ".numpy() is not supported" in text:
+        remedy = _NUMPY
     else:
         remedy = "torch.export cannot capture this forward; its message is above in the chain."
     return f"cannot trace {type(model).__name__} at {where}\n  {first}\n  {remedy}"

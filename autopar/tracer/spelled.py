@@ -5,7 +5,10 @@
 - ``bincount(x, minlength=n)`` has as many bins as the largest value asks for; here it has n, and a
   value beyond them is an error when it runs.
 - ``ctc_loss`` makes a tensor whose shape depends on the longest target, for its own backward.
-- ``cov`` compares weights that it was not given.
+- ``cov`` and ``corrcoef`` compare weights that they were not given.
+- ``normal`` with numbers and a size is ``randn``, scaled.
+- A batch norm without a momentum, whose running mean is that of all batches, makes a Python number
+  of how many there were.
 - ``fill_diagonal_`` writes through strides; a mask says where.
 - ``inference_mode`` is ``no_grad``, which export keeps.
 - Layers of ``nn.Transformer`` look into a mask for whether it is causal, which is a hint alone:
@@ -38,6 +41,7 @@ __all__ = ["Spelled"]
 
 _PICKING = (torch.masked_select, torch.Tensor.masked_select, torch.Tensor.__getitem__)
 _DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+_BATCH_NORM = nn.modules.batchnorm._BatchNorm.forward
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _FREEZING = (
     torch.Tensor.requires_grad_,
@@ -86,6 +90,12 @@ class Spelled(TorchFunctionMode):
             return _bincount(func, *args, **kwargs)
         if func is torch.cov:
             return _cov(*args, **kwargs)
+        if func in (torch.corrcoef, torch.Tensor.corrcoef):
+            return _corrcoef(*args)
+        if kwargs.get("generator") is not None:
+            _refuse_generator(func)
+        if func is torch.normal and (len(args) == 3 or "size" in kwargs):
+            return _normal(*args, **kwargs)
         if func in (F.ctc_loss, torch.ctc_loss):
             return _ctc_loss(self._padded, *args, **kwargs)
         if func is torch.Tensor.fill_diagonal_:
@@ -136,6 +146,14 @@ class Spelled(TorchFunctionMode):
                 self.lines[each] = innermost_line(traceback.extract_stack())
 
 
+def _refuse_generator(func: Any) -> NoReturn:
+    raise TraceError(
+        f"cannot trace {innermost_line(traceback.extract_stack())}\n  "
+        f"{getattr(func, '__name__', func)} draws from a generator of its own, which ranks would "
+        "not share. Leave out generator=, or pass the drawn numbers in as an input."
+    )
+
+
 def _set_data(x: Tensor, value: Tensor) -> None:
     if x.shape != value.shape or x.dtype != value.dtype:
         raise TraceError(
@@ -184,8 +202,25 @@ def _leave_inference(mode: torch.inference_mode, *_error: object) -> None:
     torch._C._set_grad_enabled(mode.autopar_before)  # type: ignore[attr-defined]
 
 
+def _batch_norm(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
+    count, mean, var = module.num_batches_tracked, module.running_mean, module.running_var
+    counts = module.training and module.track_running_stats and module.momentum is None
+    if not counts or count is None or mean is None or var is None:
+        return _BATCH_NORM(module, x)
+    module._check_input_dim(x)
+    with torch.no_grad():
+        count.add_(1)
+        others = [dim for dim in range(x.dim()) if dim != 1]
+        now_var, now_mean = torch.var_mean(x.to(mean.dtype), others, correction=1)
+        share = 1.0 / count.to(mean.dtype)
+        mean.add_((now_mean - mean) * share)
+        var.add_((now_var - var) * share)
+    return F.batch_norm(x, None, None, module.weight, module.bias, True, 0.0, module.eps)
+
+
 # methods of torch's -> what is called instead
 _MODE: dict[tuple[Any, str], Callable[..., Any]] = {
+    (nn.modules.batchnorm._BatchNorm, "forward"): _batch_norm,
     (torch.inference_mode, "__enter__"): _enter_inference,
     (torch.inference_mode, "__exit__"): _leave_inference,
 }
@@ -234,6 +269,24 @@ def _cov(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     centred = x - x.mean(1, keepdim=True)
     divisor = max(0, x.shape[1] - kwargs.get("correction", 1))
     return centred @ centred.mH / divisor if divisor else torch.cov(x, **kwargs)
+
+
+def _corrcoef(x: Tensor) -> Tensor:
+    """Correlations of the rows of x (variables, observations)."""
+    covariance = _cov(x)
+    if covariance.dim() != 2:
+        return torch.corrcoef(x)
+    deviation = covariance.diagonal().real.sqrt()
+    found = covariance / deviation.unsqueeze(1) / deviation.unsqueeze(0)
+    if not found.is_complex():
+        return found.clamp(-1, 1)
+    return torch.complex(found.real.clamp(-1, 1), found.imag.clamp(-1, 1))
+
+
+def _normal(
+    mean: float, std: float, size: Any, *, generator: None = None, **options: Any
+) -> Tensor:
+    return torch.randn(size, **options) * std + mean
 
 
 def _ctc_loss(
