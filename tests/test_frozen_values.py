@@ -144,3 +144,53 @@ def test_a_parameter_that_is_replaced_is_refused_and_put_back() -> None:
     with pytest.raises(TraceError, match=r"parameter linear\.weight.*parametrize"):
         trace(model, (X,), training=True)
     assert model.linear.weight is weight
+
+
+class Swapping(nn.Module):
+    """Buffers that are replaced: a mean, a count, and two that change places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.Module()
+        self.norm.register_buffer("mean", torch.zeros(8).double())
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("one", torch.zeros(8).double())
+        self.register_buffer("two", torch.ones(8).double())
+        self.register_buffer("none", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        self.norm.mean = self.norm.mean * 0.9 + x.detach().mean(0) * 0.1
+        self.one, self.two = self.two, self.one
+        return (self.linear(x - self.norm.mean) * self.one / self.count).square().mean()
+
+
+@pytest.mark.parametrize("constraints", [{"data": 2}, {"tensor": {"mode": "1d", "size": 2}}])
+def test_a_buffer_that_is_replaced_is_updated(constraints: Any) -> None:
+    torch.manual_seed(0)
+    model, given = Swapping().double(), (torch.randn(8, 8).double(),)
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    plan = autopar.plan(model, cluster, given, constraints=constraints)
+    before = dict(model.named_buffers())
+    found = autopar.verify(plan, model, given)
+    assert found.worst[1] < 1e-9
+    assert set(found.buffers) == {"norm.mean", "count", "one", "two"} == set(before)
+
+
+class Growing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("queue", torch.zeros(4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.queue = torch.cat([self.queue, x.detach()])
+        return (self.linear(x) @ self.queue.t()).square().mean()
+
+
+def test_a_buffer_that_grows_is_named_and_put_back() -> None:
+    model = Growing()
+    (text,) = texts(model)
+    assert "buffer queue (shape (4, 8)" in text and "(8, 8)" in text
+    assert model.queue.shape == (4, 8)

@@ -3,9 +3,10 @@
     self.step += 1
     return loss * min(1.0, self.step / 1000)
 
-Numbers are constants of the traced graph, and so are Python's and NumPy's random numbers, and
-tensors that are no buffers. What the trace has changed is put back, so that another trace of the
-model finds what this one found.
+A buffer that is replaced, ``self.mean = 0.9 * self.mean + …``, is written to instead, which export
+keeps. Numbers are constants of the traced graph, and so are Python's and NumPy's random numbers,
+and tensors that are no buffers. What the trace has changed is put back, so that another trace of
+the model finds what this one found.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -53,6 +55,7 @@ def putting_back(model: nn.Module) -> Iterator[Frozen]:
     before = {name: dict(vars(module)) for name, module in modules.items()}
     inside = {name: _containers(module) for name, module in modules.items()}
     parameters = {name: dict(module._parameters) for name, module in modules.items()}
+    buffers = {name: dict(module._buffers) for name, module in modules.items()}
     drawn = _states()
     frozen = Frozen()
     try:
@@ -61,7 +64,9 @@ def putting_back(model: nn.Module) -> Iterator[Frozen]:
         for name, module in modules.items():
             _compare_containers(module, inside[name], name, frozen)
         frozen.told += _put_back(model, before, frozen)
+        new = _replaced_buffers(modules, buffers, frozen)
     _refuse_replaced(modules, parameters)
+    _write_buffers(new)
     frozen.told += (_of_drawn(n) for n, state in _states().items() if state != drawn.get(n, state))
 
 
@@ -113,6 +118,34 @@ def _compare_containers(
                 frozen.replaced.append((path, old))
 
 
+def _replaced_buffers(
+    modules: dict[str, nn.Module], before: dict[str, dict[str, Tensor | None]], frozen: Frozen
+) -> list[tuple[Tensor, Tensor]]:
+    """Put buffers back; each that was replaced by one of its shape and dtype, with that one."""
+    found = []
+    for name, module in modules.items():
+        for key, old in before[name].items():
+            new = module._buffers.get(key)
+            if new is old:
+                continue
+            module._buffers[key] = old
+            if old is None:  # made at the first step, as a mask of a size is
+                continue
+            if isinstance(new, Tensor) and (new.shape, new.dtype) == (old.shape, old.dtype):
+                found.append((old, new))
+            else:
+                frozen.told.append(_of_reshaped(f"{name}.{key}" if name else key, old, new))
+    return found
+
+
+def _write_buffers(replaced: list[tuple[Tensor, Tensor]]) -> None:
+    # copies first: two buffers may have changed places
+    with torch.no_grad():
+        values = [new.detach().clone() for _, new in replaced]
+        for (old, _), value in zip(replaced, values, strict=True):
+            old.copy_(value)
+
+
 def _refuse_replaced(
     modules: dict[str, nn.Module], before: dict[str, dict[str, nn.Parameter | None]]
 ) -> None:
@@ -161,6 +194,15 @@ def _of_changed(name: str, old: Any, new: Any) -> str:
         f"forward changes {name} ({old} to {new}), which a trace does not see: every step takes "
         "the value that it has now. Make it a buffer (register_buffer, and change it in place) for "
         "later steps to see it change"
+    )
+
+
+def _of_reshaped(name: str, old: Tensor, new: Any) -> str:
+    text = f"shape {tuple(new.shape)}, {new.dtype}" if isinstance(new, Tensor) else repr(new)
+    return (
+        f"forward replaces buffer {name} (shape {tuple(old.shape)}, {old.dtype}) by another "
+        f"({text}), and a program's tensors keep their sizes: every step begins with the one that "
+        "is there now. Write to the buffer, or give the new tensor another name"
     )
 
 

@@ -262,6 +262,7 @@ class _JointTrace:
                 f"cannot trace the backward of {type(self.model).__name__}\n  {error}\n  "
                 "Call backward on the loss of the plain model to see whether it has one."
             ) from error
+        self.calls.check_backward()
         kept = [
             (s.target, g) for (s, _), g in zip(trainable, gradients, strict=True) if g is not None
         ]
