@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
@@ -19,6 +20,7 @@ import autopar
 from autopar.core.constraints import Constraints, assign_mesh
 from autopar.core.plan import Plan
 from autopar.runtime.same_batch import check_same_batch
+from autopar.tracer.diagnose import is_outside
 from tests import handwritten as hw
 from tests.dist import RankError, run_ranks, try_ranks
 
@@ -642,3 +644,8 @@ def unset_and_wrong_mode(rank: int) -> None:
 def test_wrong_use_of_a_parallel_module() -> None:
     (outcome,) = try_ranks(unset_and_wrong_mode, 1)
     assert outcome is None, outcome
+
+
+def test_a_line_of_python_itself_is_not_the_users() -> None:
+    assert not is_outside(functools.__file__) and not is_outside(json.__file__)
+    assert is_outside(pytest.__file__) and is_outside(__file__)

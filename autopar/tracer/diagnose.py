@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ __all__ = [
 
 _TORCH_DIR = str(Path(torch.__file__).parent)
 _OWN_DIR = str(Path(__file__).parent.parent)
+_PYTHON_DIR = sysconfig.get_path("stdlib")
 
 _DATA_DEPENDENT = re.compile(
     r"data.dependent|Could not guard|GuardOnDataDependent|_local_scalar_dense|"
@@ -82,8 +84,11 @@ def innermost_line(frames: traceback.StackSummary) -> str:
 
 
 def is_outside(filename: str) -> bool:
-    """True for a file that is not of torch or autopar."""
-    return not filename.startswith((_TORCH_DIR, _OWN_DIR, "<"))
+    """True for a file that is not of torch, autopar or Python itself."""
+    if filename.startswith((_TORCH_DIR, _OWN_DIR, "<")):
+        return False
+    # installed packages may stand in a folder of Python's own
+    return not filename.startswith(_PYTHON_DIR) or "-packages" in filename
 
 
 _FRAME = re.compile(
