@@ -327,3 +327,31 @@ def test_training_on_gloo(name: str, size: int) -> None:
     held = run_ranks(trained, size, name, pipeline, timeout=300)
     together = [path for paths in held for path in paths]
     assert len(together) == len(set(together)) == sum(1 for _ in BUILDERS[name]()[0].parameters())
+
+
+class _Watched(nn.Module):
+    """Beside the loss, the error of a frozen copy of the net is returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(OrderedDict((n, _Residual()) for n in ("first", "then", "last")))
+        self.average = copy.deepcopy(self.net).requires_grad_(False)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        loss = (self.net(x) - y).square().mean()
+        return {"loss": loss, "watched": (self.average(x) - y).abs().mean()}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_only_another_output_needs_is_no_block(size: int) -> None:
+    torch.manual_seed(0)
+    model = _Watched().double()
+    inputs = (torch.randn(8, 16).double(), torch.randn(8, 16).double())
+    names = Cells(trace(model, inputs)).names
+    assert len(names) > 2 and all(name.startswith("net.") for name in names)
+    cluster = Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    pinned = {"pipeline": {"size": size, "microbatches": 2}}
+    plan = autopar.plan(model, cluster, inputs, constraints=pinned)
+    assert plan.pipeline is not None and len(plan.pipeline.cuts) == size - 1
+    found = verify(plan, model, inputs)
+    assert found.worst[1] < 1e-9 and len(found.gradients) == 18

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.core.constraints import Constraints, assign_mesh
 from autopar.core.placement import Shard
+from autopar.tracer.diagnose import is_outside
 from tests import handwritten as hw
 from tests.dist import run_ranks, try_ranks
 
@@ -226,3 +229,8 @@ def test_modules_plans_and_numbers_of_another_kind(tmp_path: Path) -> None:
 def test_wrong_use_of_a_parallel_module() -> None:
     (outcome,) = try_ranks(unset_and_wrong_mode, 1)
     assert outcome is None, outcome
+
+
+def test_a_line_of_python_itself_is_not_the_users() -> None:
+    assert not is_outside(functools.__file__) and not is_outside(json.__file__)
+    assert is_outside(pytest.__file__) and is_outside(__file__)

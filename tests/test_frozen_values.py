@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.errors import TraceError
 from autopar.tracer.trace import trace
 
 X = torch.randn(4, 8)
@@ -82,3 +83,114 @@ def test_random_numbers_of_others_are_named(draw: Any, word: str) -> None:
 def test_nothing_is_said_of_other_models() -> None:
     assert not texts(Drawing(lambda: 2.0))
     assert not texts(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.1)))
+
+
+class Averaging(nn.Module):
+    """Takes off a running mean that is kept in an attribute, a list or a buffer."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.linear, self.kept = nn.Linear(8, 8), kept
+        self.mean = torch.ones(8)
+        self.seen = [torch.ones(8)]
+        self.count = [0]
+        self.register_buffer("buffer", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        now = x.detach().mean(0)
+        if self.kept == "attribute":
+            self.mean = mean = self.mean * 0.9 + now * 0.1
+        elif self.kept == "list":
+            self.seen.append(now)
+            mean = torch.stack(self.seen).mean(0)
+        elif self.kept == "count":
+            self.count[0] += 1
+            mean = now / self.count[0]
+        elif self.kept == "stashed":
+            self.mean = mean = now  # what was there is not read
+        else:
+            self.buffer = mean = self.buffer * 0.9 + now * 0.1
+        return (self.linear(x) - mean).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("kept", "name"), [("attribute", "reads mean "), ("list", "reads seen "), ("count", "count[0]")]
+)
+def test_a_value_kept_between_steps_is_named_and_put_back(kept: str, name: str) -> None:
+    model = Averaging(kept)
+    (text,) = texts(model)
+    assert name in text and "register_buffer" in text
+    assert torch.equal(model.mean, torch.ones(8)) and len(model.seen) == 1 and model.count == [0]
+
+
+@pytest.mark.parametrize("kept", ["stashed", "buffer"])
+def test_a_buffer_and_a_value_that_nothing_reads_are_fine(kept: str) -> None:
+    assert texts(Averaging(kept)) == []
+
+
+class Replacing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear.weight = nn.Parameter(self.linear.weight * 0.9)
+        return self.linear(x).square().mean()
+
+
+def test_a_parameter_that_is_replaced_is_refused_and_put_back() -> None:
+    model = Replacing()
+    weight = model.linear.weight
+    with pytest.raises(TraceError, match=r"parameter linear\.weight.*parametrize"):
+        trace(model, (X,), training=True)
+    assert model.linear.weight is weight
+
+
+class Swapping(nn.Module):
+    """Buffers that are replaced: a mean, a count, and two that change places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.Module()
+        self.norm.register_buffer("mean", torch.zeros(8).double())
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("one", torch.zeros(8).double())
+        self.register_buffer("two", torch.ones(8).double())
+        self.register_buffer("none", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        self.norm.mean = self.norm.mean * 0.9 + x.detach().mean(0) * 0.1
+        self.one, self.two = self.two, self.one
+        return (self.linear(x - self.norm.mean) * self.one / self.count).square().mean()
+
+
+@pytest.mark.parametrize("constraints", [{"data": 2}, {"tensor": {"mode": "1d", "size": 2}}])
+def test_a_buffer_that_is_replaced_is_updated(constraints: Any) -> None:
+    torch.manual_seed(0)
+    model, given = Swapping().double(), (torch.randn(8, 8).double(),)
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    plan = autopar.plan(model, cluster, given, constraints=constraints)
+    before = dict(model.named_buffers())
+    found = autopar.verify(plan, model, given)
+    assert found.worst[1] < 1e-9
+    assert set(found.buffers) == {"norm.mean", "count", "one", "two"} == set(before)
+
+
+class Growing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("queue", torch.zeros(4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.queue = torch.cat([self.queue, x.detach()])
+        return (self.linear(x) @ self.queue.t()).square().mean()
+
+
+def test_a_buffer_that_grows_is_named_and_put_back() -> None:
+    model = Growing()
+    (text,) = texts(model)
+    assert "buffer queue (shape (4, 8)" in text and "(8, 8)" in text
+    assert model.queue.shape == (4, 8)

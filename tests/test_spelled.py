@@ -13,6 +13,8 @@ from torch.nn import functional as F
 import autopar
 from autopar._compat import leaving_transforms
 from autopar.errors import TraceError
+from autopar.tracer.trace import trace
+from autopar.verification import _replay, whole_inputs
 
 
 def _verified(model: nn.Module, inputs: Any) -> autopar.Verification:
@@ -324,3 +326,143 @@ def test_packed_sequences_are_refused_with_what_to_do_instead(given: bool) -> No
     with pytest.raises(TraceError, match="the padded batch") as caught:
         autopar.plan(Packed(given), autopar.Cluster.from_profile("cpu-gloo"), (x,))
     assert ("input 0 is packed" if given else "test_spelled.py") in str(caught.value)
+
+
+class Averaged(nn.Module):
+    """A teacher whose weights, or a running mean, are written by way of `.data`."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.student, self.what = nn.Linear(8, 8), what
+        self.teacher = nn.Linear(8, 8).requires_grad_(False)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what == "parameter":
+            self.teacher.weight.data = self.teacher.weight.data * 0.9 + self.student.weight * 0.1
+        elif self.what == "shape":
+            self.mean.data = x
+        else:
+            self.mean.data = self.mean.data * 0.9 + x.detach().mean(0) * 0.1
+        return (self.student(x) - self.teacher(x - self.mean)).square().mean()
+
+
+def test_a_buffer_that_is_written_by_its_data() -> None:
+    torch.manual_seed(0)
+    found = _verified(Averaged("buffer").double(), (torch.randn(8, 8).double(),))
+    assert found.worst[1] < 1e-9 and "mean" in found.buffers
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [("parameter", r"changes its parameter teacher\.weight"), ("shape", r"\(8,\).*\(4, 8\)")],
+)
+def test_data_that_cannot_be_written_is_refused(what: str, text: str) -> None:
+    with pytest.raises(TraceError, match=text):
+        trace(Averaged(what), (torch.randn(4, 8),))
+
+
+class Taught(nn.Module):
+    """A part that does not train while it is looked at."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.student, self.teacher = (nn.Linear(8, 8) for _ in range(3))
+        self.how = how
+
+    @torch.inference_mode()
+    def looked_up(self, x: Tensor) -> Tensor:
+        assert not torch.is_grad_enabled()
+        with torch.inference_mode(mode=False):
+            assert torch.is_grad_enabled()
+        assert not torch.is_grad_enabled()
+        return self.teacher(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if self.how == "inference":
+            target = self.looked_up(h).clone()
+        elif self.how == "frozen":
+            self.teacher.requires_grad_(False)
+            target = self.teacher(h)
+        else:
+            self.teacher.weight.requires_grad = False
+            target = self.teacher(h)
+        return (self.student(h) - target).square().mean()
+
+
+def test_what_runs_in_inference_mode_gets_no_gradient() -> None:
+    torch.manual_seed(0)
+    found = _verified(Taught("inference").double(), (torch.randn(8, 8).double(),))
+    assert found.worst[1] < 1e-9
+    assert set(found.gradients) == {
+        f"{module}.{name}" for module in ("first", "student") for name in ("weight", "bias")
+    }
+
+
+@pytest.mark.parametrize("how", ["frozen", "assigned"])
+def test_a_parameter_that_the_forward_freezes_is_refused(how: str) -> None:
+    with pytest.raises(TraceError, match=r"requires_grad.*Set it before"):
+        trace(Taught(how), (torch.randn(4, 8),))
+
+
+class Counted(nn.Module):
+    """A norm whose running statistics are those of all batches so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.inner(x)).pow(3).mean()
+
+
+def test_a_batch_norm_without_momentum() -> None:
+    torch.manual_seed(0)
+    model, x = Counted().double(), torch.randn(8, 8).double()
+    for _ in range(2):  # from the third batch on, a share is neither one nor a half
+        model(torch.randn(8, 8).double())
+    found = _verified(model, (x,))
+    assert found.worst[1] < 1e-9
+    assert set(found.buffers) == {name for name, _ in model.named_buffers()}
+
+
+class Said(nn.Module):
+    """A function of what a layer makes."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.function = nn.Linear(8, 4), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.inner(x)).square().mean()
+
+
+def test_correlations() -> None:
+    torch.manual_seed(0)
+    model = Said(lambda h: torch.corrcoef(h.t()) + h.t().corrcoef() ** 2).double()
+    assert _verified(model, (torch.randn(8, 8).double(),)).worst[1] < 1e-9
+
+
+def test_normal_numbers_of_a_size() -> None:
+    torch.manual_seed(0)
+    given = (torch.randn(8, 8).double(),)
+    model = Said(lambda h: h + torch.normal(2.0, 0.5, h.shape).to(h.dtype)).double()
+    assert _verified(model, given).worst[1] < 1e-9
+    large = Said(lambda h: h * 0 + torch.normal(mean=3.0, std=0.5, size=(8, 4096)).mean()).double()
+    traced = trace(large, given)
+    found = _replay(traced, whole_inputs(traced, large, given, 0))
+    assert abs(float(found["output", "0"]) - 9.0) < 0.1  # the square of the mean
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (lambda h: h * torch.rand(4, generator=torch.Generator()), "generator of its own"),
+        (lambda h: h * float(h.detach().numpy().max()), "outside the model, and pass the result"),
+        (lambda h: torch.heaviside(h, h.new_zeros(())), "backward of Said.*\n.*heaviside"),
+    ],
+)
+def test_what_cannot_be_said_is_refused_with_what_to_do(function: Any, text: str) -> None:
+    with pytest.raises(TraceError, match=text):
+        trace(Said(function), (torch.randn(8, 8),))

@@ -15,7 +15,7 @@ that is called twice, are never cells.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from functools import cached_property
 from typing import TypeVar
 
@@ -36,7 +36,30 @@ _ALIKE = 0.5  # of the ops of the largest child of a list, the least that anothe
 
 def block_order(traced: TracedModel) -> list[Block]:
     """Blocks in the order in which their forward begins."""
-    return _in_order(traced, Blocks(traced).members)
+    return _in_order(traced, Blocks(traced).members, _kept(traced))
+
+
+def _kept(traced: TracedModel) -> set[fx.Node]:
+    """What a step in microbatches runs: it returns the loss alone, and a forward all outputs."""
+    nodes = traced.nodes()
+    stack = [
+        nodes[spec.node]
+        for spec in traced.outputs
+        if spec.node is not None
+        and (
+            spec.kind != "output"
+            or not traced.training
+            or traced.loss_index is None
+            or spec.target == str(traced.loss_index)
+        )
+    ]
+    found = set(stack)
+    while stack:
+        for operand in stack.pop().all_input_nodes:
+            if operand not in found:
+                found.add(operand)
+                stack.append(operand)
+    return found
 
 
 class Cells:
@@ -50,10 +73,11 @@ class Cells:
 
     def __init__(self, traced: TracedModel) -> None:
         self.traced = traced
+        self._kept = _kept(traced)
         self._owners: dict[str, str | None] = {}
         self._find()
         self.members = members_by(traced, self.of_module)
-        self.names = _in_order(traced, self.members)
+        self.names = _in_order(traced, self.members, self._kept)
         self.place = {n.name: cell for cell, nodes in self.members.items() for n in nodes}
 
     def of_module(self, path: str) -> str | None:
@@ -87,7 +111,7 @@ class Cells:
 
     @cached_property
     def _line(self) -> _Line:
-        return _Line(self.traced)
+        return _Line(self.traced, self._kept)
 
     @cached_property
     def _beginnings(self) -> dict[str, str]:
@@ -143,12 +167,13 @@ class _Line:
         first: position of the first op of each module and of those that hold it.
     """
 
-    def __init__(self, traced: TracedModel) -> None:
+    def __init__(self, traced: TracedModel, kept: Collection[fx.Node]) -> None:
         moving = dependents(traced, "parameter") & dependents(traced, "input", "seed")
         self.nodes = [
             n
             for n in traced.graph.nodes
             if n.op == "call_function"
+            and n in kept
             and n.name in moving
             and node_info(traced, producer(n)).phase == "forward"
         ]
@@ -276,7 +301,9 @@ def _prefixes(path: str) -> list[str]:
     return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
 
 
-def _in_order(traced: TracedModel, members: dict[Owner, list[fx.Node]]) -> list[Owner]:
+def _in_order(
+    traced: TracedModel, members: dict[Owner, list[fx.Node]], kept: Collection[fx.Node]
+) -> list[Owner]:
     """Those in which forward ops run at each turn, in the order of the first of them.
 
     What no input reaches runs once a step: a network that makes a filter is no block.
@@ -289,6 +316,7 @@ def _in_order(traced: TracedModel, members: dict[Owner, list[fx.Node]]) -> list[
             position[n]
             for n in nodes
             if n.op == "call_function"
+            and n in kept
             and node_info(traced, n).phase == "forward"
             and n.name in fed
             and n.name not in traced.hoisted

@@ -25,7 +25,7 @@ from autopar.tracer.diagnose import (
     refuse_packed,
     refuse_vmap,
 )
-from autopar.tracer.frozen_values import putting_back, warn_of_frozen
+from autopar.tracer.frozen_values import Frozen, putting_back, warn_of_frozen
 from autopar.tracer.no_grad import mark_no_grad, restore_lines
 from autopar.tracer.picked_places import say_picked
 from autopar.tracer.precision import call_in
@@ -58,11 +58,12 @@ class Notes:
 
     out_spec: Any = None
     dropped: Sequence[str] = ()
-    frozen: Sequence[str] = ()
+    frozen: Frozen
     numbers: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         self.lines: dict[str, str] = {}
+        self.frozen = Frozen()
 
 
 class Capture(nn.Module):
@@ -161,7 +162,7 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
         text = refused or explain_failure(capture.wrapped, error, lines)
         raise TraceError(text) from error
     warn_of(checks, answers.some)
-    warn_of_frozen(capture.notes.frozen)
+    warn_of_frozen(capture.notes.frozen, exported.constants.values())
     return exported
 
 

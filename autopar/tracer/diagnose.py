@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ __all__ = [
 
 _TORCH_DIR = str(Path(torch.__file__).parent)
 _OWN_DIR = str(Path(__file__).parent.parent)
+_PYTHON_DIR = sysconfig.get_path("stdlib")
 
 _DATA_DEPENDENT = re.compile(
     r"data.dependent|Could not guard|GuardOnDataDependent|_local_scalar_dense|"
@@ -82,8 +84,11 @@ def innermost_line(frames: traceback.StackSummary) -> str:
 
 
 def is_outside(filename: str) -> bool:
-    """True for a file that is not of torch or autopar."""
-    return not filename.startswith((_TORCH_DIR, _OWN_DIR, "<"))
+    """True for a file that is not of torch, autopar or Python itself."""
+    if filename.startswith((_TORCH_DIR, _OWN_DIR, "<")):
+        return False
+    # installed packages may stand in a folder of Python's own
+    return not filename.startswith(_PYTHON_DIR) or "-packages" in filename
 
 
 _FRAME = re.compile(
@@ -309,6 +314,12 @@ def _described(value: object) -> str:
     return f"the number {value}, which depends on values"
 
 
+_NUMPY = (
+    "NumPy and what is built on it see no values while a model is traced, and no gradients pass. "
+    "Compute it with torch, or outside the model, and pass the result in as an input."
+)
+
+
 def explain_failure(model: nn.Module, error: BaseException, lines: Mapping[str, str]) -> str:
     """What failed, in which line of the user's code, and what to change."""
     text = str(error)
@@ -318,6 +329,8 @@ def explain_failure(model: nn.Module, error: BaseException, lines: Mapping[str, 
         return f"cannot trace {lines['vmap']}\n  {first}\n  {_VMAP}"
     if _DATA_DEPENDENT.search(text) or _DATA_DEPENDENT.search(type(error).__name__):
         remedy = _REMEDY
+    elif ".numpy() is not supported" in text:
+        remedy = _NUMPY
     else:
         remedy = "torch.export cannot capture this forward; its message is above in the chain."
     return f"cannot trace {type(model).__name__} at {where}\n  {first}\n  {remedy}"

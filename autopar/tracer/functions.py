@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.node import has_side_effect
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -25,6 +26,7 @@ __all__ = ["FunctionCalls", "custom_function"]
 _library = torch.library.Library("autopar", "FRAGMENT")
 _library.define("custom_function(Tensor[] tensors, int call) -> Tensor[]")
 custom_function = torch.ops.autopar.custom_function.default
+has_side_effect(custom_function)  # it may write to what it was given, and nothing read its result
 
 
 @dataclass(slots=True)
@@ -62,6 +64,8 @@ class FunctionCalls:
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
+        # what each replayed call was given from outside of the graph, with its version
+        self.given: list[tuple[_Call, Tensor, int]] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -98,8 +102,39 @@ class FunctionCalls:
             _calls.reset(token)
 
     def run(self, tensors: list[Tensor], call: int) -> list[Tensor]:
-        """Make a recorded call."""
-        return self.calls[call].run(tensors)
+        """Make a recorded call.
+
+        Raises:
+            TraceError: it writes to a tensor that is no result of an op.
+        """
+        made = self.calls[call]
+        leaves = [(made, x, x._version) for x in tensors if x.is_leaf]
+        results = made.run(tensors)
+        _refuse_writes(leaves, "forward")
+        self.given += leaves
+        return results
+
+    def check_backward(self) -> None:
+        """Once the backward has run.
+
+        Raises:
+            TraceError: that of a call has written to a tensor that the call was given.
+        """
+        _refuse_writes(self.given, "backward")
+
+
+def _refuse_writes(given: list[tuple[_Call, Tensor, int]], phase: str) -> None:
+    for call, tensor, version in given:
+        if tensor._version != version:
+            function = call.function.__self__.__qualname__
+            remedy = {
+                "forward": "Return the new value, and write it to the buffer where it is called.",
+                "backward": "Keep what a backward measures outside the model, or leave it out.",
+            }
+            raise TraceError(
+                f"the {phase} of the autograd function {function} writes to a tensor of shape "
+                f"{tuple(tensor.shape)} that it was given, which would be lost. {remedy[phase]}"
+            )
 
 
 @torch.library.register_fake("autopar::custom_function", lib=_library)

@@ -1,11 +1,16 @@
 """Replaces calls that `torch.export` cannot capture by ones that it can, while a forward runs.
 
-- ``x.data`` is ``x.detach()``: the same memory without a gradient.
+- ``x.data`` is ``x.detach()``: the same memory without a gradient; ``x.data = y`` writes y there,
+  which is then noticed as any other write.
 - ``bincount(x, minlength=n)`` has as many bins as the largest value asks for; here it has n, and a
   value beyond them is an error when it runs.
 - ``ctc_loss`` makes a tensor whose shape depends on the longest target, for its own backward.
-- ``cov`` compares weights that it was not given.
+- ``cov`` and ``corrcoef`` compare weights that they were not given.
+- ``normal`` with numbers and a size is ``randn``, scaled.
+- A batch norm without a momentum, whose running mean is that of all batches, makes a Python number
+  of how many there were.
 - ``fill_diagonal_`` writes through strides; a mask says where.
+- ``inference_mode`` is ``no_grad``, which export keeps.
 - Layers of ``nn.Transformer`` look into a mask for whether it is causal, which is a hint alone:
   the mask holds without it, and one that depends on no input is looked at later (`masks`).
 
@@ -22,7 +27,7 @@ from itertools import groupby
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -36,7 +41,13 @@ __all__ = ["Spelled"]
 
 _PICKING = (torch.masked_select, torch.Tensor.masked_select, torch.Tensor.__getitem__)
 _DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+_BATCH_NORM = nn.modules.batchnorm._BatchNorm.forward
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_FREEZING = (
+    torch.Tensor.requires_grad_,
+    torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+)
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Spelled(TorchFunctionMode):
@@ -55,9 +66,11 @@ class Spelled(TorchFunctionMode):
         self.picked: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def __enter__(self) -> Any:
-        self.originals = [(*place, getattr(*place)) for place in _INNER]
+        self.originals = [(*place, getattr(*place)) for place in (*_INNER, *_MODE)]
         for owner, name, original in self.originals:
-            setattr(owner, name, partial(_INNER[owner, name], self.lines, original))
+            inner = _INNER.get((owner, name))
+            new = _MODE[owner, name] if inner is None else partial(inner, self.lines, original)
+            setattr(owner, name, new)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -71,14 +84,24 @@ class Spelled(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == _DATA:
             return args[0].detach()
+        if func == _SET_DATA:
+            return _set_data(*args)
         if func in (torch.bincount, torch.Tensor.bincount):
             return _bincount(func, *args, **kwargs)
         if func is torch.cov:
             return _cov(*args, **kwargs)
+        if func in (torch.corrcoef, torch.Tensor.corrcoef):
+            return _corrcoef(*args)
+        if kwargs.get("generator") is not None:
+            _refuse_generator(func)
+        if func is torch.normal and (len(args) == 3 or "size" in kwargs):
+            return _normal(*args, **kwargs)
         if func in (F.ctc_loss, torch.ctc_loss):
             return _ctc_loss(self._padded, *args, **kwargs)
         if func is torch.Tensor.fill_diagonal_:
             return _fill_diagonal(*args, **kwargs)
+        if func in _FREEZING and isinstance(args[0], nn.Parameter):
+            _refuse_freezing(*args, **kwargs)
         if func in _DERIVATIVES:
             _refuse_derivative()
         if getattr(func, "__name__", "") == "_pack_padded_sequence":
@@ -123,6 +146,25 @@ class Spelled(TorchFunctionMode):
                 self.lines[each] = innermost_line(traceback.extract_stack())
 
 
+def _refuse_generator(func: Any) -> NoReturn:
+    raise TraceError(
+        f"cannot trace {innermost_line(traceback.extract_stack())}\n  "
+        f"{getattr(func, '__name__', func)} draws from a generator of its own, which ranks would "
+        "not share. Leave out generator=, or pass the drawn numbers in as an input."
+    )
+
+
+def _set_data(x: Tensor, value: Tensor) -> None:
+    if x.shape != value.shape or x.dtype != value.dtype:
+        raise TraceError(
+            f"cannot trace {innermost_line(traceback.extract_stack())}\n  .data of a tensor of "
+            f"shape {tuple(x.shape)} and {x.dtype} becomes one of shape {tuple(value.shape)} and "
+            f"{value.dtype}, and a program's tensors keep their sizes. Give the new one a name of "
+            "its own, or replace it between steps."
+        )
+    x.detach().copy_(value)
+
+
 def _noted_vmap(lines: dict[str, str], original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
     lines.setdefault("vmap", innermost_line(traceback.extract_stack()))
     return original(*args, **kw)
@@ -140,6 +182,48 @@ def _refuse_derivative(*_args: Any, **_options: Any) -> NoReturn:
     )
 
 
+def _refuse_freezing(parameter: nn.Parameter, value: bool = True, **kwargs: Any) -> None:
+    wanted = kwargs.get("requires_grad", value)
+    if wanted != parameter.requires_grad:
+        raise TraceError(
+            f"cannot trace {innermost_line(traceback.extract_stack())}\n  requires_grad of a "
+            f"parameter of shape {tuple(parameter.shape)} becomes {wanted} in the forward, and a "
+            "plan is for parameters that train throughout. Set it before the model is planned, or "
+            "use parameter.detach() in the forward."
+        )
+
+
+def _enter_inference(mode: torch.inference_mode) -> None:
+    mode.autopar_before = torch.is_grad_enabled()  # type: ignore[attr-defined]
+    torch._C._set_grad_enabled(not mode.mode)
+
+
+def _leave_inference(mode: torch.inference_mode, *_error: object) -> None:
+    torch._C._set_grad_enabled(mode.autopar_before)  # type: ignore[attr-defined]
+
+
+def _batch_norm(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
+    count, mean, var = module.num_batches_tracked, module.running_mean, module.running_var
+    counts = module.training and module.track_running_stats and module.momentum is None
+    if not counts or count is None or mean is None or var is None:
+        return _BATCH_NORM(module, x)
+    module._check_input_dim(x)
+    with torch.no_grad():
+        count.add_(1)
+        others = [dim for dim in range(x.dim()) if dim != 1]
+        now_var, now_mean = torch.var_mean(x.to(mean.dtype), others, correction=1)
+        share = 1.0 / count.to(mean.dtype)
+        mean.add_((now_mean - mean) * share)
+        var.add_((now_var - var) * share)
+    return F.batch_norm(x, None, None, module.weight, module.bias, True, 0.0, module.eps)
+
+
+# methods of torch's -> what is called instead
+_MODE: dict[tuple[Any, str], Callable[..., Any]] = {
+    (nn.modules.batchnorm._BatchNorm, "forward"): _batch_norm,
+    (torch.inference_mode, "__enter__"): _enter_inference,
+    (torch.inference_mode, "__exit__"): _leave_inference,
+}
 # torch's functions that are called by their place -> what is called instead
 _INNER: dict[tuple[Any, str], Callable[..., Any]] = {
     (torch._functorch.apis, "vmap_impl"): _noted_vmap,
@@ -185,6 +269,24 @@ def _cov(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     centred = x - x.mean(1, keepdim=True)
     divisor = max(0, x.shape[1] - kwargs.get("correction", 1))
     return centred @ centred.mH / divisor if divisor else torch.cov(x, **kwargs)
+
+
+def _corrcoef(x: Tensor) -> Tensor:
+    """Correlations of the rows of x (variables, observations)."""
+    covariance = _cov(x)
+    if covariance.dim() != 2:
+        return torch.corrcoef(x)
+    deviation = covariance.diagonal().real.sqrt()
+    found = covariance / deviation.unsqueeze(1) / deviation.unsqueeze(0)
+    if not found.is_complex():
+        return found.clamp(-1, 1)
+    return torch.complex(found.real.clamp(-1, 1), found.imag.clamp(-1, 1))
+
+
+def _normal(
+    mean: float, std: float, size: Any, *, generator: None = None, **options: Any
+) -> Tensor:
+    return torch.randn(size, **options) * std + mean
 
 
 def _ctc_loss(

@@ -250,12 +250,19 @@ class _JointTrace:
             last_node().meta["autopar_tangent"] = index
             tangents.append(tangent)
         self._hook_backward(replay, [r for _, r in differentiable])
-        gradients = torch.autograd.grad(
-            [r for _, r in differentiable],
-            [p for _, p in trainable],
-            tangents,
-            allow_unused=True,
-        )
+        try:
+            gradients = torch.autograd.grad(
+                [r for _, r in differentiable],
+                [p for _, p in trainable],
+                tangents,
+                allow_unused=True,
+            )
+        except RuntimeError as error:
+            raise TraceError(
+                f"cannot trace the backward of {type(self.model).__name__}\n  {error}\n  "
+                "Call backward on the loss of the plain model to see whether it has one."
+            ) from error
+        self.calls.check_backward()
         kept = [
             (s.target, g) for (s, _), g in zip(trainable, gradients, strict=True) if g is not None
         ]
