@@ -70,7 +70,8 @@ class OnePiece:
 
         Args:
             limit: bytes per device.
-            exposed, below_s, doubts, proved_within: see `solver.solve_step`.
+            exposed, below_s, proved_within: see `solver.solve_step`.
+            doubts: asked before more sums are searched on a mesh.
 
         Raises:
             ConstraintError: the constraints cannot hold.
@@ -188,8 +189,8 @@ class OnePiece:
 
     def _hides_nothing(self) -> bool:
         """True where programs without a limit hide next to nothing of what was counted on."""
-        free = [plan for plan, _ in self.programs if plan.solver.exposed == EXPOSED]
-        hidden = [self._hidden(plan) for plan in free if _hoped_s(plan) > 0]
+        free = (p for p, _ in self.programs if p.memory_limit_bytes >= UNLIMITED)
+        hidden = [self._hidden(p) for p in free if p.solver.exposed == EXPOSED and _hoped_s(p) > 0]
         return bool(hidden) and max(hidden) < _NEXT_TO_NONE
 
     def _hidden(self, plan: Plan) -> float:

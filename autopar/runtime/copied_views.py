@@ -100,7 +100,7 @@ class _Copied(DTensor):
             twin = twins[id(part)][1]
             part._local_tensor, part._spec = twin._local_tensor, twin._spec
             part.write_back()
-        if isinstance(args[0], _Copied) and _is_view(func):
+        if args and isinstance(args[0], _Copied) and _is_view(func):
             _mark(found, args[0], _Show(func, args[1:], kwargs or {}))
         own = {id(twin): part for part, twin in twins.values()}
         return pytree.tree_map_only(DTensor, lambda value: own.get(id(value), value), found)
