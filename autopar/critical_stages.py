@@ -196,12 +196,17 @@ class CriticalStages:
         if self.pipeliner.automatic:
             self.pipeliner.order(plans, quick=True)
         time = self._time(plans)
-        shorter = time.step_s < self.time.step_s * (1 - _LEAST)
-        if shorter and self.pipeliner.holds(plans):
+        if self._shorter(time) and not self.pipeliner.holds(plans) and self.pipeliner.automatic:
+            self.pipeliner.order(plans)  # in one that holds less
+            time = self._time(plans)
+        if self._shorter(time) and self.pipeliner.holds(plans):
             self.aims, self.plans, self.time = dict(aims), plans, time
             return True
         self.pipeliner.orders = orders
         return False
+
+    def _shorter(self, time: RanksTime) -> bool:
+        return time.step_s < self.time.step_s * (1 - _LEAST)
 
     def _towards(self, stage: int, counts: Waits, share: float) -> dict[int, Aim]:
         """Aims with other weights of one stage, on the way to what the critical path counts."""
@@ -232,10 +237,8 @@ class CriticalStages:
             mixture = self.menus.mixture(self.plans, transfer_s)
             if mixture.step_s > self.time.step_s * (1 - _PROMISED):
                 return
-            if any(
-                self._regrouped(self.aims | aims, tried)
-                for aims in self.menus.better(self.plans, transfer_s, mixture)
-            ):
+            better = self.menus.better(self.plans, transfer_s)
+            if self._regrouped(self.aims | better, tried):
                 missed = 0
                 continue
             if not self._extended(mixture.waits):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +19,7 @@ from autopar.core.soonest import forwards_ahead, soonest
 from autopar.cost_model import Cluster
 from autopar.critical_stages import CriticalStages
 from autopar.solver.pipeline_shape import PipelineShape
-from autopar.solver.stage_mixture import best_mixture
-from autopar.solver.step_lp import Line
+from autopar.solver.stage_mixture import StageLoad, best_mixture
 from autopar.stage_planning import StagePlanner
 from autopar.step_limits import StepLimits
 from autopar.tracer.trace import trace
@@ -77,46 +78,69 @@ def test_memory_for_one_microbatch_makes_them_go_around_one_by_one() -> None:
 
 
 # --- mixtures ---------------------------------------------------------------------------------
-def options_of(rng: np.random.Generator, ranks: int) -> list[list[tuple[float, ...]]]:
+def options_of(rng: np.random.Generator, ranks: int, short: bool = False) -> list[list[StageLoad]]:
+    """Some plans of each stage; `short`: with memory for a few microbatches."""
+    counts = [int(rng.integers(1, 4)) for _ in range(ranks)]
     return [
-        [tuple(rng.uniform(0.2, 2.0, 5).tolist()) for _ in range(int(rng.integers(1, 4)))]
-        for _ in range(ranks)
+        [
+            StageLoad(load, *rng.uniform(0.2, 2.0, 2).tolist())
+            for load in random_loads(rng, ranks, short)[: min(count, ranks)]
+        ]
+        for count in counts
     ]
 
 
-def mixed(
-    options: list[list[tuple[float, ...]]], turns: int, hops: list[float]
-) -> tuple[list[list[tuple[float, ...]]], Line]:
-    """With seconds of a step, and what is known of the ranks."""
-    often = (1, turns, turns, turns, 1)
-    whole = [
-        [tuple(n * s for n, s in zip(often, plan, strict=True)) for plan in plans]
-        for plans in options
-    ]
-    ahead = most_ahead(len(options), turns)
-    return whole, Line(ranks=len(options), microbatches=turns, transfer_s=hops, ahead=ahead)
-
-
-def least_of(options: list[tuple[float, ...]], turns: int, hops: list[float]) -> float:
+def least_of(plans: Sequence[StageLoad], turns: int, hops: list[float]) -> float:
     """By the formulas, for a plan of each stage."""
-    loads = [RankLoad(forward_s=f, input_s=i, weight_s=w, begin_s=p) for p, f, i, w, _ in options]
-    ends = soonest(loads, turns, hops)
-    return max(end + plan[4] for end, plan in zip(ends, options, strict=True))
+    ends = soonest([plan.load for plan in plans], turns, hops)
+    done_s = max(end + plan.finish_s for end, plan in zip(ends, plans, strict=True))
+    return done_s + max(plan.update_s for plan in plans)
 
 
+@pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_a_mixture_is_no_slower_than_any_choice(seed: int) -> None:
+def test_a_mixture_is_no_slower_than_any_choice(seed: int, short: bool) -> None:
     rng = np.random.default_rng(seed)
     ranks, turns = int(rng.integers(1, 5)), int(rng.integers(1, 10))
-    options = options_of(rng, ranks)
+    options = options_of(rng, ranks, short)
     hops = rng.uniform(0.0, 0.3, ranks - 1).tolist()
-    found = best_mixture(*mixed(options, turns, hops))
-    every = [least_of(list(each), turns, hops) for each in itertools.product(*options)]
+    found = best_mixture(options, turns, hops)
+    every = [least_of(each, turns, hops) for each in itertools.product(*options)]
     assert found.step_s <= min(every) * (1 + 1e-9)
     # with one plan a stage there is nothing to mix
-    alone = [plans[:1] for plans in options]
-    first = best_mixture(*mixed(alone, turns, hops))
+    first = best_mixture([plans[:1] for plans in options], turns, hops)
     assert first.step_s == pytest.approx(every[0], rel=1e-9)
+
+
+@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_whole_plans_are_the_best_there_are(seed: int, short: bool) -> None:
+    rng = np.random.default_rng(seed)
+    ranks, turns = int(rng.integers(1, 5)), int(rng.integers(1, 10))
+    options = options_of(rng, ranks, short)
+    hops = rng.uniform(0.0, 0.3, ranks - 1).tolist()
+    found = best_mixture(options, turns, hops, whole=True)
+    least = {each: least_of(each, turns, hops) for each in itertools.product(*options)}
+    near_s = min(least.values()) + 1e-3 * max(sum(x[0].seconds(turns)) for x in options)
+    assert best_mixture(options, turns, hops).step_s <= found.step_s * (1 + 1e-9)
+    assert found.step_s <= near_s
+    if not short:  # else microbatches come around as soon as with any plans of the ranks behind
+        assert least[tuple(x[i] for x, i in zip(options, found.most, strict=True))] <= near_s
+
+
+PARTS = ("begin_s", "forward_s", "input_s", "weight_s", "finish_s")
+
+
+def shifted(options: list[list[StageLoad]], stage: int, part: int, by: float) -> list[Any]:
+    """With another number of seconds of a part of all plans of a stage."""
+    name, found = PARTS[part], [list(plans) for plans in options]
+    for k, plan in enumerate(options[stage]):
+        if name == "finish_s":
+            found[stage][k] = replace(plan, finish_s=plan.finish_s + by)
+        else:
+            seconds = {name: getattr(plan.load, name) + by}
+            found[stage][k] = replace(plan, load=replace(plan.load, **seconds))
+    return found
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -126,20 +150,16 @@ def test_waits_tell_what_a_second_adds_to_the_step(seed: int) -> None:
     ranks, turns = int(rng.integers(1, 5)), int(rng.integers(2, 10))
     options = options_of(rng, ranks)
     hops = [0.1] * (ranks - 1)
-    found = best_mixture(*mixed(options, turns, hops))
+    found = best_mixture(options, turns, hops)
     more = 1e-7
     for stage, part in itertools.product(range(ranks), range(5)):
-        longer = [list(plans) for plans in options]
-        longer[stage] = [
-            tuple(s + more * (k == part) for k, s in enumerate(plan)) for plan in longer[stage]
-        ]
         often = 1 if part in (0, 4) else turns
-        slope = (best_mixture(*mixed(longer, turns, hops)).step_s - found.step_s) / more / often
-        shorter = [list(plans) for plans in options]
-        shorter[stage] = [
-            tuple(s - more * (k == part) for k, s in enumerate(plan)) for plan in shorter[stage]
-        ]
-        before = (found.step_s - best_mixture(*mixed(shorter, turns, hops)).step_s) / more / often
+        longer_s, shorter_s = (
+            best_mixture(shifted(options, stage, part, by), turns, hops).step_s
+            for by in (more, -more)
+        )
+        slope = (longer_s - found.step_s) / more / often
+        before = (found.step_s - shorter_s) / more / often
         counted = found.waits[stage][part]
         assert before - 1e-4 <= counted <= slope + 1e-4, Waits._fields[part]
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from autopar.core.list_schedule import RankLoad, most_ahead
 
-__all__ = ["forwards_ahead", "soonest"]
+__all__ = ["forwards_ahead", "rounds_of", "soonest"]
 
 
 def _most_held(load: RankLoad, microbatches: int) -> int:
@@ -34,6 +34,11 @@ def forwards_ahead(loads: Sequence[RankLoad], microbatches: int) -> list[int]:
     """Forwards that each rank can begin ahead of its first gradient."""
     most = most_ahead(len(loads), microbatches)
     return [min(n, _most_held(load, microbatches)) for n, load in zip(most, loads, strict=True)]
+
+
+def rounds_of(load: RankLoad, microbatches: int) -> int:
+    """How often microbatches must have come back to a rank before it can begin the last ones."""
+    return 1 + (microbatches - 1) // _most_held(load, microbatches)
 
 
 def soonest(
@@ -56,7 +61,7 @@ def soonest(
     ends: list[float] = []
     ahead = forwards_ahead(loads, m)
     for r in range(last, -1, -1):
-        load, rounds = loads[r], 1 + (m - 1) // _most_held(loads[r], m)
+        load, rounds = loads[r], rounds_of(loads[r], m)
         left_s = (m - ahead[r]) * load.forward_s
         inputs_s = max(
             begun[r] + m * (load.forward_s + load.input_s),

@@ -1,9 +1,11 @@
-"""The LP of column generation for pipelines: the stages' plans that make a step short together.
+"""The plans of a pipeline's stages that make a step short together, whole or as mixtures.
 
-It is that of `step_lp.py`, with the seconds of the parts of a stage those of a mixture of its
-plans: what `core/soonest.py` says, where stages may be mixtures and memory has room. Dual values
-tell what a second of each part of a stage adds to the step: plans that are made for these are the
-ones to add (Dantzig and Wolfe 1960).
+The linear program is that of `step_lp.py`, with the seconds of the parts of a stage those of a
+mixture of its plans: what `core/soonest.py` says, where stages may be mixtures. A plan that holds
+much has fewer forwards ahead of the first gradient, and its rank waits for microbatches to come
+around. The dual values tell what a second of each part of a stage adds to the step: plans that are
+made for these are the ones to add (Dantzig and Wolfe 1960). Of whole plans, it is an integer
+program.
 """
 
 from __future__ import annotations
@@ -14,10 +16,36 @@ from dataclasses import dataclass
 import pulp
 
 from autopar.core.flights import Waits
+from autopar.core.list_schedule import RankLoad, most_ahead
+from autopar.core.soonest import forwards_ahead, rounds_of
 from autopar.solver.ilp import Infeasible
 from autopar.solver.step_lp import Line, StepLP
 
-__all__ = ["Mixture", "best_mixture"]
+__all__ = ["Mixture", "StageLoad", "best_mixture"]
+
+_GAP = 1e-3  # of the step, at which the search of whole plans ends
+_NODES = 100
+
+
+@dataclass(frozen=True, slots=True)
+class StageLoad:
+    """What a rank does with a plan of its stage.
+
+    Attributes:
+        load: at the turns, in front of them, and what it holds.
+        finish_s: seconds behind the turns.
+        update_s: seconds behind that, when all ranks are done.
+    """
+
+    load: RankLoad
+    finish_s: float = 0.0
+    update_s: float = 0.0
+
+    def seconds(self, turns: int) -> tuple[float, ...]:
+        """Of the parts in a step of so many turns, in the order of `Waits`."""
+        load = self.load
+        at_turns = (turns * s for s in (load.forward_s, load.input_s, load.weight_s))
+        return (load.begin_s, *at_turns, self.finish_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +54,7 @@ class Mixture:
 
     Attributes:
         step_s: its seconds.
-        waits: what the seconds of each part of a stage count.
+        waits: what the seconds of each part of a stage count; zeros for whole plans.
         most: which plan each stage has the largest share of.
     """
 
@@ -35,25 +63,31 @@ class Mixture:
     most: tuple[int, ...]
 
 
-def best_mixture(options: Sequence[Sequence[Sequence[float]]], line: Line) -> Mixture:
-    """The mixtures with which a step takes least.
+def best_mixture(
+    options: Sequence[Sequence[StageLoad]],
+    microbatches: int,
+    transfer_s: Sequence[float],
+    whole: bool = False,
+) -> Mixture:
+    """The mixtures, or whole plans, with which a step takes least.
 
     Args:
-        options: of each stage, the seconds of a step of the parts of its plans, in the order of
-            `Waits`.
-        line: of the ranks.
+        options: plans of each stage, one a rank.
+        microbatches: of the step.
+        transfer_s: over the boundary behind each rank but the last.
+        whole: of plans, no mixtures; near the best.
 
     Raises:
         Infeasible: the solver finds no solution.
     """
-    master = StepLP(line, max(sum(plans[0]) for plans in options) or 1.0)
-    mixed = [_mix(master, stage, plans) for stage, plans in enumerate(options)]
-    if not master.solve():
+    master = _Master(options, microbatches, transfer_s, whole)
+    limits = {"gap_abs": _GAP, "mip_max_nodes": _NODES} if whole else {}
+    if not master.program.solve(**limits):
         raise Infeasible("the LP of a pipeline's stages has no solution")
     return Mixture(
-        step_s=master.step_s,
-        waits=tuple(Waits(*(abs(float(row.pi or 0.0)) for row in rows)) for _, rows in mixed),
-        most=tuple(_largest(shares) for shares, _ in mixed),
+        step_s=master.program.step_s,
+        waits=tuple(map(master.waits, range(len(options)))),
+        most=tuple(map(_largest, master.shares)),
     )
 
 
@@ -61,14 +95,88 @@ def _largest(shares: Sequence[pulp.LpVariable]) -> int:
     return max(range(len(shares)), key=lambda i: float(shares[i].value() or 0.0))
 
 
-def _mix(
-    master: StepLP, stage: int, plans: Sequence[Sequence[float]]
-) -> tuple[list[pulp.LpVariable], list[pulp.LpConstraint]]:
-    """The shares of a stage's plans, and rows: its parts take no less than in the mixture."""
-    shares = [master.variable(f"share_{stage}_{k}") for k in range(len(plans))]
-    master.lp += pulp.LpAffineExpression(dict.fromkeys(shares, 1.0)) == 1
-    rows = []
-    for k, part in enumerate(master.parts[stage]):
-        theirs = {share: -plan[k] / master.unit for share, plan in zip(shares, plans, strict=True)}
-        rows.append(master.require({part: 1.0, **theirs}))
-    return shares, rows
+class _Master:
+    """The program over shares of plans; arguments as of `best_mixture`."""
+
+    def __init__(
+        self,
+        options: Sequence[Sequence[StageLoad]],
+        microbatches: int,
+        transfer_s: Sequence[float],
+        whole: bool,
+    ) -> None:
+        self.options, self.turns = options, microbatches
+        ranks = len(options)
+        self.most = most_ahead(ranks, microbatches)
+        unit = max(sum(plans[0].seconds(microbatches)) for plans in options) or 1.0
+        self.program = StepLP(
+            Line(ranks=ranks, microbatches=microbatches, transfer_s=transfer_s, ahead=self.most),
+            unit,
+        )
+        self.shares = [
+            [self._share(f"share_{r}_{k}", whole) for k in range(len(plans))]
+            for r, plans in enumerate(options)
+        ]
+        self.rows = [self._mixed(r) for r in range(ranks)]
+        around_s = 0.0  # a microbatch's way through the ranks behind, at the least
+        for r in range(ranks - 1, -1, -1):
+            self._wait_for_memory(r, around_s)
+            loads = [plan.load for plan in options[r]]
+            around_s += min(load.forward_s + load.input_s for load in loads)
+            around_s += 2 * transfer_s[r - 1] if r else 0.0
+
+    def _share(self, name: str, whole: bool) -> pulp.LpVariable:
+        share = self.program.variable(name)
+        if whole:
+            share.cat, share.upBound = pulp.LpInteger, 1
+        return share
+
+    def _mixed(self, rank: int) -> list[pulp.LpConstraint]:
+        """Rows: the parts of a stage take no less than in the mixture."""
+        program, plans = self.program, self.options[rank]
+        program.lp += pulp.LpAffineExpression(dict.fromkeys(self.shares[rank], 1.0)) == 1
+        parts = zip(*(plan.seconds(self.turns) for plan in plans), strict=True)
+        rows = [
+            self._no_less(part, rank, seconds)
+            for part, seconds in zip(program.parts[rank], parts, strict=True)
+        ]
+        self._no_less(program.update, rank, [plan.update_s for plan in plans])
+        return rows
+
+    def _no_less(
+        self, variable: pulp.LpVariable, rank: int, seconds: Sequence[float]
+    ) -> pulp.LpConstraint:
+        shares = zip(self.shares[rank], seconds, strict=True)
+        mixture = {share: -s / self.program.unit for share, s in shares}
+        return self.program.require({variable: 1.0, **mixture})
+
+    def _wait_for_memory(self, rank: int, around_s: float) -> None:
+        """Forwards behind the first gradient, and rounds, where plans hold much."""
+        program, loads = self.program, [plan.load for plan in self.options[rank]]
+        ahead = [self._ahead(rank, load) for load in loads]
+        if min(ahead) < self.most[rank]:
+            _, _, inputs, weights, finish = program.parts[rank]
+            left = program.variable(f"left_{rank}")
+            self._no_less(
+                left,
+                rank,
+                [(self.turns - n) * x.forward_s for n, x in zip(ahead, loads, strict=True)],
+            )
+            gradients = {program.returns[rank]: 1.0, left: 1.0, inputs: 1.0}
+            program.later(program.done[rank], gradients)
+            program.later(program.step, gradients, {weights: 1.0, finish: 1.0})
+        rounds = [rounds_of(load, self.turns) for load in loads]
+        if max(rounds) > 1:
+            held = program.variable(f"rounds_{rank}")
+            turns = (
+                n * (x.forward_s + around_s + x.input_s) for n, x in zip(rounds, loads, strict=True)
+            )
+            self._no_less(held, rank, list(turns))
+            program.later(program.done[rank], {program.begun[rank]: 1.0, held: 1.0})
+
+    def _ahead(self, rank: int, load: RankLoad) -> int:
+        return forwards_ahead([load] * len(self.options), self.turns)[rank]
+
+    def waits(self, rank: int) -> Waits:
+        """What the seconds of each part of a stage add to the step."""
+        return Waits(*(abs(float(row.pi or 0.0)) for row in self.rows[rank]))

@@ -22,8 +22,8 @@ and where backwards run whole, e when the last one of a rank is done,
     e_r >= b_r + F_r + I_r + W_r         e_(r-1) >= e_r + (I_(r-1) + W_(r-1)) / m + h
     T >= e_r + E_r
 
-of first stages again. T is minimised. What holds for orders of which more is left open holds for
-others, too.
+of first stages again. T and an update behind it are minimised. What holds for orders of which more
+is left open holds for others, too.
 """
 
 from __future__ import annotations
@@ -70,6 +70,11 @@ class StepLP:
     Args:
         line: of the ranks.
         unit: seconds that a step is near to, which the program counts in.
+
+    Attributes:
+        parts: seconds of each stage, as of `Waits`.
+        begun, returns, done: of each rank, b, g and d; the last two where they are known.
+        update: seconds behind all else, 0 unless more is required.
     """
 
     def __init__(self, line: Line, unit: float) -> None:
@@ -81,12 +86,15 @@ class StepLP:
             [self.variable(f"{part}_{stage}") for part in Waits._fields]
             for stage in range(line.ranks * line.chunks)
         ]
+        self.update = self.variable("update")
         self._hops = [seconds / unit for seconds in line.transfer_s]
-        begun = self._begin()
+        self.begun = self._begin()
+        self.returns: list[pulp.LpVariable] = []
+        self.done: list[pulp.LpVariable] = []
         if line.ahead is not None:
-            self._split(begun, line.ahead)
+            self._split(self.begun, line.ahead)
         if line.whole:
-            self._whole(begun)
+            self._whole(self.begun)
 
     def variable(self, name: str) -> pulp.LpVariable:
         """Another variable, no less than 0."""
@@ -98,7 +106,7 @@ class StepLP:
         self.lp += row
         return row
 
-    def _later(self, value: pulp.LpVariable, *sums: Terms, hop: float = 0.0) -> None:
+    def later(self, value: pulp.LpVariable, *sums: Terms, hop: float = 0.0) -> None:
         """A value is no less than the sum of some sums."""
         less = defaultdict[pulp.LpVariable, float](float)
         for terms in sums:
@@ -115,52 +123,52 @@ class StepLP:
         begun: list[pulp.LpVariable] = []
         for r in range(self.line.ranks):
             begun.append(self.variable(f"begun_{r}"))
-            self._later(begun[r], self._of_rank(r, 0))
+            self.later(begun[r], self._of_rank(r, 0))
             if r:
                 forward = {self.parts[r - 1][1]: 1 / self.line.microbatches}
-                self._later(begun[r], {begun[r - 1]: 1.0}, forward, hop=self._hops[r - 1])
-            self._later(self.step, {begun[r]: 1.0}, self._of_rank(r, 1, 2, 3, 4))
+                self.later(begun[r], {begun[r - 1]: 1.0}, forward, hop=self._hops[r - 1])
+            self.later(self.step, {begun[r]: 1.0}, self._of_rank(r, 1, 2, 3, 4))
         return begun
 
     def _split(self, begun: Sequence[pulp.LpVariable], ahead: Sequence[int]) -> None:
         m, last = self.line.microbatches, len(begun) - 1
-        returns = [self.variable(f"returns_{r}") for r in range(len(begun))]
-        done = [self.variable(f"done_{r}") for r in range(len(begun))]
+        returns = self.returns = [self.variable(f"returns_{r}") for r in range(len(begun))]
+        done = self.done = [self.variable(f"done_{r}") for r in range(len(begun))]
         for r in range(last, -1, -1):
             _, forward, inputs, weights, finish = self.parts[r]
             left = {returns[r]: 1.0, forward: 1 - ahead[r] / m, inputs: 1.0}
             if r == last:
-                self._later(returns[r], {begun[r]: 1.0, forward: 1 / m})
+                self.later(returns[r], {begun[r]: 1.0, forward: 1 / m})
             else:
                 there = {returns[r + 1]: 1.0, self.parts[r + 1][2]: 1 / m}
-                self._later(returns[r], there, hop=self._hops[r])
-                self._later(done[r], {done[r + 1]: 1.0, inputs: 1 / m}, hop=self._hops[r])
-            self._later(done[r], {begun[r]: 1.0, forward: 1.0, inputs: 1.0})
-            self._later(done[r], left)
-            self._later(self.step, left, {weights: 1.0, finish: 1.0})
-            self._later(self.step, {done[r]: 1.0, weights: 1 / m, finish: 1.0})
+                self.later(returns[r], there, hop=self._hops[r])
+                self.later(done[r], {done[r + 1]: 1.0, inputs: 1 / m}, hop=self._hops[r])
+            self.later(done[r], {begun[r]: 1.0, forward: 1.0, inputs: 1.0})
+            self.later(done[r], left)
+            self.later(self.step, left, {weights: 1.0, finish: 1.0})
+            self.later(self.step, {done[r]: 1.0, weights: 1 / m, finish: 1.0})
 
     def _whole(self, begun: Sequence[pulp.LpVariable]) -> None:
         m = self.line.microbatches
         ended = [self.variable(f"ended_{r}") for r in range(len(begun))]
         for r, end in enumerate(ended):
-            self._later(end, {begun[r]: 1.0}, self._of_rank(r, 1, 2, 3))
-            self._later(self.step, {end: 1.0}, self._of_rank(r, 4))
+            self.later(end, {begun[r]: 1.0}, self._of_rank(r, 1, 2, 3))
+            self.later(self.step, {end: 1.0}, self._of_rank(r, 4))
             if r:
                 _, _, inputs, weights, _ = self.parts[r - 1]
                 backward = {inputs: 1 / m, weights: 1 / m}
-                self._later(ended[r - 1], {end: 1.0}, backward, hop=self._hops[r - 1])
+                self.later(ended[r - 1], {end: 1.0}, backward, hop=self._hops[r - 1])
 
     def solve(self, **options: float) -> bool:
         """Minimise the step; options as for `HiGHS`. False if no solution was found."""
-        self.lp.setObjective(pulp.LpAffineExpression({self.step: 1.0}))
+        self.lp.setObjective(pulp.LpAffineExpression({self.step: 1.0, self.update: 1.0}))
         self.lp.solve(HiGHS(**options))
         return self.lp.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
 
     @property
     def step_s(self) -> float:
         """Seconds of the step that was found."""
-        return float(self.step.value() or 0.0) * self.unit
+        return (float(self.step.value() or 0.0) + float(self.update.value() or 0.0)) * self.unit
 
     @property
     def bound_s(self) -> float:
