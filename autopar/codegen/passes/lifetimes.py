@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
-from torch import Tensor, fx
+from torch import Tensor, UntypedStorage, fx
 from torch.utils import _pytree as pytree
 
 from autopar.core.work import is_away
@@ -92,44 +92,40 @@ class Lifetimes:
                 yield storage, at, end
 
     def _see(self, index: int, node: fx.Node) -> None:
+        shown = self._shown
         for source in _read(node):
-            for storage in self._storages(source):
+            for storage in shown[source]:
                 self._last[storage] = index
-        self._make(index, node)
-        roots = (self._root.get(storage) for storage in self._own(node))
-        self._shown[node] = [storage for storage in roots if storage is not None]
+        own = _own(node)
+        self._make(index, node, own)
+        shown[node] = [self._root[mine] for mine in own if mine in self._root]
 
-    def _make(self, index: int, node: fx.Node) -> None:
+    def _make(self, index: int, node: fx.Node, own: Mapping[int, UntypedStorage]) -> None:
         """Note the storages that a node makes, and whose storage its value is."""
         if is_away(node.target):
-            self._given.update(self._own(node))
+            self._given.update(own)
         elif node.op == "placeholder":
             if "dies" not in node.meta:
-                self._given.update(self._own(node))
+                self._given.update(own)
                 return
-            for value in _tensors(node):
-                mine = value.untyped_storage()._cdata
+            for mine, storage in own.items():
                 self._root[mine], self._first[mine] = mine, index
-                self._bytes[mine] = value.untyped_storage().nbytes()
+                self._bytes[mine] = storage.nbytes()
         elif "in_place" in node.meta and (shown := self._storages(node.all_input_nodes[0])):
-            self._root[self._own(node)[0]] = shown[0]
+            self._root[next(iter(own))] = shown[0]
         elif is_wait(node):
             start = node.args[0]
             assert isinstance(start, fx.Node)
-            (mine,), (given,) = self._own(node), self._storages(start)
+            (mine,), (given,) = own, self._storages(start)
             self._root[mine] = given
-            for storage in self.held(start):
-                self._last[storage] = index
+            for held in self.held(start):
+                self._last[held] = index
         elif node.op == "call_function":
-            for value in _tensors(node):
-                mine = value.untyped_storage()._cdata
+            for mine, storage in own.items():
                 if mine not in self._root and mine not in self._given:
                     self._root[mine] = mine
-                    self._bytes[mine] = value.untyped_storage().nbytes()
+                    self._bytes[mine] = storage.nbytes()
                     self._first[mine] = index
-
-    def _own(self, node: fx.Node) -> list[int]:
-        return list(dict.fromkeys(v.untyped_storage()._cdata for v in _tensors(node)))
 
     def _storages(self, node: fx.Node) -> list[int]:
         """Storages that a node's value shows; none of a placeholder's."""
@@ -178,8 +174,13 @@ def _read(node: fx.Node) -> list[fx.Node]:
     return [n for n in kept if isinstance(n, fx.Node)]
 
 
-def _tensors(node: fx.Node) -> list[Tensor]:
+def _own(node: fx.Node) -> dict[int, UntypedStorage]:
+    """Storages of a node's value, by address."""
     value = node.meta.get("val")
     if isinstance(value, Tensor):
-        return [value]
-    return [v for v in pytree.tree_leaves(value) if isinstance(v, Tensor)]
+        storage = value.untyped_storage()
+        return {storage._cdata: storage}
+    if value is None:
+        return {}
+    tensors = (v for v in pytree.tree_leaves(value) if isinstance(v, Tensor))
+    return {s._cdata: s for s in (v.untyped_storage() for v in tensors)}
