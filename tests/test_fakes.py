@@ -96,6 +96,26 @@ def test_a_place_in_a_storage_is_no_place_in_a_view_of_it() -> None:
         assert made.storage_offset() == 0
 
 
+def test_pieces_are_made_of_one_another_wherever_they_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fakes._known.clear()
+    calls = Calls()
+    whole = calls.shown(calls.value(12, 3), 2, 12)
+    run = fakes._called
+    ran: list[Any] = []
+    monkeypatch.setattr(fakes, "_called", lambda *a: ran.append(a[1]) or run(*a))
+    for begin in (4, 0, 6, 4):
+        args = (whole, 0, begin, begin + 3)
+        piece = calls.graph.call_function(aten.slice.Tensor, args)
+        piece.meta["val"] = fake_call(calls.mode, aten.slice.Tensor, args, {})
+        flat = fake_call(calls.mode, aten.reshape.default, (piece, [9]), {})
+        for made in (piece.meta["val"], flat):
+            assert made.storage_offset() == 3 * (2 + begin) and made.numel() == 9
+            assert made.untyped_storage()._cdata == whole.meta["val"].untyped_storage()._cdata
+    assert ran == [aten.slice.Tensor, aten.reshape.default]
+
+
 def test_results_follow_the_default_dtype() -> None:
     calls = Calls()
     args = (calls.value(3, dtype=torch.int64), 2)

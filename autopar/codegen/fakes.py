@@ -31,7 +31,7 @@ class _Made(NamedTuple):
     Attributes:
         size, stride, dtype, device: of it.
         operand: which of the call's tensors it is a view of; None: it has a storage of its own.
-        offset: elements from the start of the storage.
+        offset: elements from where that operand begins.
     """
 
     size: tuple[int, ...]
@@ -61,11 +61,14 @@ def fake_call(
     given: Any = map_aggregate((tuple(args), dict(kwargs)), _value)
     operands, options = given
     tensors: list[FakeTensor] = []
+    known, shift = _from_start(operands) if target is aten.slice.Tensor else (operands, 0)
     try:
-        asked = _key(operands, tensors), _key(options, tensors)
+        asked = _key(known, tensors), _key(options, tensors)
     except _NotKept:
         return _called(mode, target, operands, options)
-    key = (target, torch.get_default_dtype(), *asked)
+    # only that counts from the start of the storage
+    begins = tuple(t.storage_offset() for t in tensors) if target is aten.as_strided.default else ()
+    key = (target, torch.get_default_dtype(), begins, *asked)
     made = _known.get(key)
     if made is None:
         result = _called(mode, target, operands, options)
@@ -73,11 +76,23 @@ def fake_call(
         if made is not None:
             if len(_known) >= _MOST:
                 _known.clear()
-            _known[key] = made
+            _known[key] = made._replace(offset=made.offset - shift)
         return result
     if made.operand is None:
         return _compat.fake_empty(mode, made.size, made.stride, made.dtype, made.device)
-    return _compat.fake_view(mode, tensors[made.operand], made.size, made.stride, made.offset)
+    source = tensors[made.operand]
+    offset = int(source.storage_offset()) + made.offset + shift
+    return _compat.fake_view(mode, source, made.size, made.stride, offset)
+
+
+def _from_start(operands: tuple[Any, ...]) -> tuple[tuple[Any, ...], int]:
+    """A slice as one of as many rows from the first one, and how many elements there are before."""
+    if len(operands) != 4 or any(type(n) is not int for n in operands[1:]):
+        return operands, 0
+    x, dim, start, end = operands
+    if not 0 < start < end <= x.shape[dim]:
+        return operands, 0
+    return (x, dim, 0, end - start), start * x.stride()[dim]
 
 
 def _called(
@@ -122,11 +137,10 @@ def _of_tensor(value: FakeTensor) -> object:
         or value.is_neg()
     ):
         raise _NotKept
-    # where it begins, as `as_strided` counts from the start of the storage
-    size, stride, offset = tuple(value.shape), value.stride(), value.storage_offset()
-    if any(type(n) is not int for n in (*size, *stride, offset)):
+    size, stride = tuple(value.shape), value.stride()
+    if any(type(n) is not int for n in (*size, *stride, value.storage_offset())):
         raise _NotKept  # symbolic
-    return size, stride, offset, value.dtype, value.device
+    return size, stride, value.dtype, value.device
 
 
 def _made(result: Any, tensors: Sequence[FakeTensor]) -> _Made | None:
@@ -145,7 +159,8 @@ def _made(result: Any, tensors: Sequence[FakeTensor]) -> _Made | None:
         same = source.dtype == result.dtype and source.device == result.device
         # of operands that share a storage it is not known which one it is a view of
         sure = same and len(shown) == 1
-        return found._replace(operand=shown[0], offset=offset) if sure else None
+        first = offset - int(source.storage_offset())
+        return found._replace(operand=shown[0], offset=first) if sure else None
     extent = 1 + sum((n - 1) * step for n, step in zip(found.size, found.stride, strict=True))
     whole = 0 if 0 in found.size else extent * result.element_size()
     return found if offset == 0 and storage.nbytes() == whole else None
