@@ -36,6 +36,7 @@ _PRELOAD = [
     "transformers.models.resnet.modeling_resnet",
     "autopar.api",
     "tests.zoo",
+    "tests.warm",
 ]
 
 
