@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 import autopar
-from autopar.codegen.stages import staged_as_planned
+from autopar.codegen.stages import Staged, staged_as_planned
 from autopar.core.constraints import Constraints
+from autopar.core.graph import TracedModel
 from autopar.core.placement import Layout
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
@@ -28,13 +29,17 @@ def piped() -> Plan:
     return autopar.plan(llama(LAYERS), cluster(8), TEXT, constraints=PINS, fusion=False)
 
 
-def pinned_to(plan: Plan, stage: int, name: str, layout: Layout) -> float:
-    """Seconds of a stage, the parameter stored so and what it exchanges as planned."""
-    assert plan.pipeline is not None
-    own = plan.pipeline.stages[stage]
-    wanted = Constraints.parse(plan.constraints)
+@pytest.fixture(scope="module")
+def stages_of(piped: Plan) -> Staged:
+    """The graphs of the stages as they were planned."""
+    assert piped.pipeline is not None
+    wanted = Constraints.parse(piped.constraints)
     traced = traced_for(llama(LAYERS), TEXT, constraints=wanted, training=True, loss_fn=None)
-    model = staged_as_planned(traced, plan.pipeline).model(stage)
+    return staged_as_planned(traced, piped.pipeline)
+
+
+def pinned_to(own: Plan, model: TracedModel, name: str, layout: Layout) -> float:
+    """Seconds of a stage, the parameter stored so and what it exchanges as planned."""
     found = solve(
         model,
         Cluster.from_dict(own.cluster),
@@ -50,7 +55,7 @@ def block_numbers(plan: Plan, stage: int) -> list[int]:
     return sorted({int(name.split(".")[2]) for name in names if ".layers." in name})
 
 
-def test_a_stage_is_solved_again_as_it_was_planned(piped: Plan) -> None:
+def test_a_stage_is_solved_again_as_it_was_planned(piped: Plan, stages_of: Staged) -> None:
     assert piped.pipeline is not None
     stages = piped.pipeline.stages
     twin = next(i for i in range(4) if stages[i].fingerprint == stages[i - 1].fingerprint)
@@ -66,9 +71,10 @@ def test_a_stage_is_solved_again_as_it_was_planned(piped: Plan) -> None:
         assert other is not None and other.plan is not None
         assert other.plan.solver.objective >= own_s * (1 - 1e-6)
         assert isinstance(other.choice, tuple) and other.choice != found.choice
+        model = stages_of.model(stage)
         for layout, least in ((found.choice, own_s), (other.choice, other.plan.solver.objective)):
             assert isinstance(layout, tuple)
-            seconds = pinned_to(piped, stage, found.name, layout)
+            seconds = pinned_to(stages[stage], model, found.name, layout)
             assert seconds == pytest.approx(least, rel=1e-6)
         text = render_explanation(found, 400)
         assert f"{stage} of 0 to 3, on pipeline rank {stage}" in text
