@@ -143,10 +143,10 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
     try:
         with passing_checks() as answers, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with Spelled(lines), _without_partial_graph():
+            with Spelled(lines, answers.looped), _without_partial_graph():
                 exported = torch.export.export(capture, args, kwargs, strict=False)
             checks = {**answers.passed, **dict.fromkeys(drop_assertions(exported.graph_module))}
-            stuck = say_picked(exported.graph_module, bool(answers.some))
+            stuck = say_picked(exported.graph_module, answers.of_none)
             refuse_data_dependent(capture.wrapped, exported.graph_module, lines, stuck)
             refuse_vmap(exported, lines)
             if capture.dtype is not None:
@@ -161,7 +161,7 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
         refused = explain_call(capture.wrapped, capture.autopar_loss_fn, args, kwargs)
         text = refused or explain_failure(capture.wrapped, error, lines)
         raise TraceError(text) from error
-    warn_of(checks, answers.some)
+    warn_of(checks, answers)
     warn_of_frozen(capture.notes.frozen, exported.constants.values())
     return exported
 

@@ -319,15 +319,17 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(rows_of.ROWWISE, rows_of.kept),
     **dict.fromkeys(LOSSES, elementwise_loss),
     **dict.fromkeys(("linear", "layer_norm", "rms_norm"), rows_of.last_dim),
+    **dict.fromkeys(("matmul", "mm", "bmm"), rows_of.product),
     **dict.fromkeys(
         ("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum"), rows_of.beside_dim
     ),
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten"), rows_of.view),
     **dict.fromkeys(("select", "squeeze"), rows_of.dropped_dim),
-    **dict.fromkeys(("transpose", "permute", "t"), rows_of.transpose),
+    **dict.fromkeys(("transpose", "permute", "t", "numpy_T", "mT"), rows_of.transpose),
     **dict.fromkeys(("expand", "expand_as"), rows_of.expand),
     **dict.fromkeys((*NEUTRAL, "mean", "argmax", "argmin"), reduced),
     **dict.fromkeys(("cross_entropy_loss", "nll_loss_nd"), token_loss),
+    "einsum": rows_of.einsum,
     "slice": rows_of.slice,
     "unsqueeze": rows_of.unsqueeze,
     "embedding": rows_of.embedding,
