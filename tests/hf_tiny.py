@@ -133,6 +133,7 @@ _SIZES: dict[str, Any] = {
     "shape_embed_dim": 16,
     "axial_pos_embds": False,
     "num_latents": 16,
+    "zero_expert_num": 2,
     "encoder_hash_byte_group_vocab": VOCAB,
     "default_language": "en_XX",
 }

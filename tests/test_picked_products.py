@@ -36,7 +36,15 @@ def _equations(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(parts.flatten(1) * own.unsqueeze(-1), y[mask != 0])
 
 
-@pytest.mark.parametrize("head", [_matrices, _batches, _equations])
+def _parts(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    gate, up = m.inner(x[mask != 0]).chunk(2, dim=-1)
+    first, second = (F.silu(gate) * up).split([3, 5], -1)
+    third, fourth = x[mask != 0].split(WIDTH // 2, 1)
+    out = torch.cat([first, second, third * fourth], 1)
+    return F.cross_entropy(m.classes(out), y[mask != 0])
+
+
+@pytest.mark.parametrize("head", [_matrices, _batches, _equations, _parts])
 def test_a_product_of_picked_rows(head: Head) -> None:
     found = errors(head)
     assert found.worst[1] < 1e-12, found.worst

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from autopar.tracer import picked_products as products
 from autopar.tracer import picked_rows as rows_of
 from autopar.tracer.picked import (
     Count,
@@ -319,7 +320,8 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(rows_of.ROWWISE, rows_of.kept),
     **dict.fromkeys(LOSSES, elementwise_loss),
     **dict.fromkeys(("linear", "layer_norm", "rms_norm"), rows_of.last_dim),
-    **dict.fromkeys(("matmul", "mm", "bmm"), rows_of.product),
+    **dict.fromkeys(("chunk", "split", "split_with_sizes"), products.parts),
+    **dict.fromkeys(("matmul", "mm", "bmm"), products.product),
     **dict.fromkeys(
         ("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum"), rows_of.beside_dim
     ),
@@ -329,7 +331,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("expand", "expand_as"), rows_of.expand),
     **dict.fromkeys((*NEUTRAL, "mean", "argmax", "argmin"), reduced),
     **dict.fromkeys(("cross_entropy_loss", "nll_loss_nd"), token_loss),
-    "einsum": rows_of.einsum,
+    "einsum": products.einsum,
     "slice": rows_of.slice,
     "unsqueeze": rows_of.unsqueeze,
     "embedding": rows_of.embedding,

@@ -157,47 +157,6 @@ def last_dim(picks: Picks, node: fx.Node) -> Rows | None:
     return again(picks, node, rows.dim, rows.pick)
 
 
-def product(picks: Picks, node: fx.Node) -> Rows | None:
-    """Matrices whose rows, columns or batch are picked, and not what is summed over."""
-    operands = args_of(node)[:2]
-    found = [picks.found(n) for n in operands]
-    rows = [f for f in found if isinstance(f, Rows)]
-    ranks = [value_of(n).dim() for n in operands]
-    behind = {value_of(r.node).dim() - r.dim for r in rows}
-    same = len({r.pick.key for r in rows}) == len(behind) == 1
-    if not same or len(rows) + found.count(None) < 2 or ranks[0] < 2:
-        return None
-    (place,) = behind
-    batch = place > 2 and (len(rows) == 2 or min(ranks) <= 2)
-    first = found[1] is None and place == 2
-    last = found[0] is None and place == 1 and ranks[1] > 1
-    if not (batch or first or last):
-        return None
-    return again(picks, node, value_of(node).dim() + (ranks[1] == 1) - place, rows[0].pick)
-
-
-def einsum(picks: Picks, node: fx.Node) -> Rows | None:
-    """Rows of one pick that stand at a letter of the result."""
-    equation, operands = args_of(node)[:2]
-    inputs, _, output = equation.replace(" ", "").partition("->")
-    terms = inputs.split(",")
-    found = [picks.found(n) for n in operands]
-    rows = [
-        (term[f.dim], f.pick) for term, f in zip(terms, found, strict=True) if isinstance(f, Rows)
-    ]
-    if (
-        "." in equation
-        or len(rows) + found.count(None) < len(found)
-        or len({(letter, pick.key) for letter, pick in rows}) != 1
-    ):
-        return None
-    ((letter, pick), *_) = rows
-    alone = all(term.count(letter) <= 1 for term in terms)
-    if len(rows) < sum(letter in term for term in terms) or not alone or letter not in output:
-        return None
-    return again(picks, node, output.index(letter), pick)
-
-
 def beside_dim(picks: Picks, node: fx.Node) -> Rows | None:
     """Ops along one dim, such as a softmax's, which is not that of the rows."""
     rows = first_rows(picks, node)
