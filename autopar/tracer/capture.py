@@ -26,7 +26,7 @@ from autopar.tracer.diagnose import (
     refuse_vmap,
 )
 from autopar.tracer.frozen_values import Frozen, putting_back, warn_of_frozen
-from autopar.tracer.no_grad import mark_no_grad, restore_lines
+from autopar.tracer.no_grad import keep_written_gradients, mark_no_grad, restore_lines
 from autopar.tracer.picked_places import say_picked
 from autopar.tracer.precision import call_in
 from autopar.tracer.spelled import Spelled
@@ -153,6 +153,7 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
                 refuse_mixed(capture.wrapped, exported.graph_module, capture.dtype)
             if _changes_in_place(exported.graph_module):
                 traces = mark_no_grad(capture.wrapped, exported)
+                keep_written_gradients(capture.wrapped, exported)
                 exported = exported.run_decompositions({})
                 restore_lines(exported.graph_module.graph, traces)
     except TraceError:
