@@ -257,8 +257,6 @@ def _overrides(config: Any, level: int) -> dict[str, Any]:
         chosen.update(image_size=2 * IMAGE, window_size=2)  # the last stage has one window
     if level != 1:
         chosen.update({k: v for k, v in _LISTS.items() if k in fields})
-    if level != 1 and "width_coefficient" in fields and "hidden_dim" in fields:
-        chosen["hidden_dim"] = 320  # as wide as the last of the scaled stages
     if level == 3:
         chosen.update(_fitted(config, fields, layers))
         chosen.pop("patch_size", None)
