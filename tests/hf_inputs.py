@@ -83,8 +83,27 @@ def _sound(config: Any, key: str) -> torch.Tensor:
     return torch.randn(shape, generator=generator)
 
 
-def inputs_for(name: str, model: nn.Module, config: Any) -> dict[str, Any]:
-    """A batch with labels."""
+def _patches(config: Any) -> dict[str, torch.Tensor]:
+    """Images as rows of patches, 4 by 4 of each."""
+    vision = getattr(config, "vision_config", config)
+    width = vision.num_channels * vision.patch_size**2
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "pixel_values": torch.randn(BATCH, 16, width, generator=generator),
+        "pixel_attention_mask": torch.ones(BATCH, 16, dtype=torch.int64),
+        "spatial_shapes": torch.full((BATCH, 2), 4),
+    }
+
+
+def _of_codebooks(made: dict[str, Any], books: int) -> None:
+    """Token ids of several codebooks, one below another, and labels in columns."""
+    ids = made["input_ids"]
+    made["input_ids"] = ids.repeat_interleave(books, 0)
+    made["labels"] = ids.unsqueeze(-1).repeat(1, 1, books)
+
+
+def inputs_for(name: str, model: nn.Module, config: Any, *, every: bool = False) -> dict[str, Any]:
+    """A batch with labels; with `every`, images and sounds too where text alone would be taken."""
     accepted = inspect.signature(model.forward).parameters
     made: dict[str, Any] = {}
     if "past_values" in accepted and hasattr(config, "context_length"):
@@ -110,6 +129,15 @@ def inputs_for(name: str, model: nn.Module, config: Any) -> dict[str, Any]:
             made["attention_mask"] = torch.ones_like(ids)
         labels = _labels(name, ids, vocab, accepted)
     made = {**_beside(name, config, accepted), **made}
+    if "spatial_shapes" in accepted:
+        made |= {k: v for k, v in _patches(config).items() if k in accepted}
+    if every and "pixel_values" in accepted and not {"pixel_values", "inputs"} & set(made):
+        made["pixel_values"] = _images(config)
+    if every and sound is not None and sound not in made:
+        made[sound] = _sound(config, sound)
     if "labels" in accepted:
         made["labels"] = labels
+    books = getattr(config, "num_codebooks", None)
+    if name.endswith("ForCausalLM") and "input_ids" in made and isinstance(books, int):
+        _of_codebooks(made, books)
     return made

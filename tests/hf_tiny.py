@@ -22,7 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.hf_inputs import IMAGE, LABELS, VOCAB, inputs_for
 
-MAX_PARAMETERS = 8_000_000
+MAX_PARAMETERS = 20_000_000
 _MAPPINGS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
@@ -62,7 +62,7 @@ _SIZES: dict[str, Any] = {
         "hidden_size d_model n_embd dim emb_dim embed_dim embedding_size hidden_dim "
         "word_embed_proj_dim projection_dim adapter_hidden_size cross_attention_hidden_size "
         "qk_dim state_rnn_width lru_width attention_hidden_size d_embed dim_model "
-        "mamba_d_inner".split(),
+        "mamba_d_inner d_latents".split(),
         64,
     ),
     **dict.fromkeys(
@@ -132,6 +132,9 @@ _SIZES: dict[str, Any] = {
     "pronunciation_embed_dim": 16,
     "shape_embed_dim": 16,
     "axial_pos_embds": False,
+    "num_latents": 16,
+    "zero_expert_num": 2,
+    "encoder_hash_byte_group_vocab": VOCAB,
     "default_language": "en_XX",
 }
 _LISTS: dict[str, Any] = {
@@ -145,6 +148,22 @@ _LISTS: dict[str, Any] = {
     "num_groups": 4,
     "width_coefficient": 0.25,
     "depth_coefficient": 0.2,
+}
+# what fits together where the sizes above do not, level 3
+_FITTING: dict[str, Any] = {
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "adapter_in_dim": 64,
+    "adapter_input_size": 64,
+    "adapter_out_dim": 64,
+    "attention_hidden_size": 128,
+    "blank_token_id": 0,
+    "token_budget": 16,
+    "compress_ratio": 4,
+    "num_self_attention_heads": 1,
+    "num_cross_attention_heads": 1,
+    "num_key_value_heads": 4,
+    "is_decoder": True,
 }
 _GENTLE = (
     "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_blocks "
@@ -165,7 +184,9 @@ def _small_list(name: str, value: list[Any]) -> list[Any] | None:
     if not value or not all(isinstance(v, int) and not isinstance(v, bool) for v in value):
         return None
     count = len(value)
-    if name in ("depths", "layers", "encoder_depths", "depth", "stage_num_blocks"):
+    if name == "depth":  # one class takes the rates of a stage from as many as it has layers
+        return list(range(1, count + 1))
+    if name in ("depths", "layers", "encoder_depths", "stage_num_blocks"):
         return [1] * count
     if "head" in name:
         return [min(v, 2) for v in value]
@@ -201,7 +222,7 @@ def _by_name(config: Any, level: int) -> dict[str, Any]:
             continue
         if not _is_named(config, name, value):
             continue
-        given = value is not None or name.endswith("token_id") or (level == 2 and name in _FILLED)
+        given = value is not None or name.endswith("token_id") or (level > 1 and name in _FILLED)
         if isinstance(value, float) and "drop" in name:
             chosen[name] = 0.0
         elif isinstance(value, (list, tuple)) and level != 1:
@@ -216,7 +237,7 @@ def _by_name(config: Any, level: int) -> dict[str, Any]:
 def _overrides(config: Any, level: int) -> dict[str, Any]:
     fields, chosen = _fields(config), _by_name(config, level)
     layers, layer_lists = _kept_layers(config)
-    if level == 2:
+    if level > 1:
         layers = layers if layer_lists else 2
         chosen["use_cache"] = False
         rope = fields.get("rope_parameters")
@@ -236,9 +257,29 @@ def _overrides(config: Any, level: int) -> dict[str, Any]:
         chosen.update(image_size=2 * IMAGE, window_size=2)  # the last stage has one window
     if level != 1:
         chosen.update({k: v for k, v in _LISTS.items() if k in fields})
-    chosen.pop("is_decoder", None)
+    if level == 3:
+        chosen.update(_fitted(config, fields, layers))
+        chosen.pop("patch_size", None)
+    if level != 3:
+        chosen.pop("is_decoder", None)
     chosen["num_labels"] = LABELS
     return chosen
+
+
+def _fitted(config: Any, fields: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Sizes that depend on one another."""
+    made = {name: value for name, value in _FITTING.items() if name in fields}
+    if "image_size" in fields:
+        made["image_size"] = 4 * IMAGE
+    if {"expand", "num_heads", "head_dim"} <= set(fields):
+        made |= {"num_heads": 64 * fields["expand"] // 16, "head_dim": 16}
+    if "layer_types" in fields and not fields["layer_types"]:
+        made["layer_types"] = ["full_attention"] * layers
+    depth = fields.get("num_hidden_layers")
+    for name, value in fields.items():
+        if name not in _LAYER_LISTS and isinstance(value, list) and len(value) == depth:
+            made[name] = value[:layers]
+    return made
 
 
 def _children(config: Any) -> dict[str, Any]:
@@ -265,7 +306,7 @@ def tiny_config(model_type: str, level: int) -> Any:
     """A small configuration of a model type.
 
     Level 0 shrinks all, 1 depth and vocabulary only; 2 is 0 with two layers, without a cache and
-    with what is left open filled in.
+    with what is left open filled in; 3 is 2 with sizes that are made to fit one another.
     """
     kind: Any = CONFIG_MAPPING[model_type]
     if model_type == "encoder-decoder":
@@ -298,7 +339,7 @@ def _attempt(
     model = kind(config).to(dtype).train()
     inputs = {
         k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
-        for k, v in inputs_for(name, model, config).items()
+        for k, v in inputs_for(name, model, config, every=level == 3).items()
     }
     with torch.no_grad():
         loss = getattr(model(**inputs), "loss", None)
@@ -319,7 +360,7 @@ def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
         raise NotBuiltError("transformers does not export the class")
     reasons: list[str] = []
     for dtype in (torch.float64, torch.float32):
-        for level in (0, 1, 2):
+        for level in (0, 2, 3, 1):
             try:
                 with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
                     warnings.simplefilter("ignore")

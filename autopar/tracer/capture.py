@@ -26,7 +26,7 @@ from autopar.tracer.diagnose import (
     refuse_vmap,
 )
 from autopar.tracer.frozen_values import Frozen, putting_back, warn_of_frozen
-from autopar.tracer.no_grad import mark_no_grad, restore_lines
+from autopar.tracer.no_grad import keep_written_gradients, mark_no_grad, restore_lines
 from autopar.tracer.picked_places import say_picked
 from autopar.tracer.precision import call_in
 from autopar.tracer.spelled import Spelled
@@ -143,16 +143,17 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
     try:
         with passing_checks() as answers, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with Spelled(lines), _without_partial_graph():
+            with Spelled(lines, answers.looped), _without_partial_graph():
                 exported = torch.export.export(capture, args, kwargs, strict=False)
             checks = {**answers.passed, **dict.fromkeys(drop_assertions(exported.graph_module))}
-            stuck = say_picked(exported.graph_module, bool(answers.some))
+            stuck = say_picked(exported.graph_module, answers.of_none)
             refuse_data_dependent(capture.wrapped, exported.graph_module, lines, stuck)
             refuse_vmap(exported, lines)
             if capture.dtype is not None:
                 refuse_mixed(capture.wrapped, exported.graph_module, capture.dtype)
             if _changes_in_place(exported.graph_module):
                 traces = mark_no_grad(capture.wrapped, exported)
+                keep_written_gradients(capture.wrapped, exported)
                 exported = exported.run_decompositions({})
                 restore_lines(exported.graph_module.graph, traces)
     except TraceError:
@@ -161,7 +162,7 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
         refused = explain_call(capture.wrapped, capture.autopar_loss_fn, args, kwargs)
         text = refused or explain_failure(capture.wrapped, error, lines)
         raise TraceError(text) from error
-    warn_of(checks, answers.some)
+    warn_of(checks, answers)
     warn_of_frozen(capture.notes.frozen, exported.constants.values())
     return exported
 

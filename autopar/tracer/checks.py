@@ -14,14 +14,12 @@ from __future__ import annotations
 import ast
 import builtins
 import dis
-import linecache
 import operator
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,6 +34,7 @@ from autopar.errors import UncheckedWarning
 from autopar.tracer.diagnose import MODES, is_outside, user_line
 from autopar.tracer.emptiness import some_are_picked
 from autopar.tracer.picked import picking_mask, same_rows
+from autopar.tracer.sources import described, function_at, nodes_of
 
 __all__ = ["drop_assertions", "passing_checks", "warn_of"]
 
@@ -51,20 +50,26 @@ _warned: set[str] = set()
 
 @dataclass
 class Answers:
-    """What a forward was told of values: lines of checks that passed, and of those that asked
-    whether rows are picked."""
+    """What a forward was told of values: lines of checks that passed, of those that asked whether
+    rows are picked, and of loops over places where they are."""
 
     passed: dict[str, None] = field(default_factory=dict)
     some: dict[str, None] = field(default_factory=dict)
+    looped: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def of_none(self) -> bool:
+        """True if what is made of no rows is asked for only where there are some."""
+        return bool(self.some or self.looped)
 
     def to(self, frame: FrameType | None) -> bool | None:
         """What is answered to the code of a frame, if it may be."""
         found = None if frame is None else passing(frame)
         if frame is None or found is not None:
-            self.passed.update({_described(frame): None} if frame else {})
+            self.passed.update({described(frame): None} if frame else {})
             return found
         found = goes_on(frame)
-        self.some.update({_described(frame): None} if found is not None else {})
+        self.some.update({described(frame): None} if found is not None else {})
         return found
 
 
@@ -165,11 +170,17 @@ _SOME_ARE = (
     "as where it does. Where nothing is picked, sums and means of picked rows are 0 and nothing is "
     "written; what else this branch computes should not depend on it."
 )
+_ALL_PLACES = (
+    "loops over the places where a mask picks anything, which a trace does not know: the parallel "
+    "program runs the loop for all places. Where nothing is picked, sums and means of picked rows "
+    "are 0 and nothing is written; what else the loop computes should not depend on it."
+)
 
 
-def warn_of(passed: Iterable[str], some: Iterable[str] = ()) -> None:
-    """One warning for each line whose check, or other side, a program leaves out."""
-    for where, text in (*((w, _LEFT_OUT) for w in passed), *((w, _SOME_ARE) for w in some)):
+def warn_of(passed: Iterable[str], answers: Answers) -> None:
+    """One warning for each line whose check, other side or number of passes is left out."""
+    texts = {_LEFT_OUT: passed, _SOME_ARE: answers.some, _ALL_PLACES: answers.looped}
+    for where, text in ((w, text) for text, lines in texts.items() for w in lines):
         if where not in _warned:
             _warned.add(where)
             warnings.warn(f"{where}\n  {text}", UncheckedWarning, stacklevel=2)
@@ -184,23 +195,11 @@ def _asking(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def _described(frame: FrameType | None) -> str:
-    """File, line and source of a check; where torch makes it, of the user's call."""
-    inner = frame
-    while frame is not None and not is_outside(frame.f_code.co_filename):
-        frame = frame.f_back
-    frame = frame or inner
-    assert frame is not None
-    name = frame.f_code.co_filename
-    line = linecache.getline(name, frame.f_lineno).strip()
-    return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}: {line}"
-
-
 def passing(frame: FrameType) -> bool | None:
     """The answer with which what a frame asks does not raise; None where it is not that simple."""
     found = [
         node
-        for node in _nodes(frame.f_code.co_filename)
+        for node in nodes_of(frame.f_code.co_filename)
         if isinstance(node, (ast.If, ast.Assert)) and _spans([node.test], frame.f_lineno)
     ]
     if len(found) != 1:
@@ -217,7 +216,7 @@ def passing(frame: FrameType) -> bool | None:
 
 def goes_on(frame: FrameType) -> bool | None:
     """The answer to a frame that asks whether rows are picked; None to other questions."""
-    nodes = _nodes(frame.f_code.co_filename)
+    nodes = nodes_of(frame.f_code.co_filename)
     found = [n for n in nodes if isinstance(n, ast.If) and _spans([n.test], frame.f_lineno)]
     if len(found) != 1:
         return None
@@ -225,7 +224,7 @@ def goes_on(frame: FrameType) -> bool | None:
     alone = not isinstance(found[0].test, ast.BoolOp)
     if not asked or not alone or _counts_numbers(frame, asked[0][0]):
         return None
-    return some_are_picked(found[0], *asked[0], _function(frame))
+    return some_are_picked(found[0], *asked[0], function_at(frame))
 
 
 def _counts_numbers(frame: FrameType, leaf: ast.expr) -> bool:
@@ -238,14 +237,6 @@ def _counts_numbers(frame: FrameType, leaf: ast.expr) -> bool:
     )
     numbers = (isinstance(v, Tensor) and v.dtype is not torch.bool for v in values)
     return sums and plain and any(numbers)
-
-
-def _function(frame: FrameType) -> ast.AST | None:
-    """The innermost function around the line that a frame is at."""
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = (n for n in _nodes(frame.f_code.co_filename) if isinstance(n, kinds))
-    around = [n for n in nodes if n.lineno <= frame.f_lineno <= (n.end_lineno or 0)]
-    return max(around, key=lambda n: n.lineno, default=None)
 
 
 def _raised(check: ast.If | ast.Assert) -> tuple[ast.expr | None, bool]:
@@ -306,7 +297,7 @@ def _is_caught(frame: FrameType | None, error: type | None) -> bool:
         if name == _CAPTURE:
             break
         if frame is first or is_outside(name):
-            if any(_catches(node, frame, error) for node in _nodes(name)):
+            if any(_catches(node, frame, error) for node in nodes_of(name)):
                 return True
         frame = frame.f_back
     return False
@@ -346,15 +337,3 @@ def _named(expression: ast.expr, frame: FrameType) -> type | None:
 
 def _spans(body: list[Any], line: int) -> bool:
     return body[0].lineno <= line <= body[-1].end_lineno
-
-
-@cache
-def _nodes(filename: str) -> tuple[ast.AST, ...]:
-    """Functions of a file, and statements that check or catch; none without its source."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(filename)))
-    except SyntaxError:
-        return ()
-    checks = (ast.If, ast.Assert, ast.Try, ast.TryStar, ast.With, ast.AsyncWith)
-    kinds = (*checks, ast.FunctionDef, ast.AsyncFunctionDef)
-    return tuple(node for node in ast.walk(tree) if isinstance(node, kinds))

@@ -19,7 +19,7 @@ from functools import cached_property
 
 from autopar.tracer.of_no_rows import Kind, kind_of, named_kinds
 
-__all__ = ["some_are_picked"]
+__all__ = ["Around", "assigned", "method_of", "some_are_picked"]
 
 _SOME = (ast.Gt, ast.GtE, ast.NotEq)
 _NONE = (ast.Eq, ast.Lt, ast.LtE)
@@ -56,7 +56,7 @@ def some_are_picked(
     end = check.end_lineno or check.lineno
     if any(isinstance(statement, ast.Continue) for statement in none):
         some, end = _rest_of_loop(check, function)
-    around = _Around(
+    around = Around(
         check=check, end=end, function=function, none=none, asked=_asked_names(leaf, function)
     )
     if not all(around.leaves(inner) for statement in some for inner in ast.walk(statement)):
@@ -67,7 +67,7 @@ def some_are_picked(
 def _means_some(leaf: ast.expr) -> bool | None:
     """The truth of an expression where a number of rows is not 0."""
     if isinstance(leaf, ast.Call):
-        return True if _method(leaf) == "any" and not leaf.args else None
+        return True if method_of(leaf) == "any" and not leaf.args else None
     if not isinstance(leaf, ast.Compare) or len(leaf.ops) != 1:
         return None
     (op,), (bound,) = leaf.ops, leaf.comparators
@@ -82,19 +82,20 @@ def _means_some(leaf: ast.expr) -> bool | None:
 def _counts(value: ast.expr) -> bool:
     if isinstance(value, ast.Call):
         named = isinstance(value.func, ast.Name) and value.func.id == "len"
-        return named or _method(value) in ("size", "numel", "sum")
+        return named or method_of(value) in ("size", "numel", "sum")
     shape = value.value if isinstance(value, ast.Subscript) else None
     return isinstance(shape, ast.Attribute) and shape.attr == "shape"
 
 
-def _method(call: ast.Call) -> str:
+def method_of(call: ast.Call) -> str:
+    """The name of the method that is called; of a function of a module, its name too."""
     return call.func.attr if isinstance(call.func, ast.Attribute) else ""
 
 
 def _asked_of_values(leaf: ast.expr) -> str | None:
     """The mask of `mask.any()` and `mask.sum() > 0`, as it is written."""
     call = leaf.left if isinstance(leaf, ast.Compare) else leaf
-    if isinstance(call, ast.Call) and _method(call) in ("any", "sum"):
+    if isinstance(call, ast.Call) and method_of(call) in ("any", "sum"):
         assert isinstance(call.func, ast.Attribute)
         return ast.unparse(call.func.value)
     return None
@@ -122,7 +123,7 @@ def _is_zero(value: ast.expr) -> bool:
         return _is_zero(value.left) or _is_zero(value.right)
     if not isinstance(value, ast.Call):
         return False
-    name = _method(value)
+    name = method_of(value)
     if name in _ZEROS:
         return True
     if name == "tensor":
@@ -133,10 +134,10 @@ def _is_zero(value: ast.expr) -> bool:
 
 # --- what the side for some rows does to names of the function ------------------------------------
 @dataclass(frozen=True)
-class _Around:
+class Around:
     """A branch, the function that it is in, and what its test asks of."""
 
-    check: ast.If
+    check: ast.If | ast.For
     end: int
     function: ast.AST
     none: list[ast.stmt]
@@ -150,7 +151,7 @@ class _Around:
                 return self._at_rows(statement.target)
             return plain and not self._adds(statement.value)
         if isinstance(statement, (ast.Assign, ast.AnnAssign)):
-            return all(self._sets(target, value) for target, value in _assigned(statement))
+            return all(self._sets(target, value) for target, value in assigned(statement))
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
             return self._calls(statement.value)
         return True
@@ -160,7 +161,7 @@ class _Around:
         """Of names in the function, where no rows are picked."""
         inner = [s for s in ast.walk(self.function) if isinstance(s, (ast.Assign, ast.AnnAssign))]
         before = sorted((s for s in inner if s.lineno <= self.end), key=lambda s: s.lineno)
-        return named_kinds(pair for statement in before for pair in _assigned(statement))
+        return named_kinds(pair for statement in before for pair in assigned(statement))
 
     def _adds(self, value: ast.expr) -> bool:
         """True for what is not 0 of no rows."""
@@ -189,18 +190,18 @@ class _Around:
 
     def _calls(self, call: ast.Call) -> bool:
         owner = call.func.value if isinstance(call.func, ast.Attribute) else None
-        collects = _method(call) in _COLLECTING
-        changes = _method(call).endswith("_") and _method(call)[:-1] not in _ROWS_INTO
+        collects = method_of(call) in _COLLECTING
+        changes = method_of(call).endswith("_") and method_of(call)[:-1] not in _ROWS_INTO
         return owner is None or not (collects or changes) or not self._is_older(owner)
 
     def _is_set_otherwise(self, name: str) -> bool:
-        return any(_id(t) == name for statement in self.none for t, _ in _assigned(statement))
+        return any(_id(t) == name for statement in self.none for t, _ in assigned(statement))
 
     def _was_zero(self, name: str) -> bool:
         """True if a name was last set to a zero or None."""
         inner = [s for s in ast.walk(self.function) if isinstance(s, ast.stmt)]
         before = [s for s in inner if s.lineno < self.check.lineno]
-        sets = [(s.lineno, v) for s in before for t, v in _assigned(s) if _id(t) == name]
+        sets = [(s.lineno, v) for s in before for t, v in assigned(s) if _id(t) == name]
         last = max(sets, key=lambda one: one[0], default=(0, None))[1]
         if last is None:
             return False
@@ -272,7 +273,7 @@ def _asked_names(leaf: ast.expr, function: ast.AST) -> frozenset[str]:
     return frozenset(asked)
 
 
-def _assigned(statement: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+def assigned(statement: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
     """Targets with what they are set to; of a tuple that is not written out, the whole."""
     if isinstance(statement, ast.AnnAssign) and statement.value is not None:
         yield statement.target, statement.value

@@ -8,6 +8,7 @@ the nodes in there torch then knows the line of generated code alone, so the use
 
 from __future__ import annotations
 
+import operator
 import re
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import fx, nn
 from autopar.errors import TraceError
 from autopar.tracer.diagnose import user_line
 
-__all__ = ["mark_no_grad", "restore_lines", "runs_without_grad"]
+__all__ = ["keep_written_gradients", "mark_no_grad", "restore_lines", "runs_without_grad"]
 
 Lines = dict[tuple[str, str], str]
 """Stack trace of each node in a subgraph, by name of the subgraph and of the node."""
@@ -61,6 +62,70 @@ def mark_no_grad(model: nn.Module, exported: Any) -> Lines:
                 )
 
     return lines
+
+
+def keep_written_gradients(model: nn.Module, exported: Any) -> None:
+    """Let `p = table.detach(); p += weight` keep the gradient of the weight.
+
+    Without writes, `p` is detached anew from the table that the sum was written to, and its
+    gradient with it. Where the table has no gradient, and is not read later, nothing is detached.
+
+    Raises:
+        TraceError: it has one, or it is.
+    """
+    graph = exported.graph_module.graph
+    differentiable = _differentiable(exported, model)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for write, written in _writes(graph):
+        _copy_made_without_grad(exported, written)
+        detached = _detached(write)
+        values = [n for n in write.all_input_nodes if n is not write.args[0]]
+        if not detached or not differentiable.intersection(values):
+            continue
+        later = [n for n in graph.nodes if order[n] > order[write] and n.op != "output"]
+        shared = {x for n in later for x in n.all_input_nodes if _owner(x) is written}
+        if written in differentiable or not all(_comes_from(x, detached) for x in shared):
+            raise TraceError(
+                f"cannot trace {type(model).__name__} at {user_line(write)}\n  {write.target} "
+                "writes a value that has a gradient to memory that another tensor shares by "
+                "detach(). Make a new tensor there, or write to x.detach().clone()."
+            )
+        for node in detached:
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            graph.erase_node(node)
+
+
+def _copy_made_without_grad(exported: Any, written: fx.Node) -> None:
+    """Let what a part without gradients made, and detached, be memory of its own."""
+    call = written.args[0] if written.target is operator.getitem else None
+    if not isinstance(call, fx.Node) or call.target is not _set_grad or call.args[0]:
+        return
+    part = _part(exported, call.args[1])  # type: ignore[arg-type]
+    results: Any = part.graph.output_node().args[0]
+    result = results[written.args[1]]
+    same = [n for n in results if isinstance(n, fx.Node) and _owner(n) is _owner(result)]
+    if result.target is aten.detach.default and same == [result]:
+        if _owner(result).op != "placeholder":
+            result.target = aten.clone.default
+            part.recompile()
+
+
+def _detached(write: fx.Node) -> list[fx.Node]:
+    """The calls of `detach` between what is written to and its memory."""
+    found, node = [], write
+    owner = _owner(write)
+    while node is not owner:
+        node = node.args[0]  # type: ignore[assignment]
+        found += [node] if node.target is aten.detach.default else []
+    return found
+
+
+def _comes_from(node: fx.Node, sources: list[fx.Node]) -> bool:
+    """True for a view of one of some nodes, or what was written to one."""
+    owner = _owner(node)
+    while node not in sources and node is not owner:
+        node = node.args[0]  # type: ignore[assignment]
+    return node in sources
 
 
 def restore_lines(graph: fx.Graph, lines: Lines) -> None:

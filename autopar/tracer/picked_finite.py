@@ -25,20 +25,21 @@ __all__ = ["guarded", "started"]
 # finite, with finite derivatives, of all that is finite
 _SAFE = frozenset(
     "index masked_select nonzero where getitem sym_size view reshape _unsafe_view flatten squeeze "
-    "unsqueeze select slice transpose permute expand expand_as broadcast_tensors t linear add sub "
-    "mul neg square relu gelu silu sigmoid tanh softmax log_softmax layer_norm dropout to "
-    "_to_copy contiguous detach alias clone type_as zeros_like ones_like full_like abs eq ne lt le "
-    "gt ge logical_not logical_and logical_or bitwise_and bitwise_or bitwise_not argmax argmin "
-    "cross_entropy_loss nll_loss_nd mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss "
-    "binary_cross_entropy_with_logits sum mean amax amin any all index_put index_put_ index_add "
-    "index_add_ masked_scatter masked_scatter_ masked_fill clamp clamp_min clamp_max cat gather "
-    "linalg_vector_norm logsumexp leaky_relu elu selu hardtanh softplus mish erf sin cos".split()
+    "unsqueeze select slice transpose permute expand expand_as broadcast_tensors chunk split "
+    "split_with_sizes t mT numpy_T linear matmul mm bmm einsum add sub mul neg square relu gelu "
+    "silu sigmoid tanh softmax log_softmax layer_norm dropout to _to_copy contiguous detach alias "
+    "clone type_as zeros_like ones_like full_like abs eq ne lt le gt ge logical_not logical_and "
+    "logical_or bitwise_and bitwise_or bitwise_not argmax argmin cross_entropy_loss nll_loss_nd "
+    "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy_with_logits "
+    "sum mean amax amin any all index_put index_put_ index_add index_add_ masked_scatter "
+    "masked_scatter_ masked_fill clamp clamp_min clamp_max cat gather linalg_vector_norm logsumexp "
+    "leaky_relu elu selu hardtanh softplus mish erf sin cos".split()
 )
 # of which a mean over no rows is nan
 _MEANS = frozenset(name for name in _SAFE if "loss" in name or name.startswith("binary"))
 _ALSO_FINITE = frozenset(
-    "zeros ones full arange eye new_zeros new_ones new_full scalar_tensor embedding stack split "
-    "split_with_sizes chunk unbind matmul mm bmm addmm conv1d conv2d conv3d".split()
+    "zeros ones full arange eye new_zeros new_ones new_full scalar_tensor embedding stack "
+    "unbind addmm conv1d conv2d conv3d".split()
 )
 _TRAINED = frozenset("linear conv1d conv2d conv3d layer_norm".split())
 _DIVIDING = frozenset("div divide floor_divide remainder fmod true_divide".split())

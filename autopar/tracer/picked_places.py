@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from autopar.tracer import picked_products as products
 from autopar.tracer import picked_rows as rows_of
 from autopar.tracer.picked import (
     Count,
@@ -319,15 +320,18 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(rows_of.ROWWISE, rows_of.kept),
     **dict.fromkeys(LOSSES, elementwise_loss),
     **dict.fromkeys(("linear", "layer_norm", "rms_norm"), rows_of.last_dim),
+    **dict.fromkeys(("chunk", "split", "split_with_sizes"), products.parts),
+    **dict.fromkeys(("matmul", "mm", "bmm"), products.product),
     **dict.fromkeys(
         ("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum"), rows_of.beside_dim
     ),
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten"), rows_of.view),
     **dict.fromkeys(("select", "squeeze"), rows_of.dropped_dim),
-    **dict.fromkeys(("transpose", "permute", "t"), rows_of.transpose),
+    **dict.fromkeys(("transpose", "permute", "t", "numpy_T", "mT"), rows_of.transpose),
     **dict.fromkeys(("expand", "expand_as"), rows_of.expand),
     **dict.fromkeys((*NEUTRAL, "mean", "argmax", "argmin"), reduced),
     **dict.fromkeys(("cross_entropy_loss", "nll_loss_nd"), token_loss),
+    "einsum": products.einsum,
     "slice": rows_of.slice,
     "unsqueeze": rows_of.unsqueeze,
     "embedding": rows_of.embedding,

@@ -127,7 +127,8 @@ def _same_for_all(operand: fx.Node, place: int) -> bool:
     value = operand.meta.get("val")
     if not isinstance(value, Tensor):
         return False
-    return value.dim() < place or value.shape[-place] == 1
+    # a size that depends on values is no 1, and must not be asked whether it is
+    return value.dim() < place or extents(value)[-place] == 1
 
 
 def first_rows(picks: Picks, node: fx.Node) -> Rows | None:
@@ -289,6 +290,10 @@ def transpose(picks: Picks, node: fx.Node) -> Rows | None:
     order = list(range(rank))
     if name_of(node.target) == "permute":
         order = [d % rank for d in args_of(node)[1]]
+    elif name_of(node.target) == "numpy_T":
+        order.reverse()
+    elif name_of(node.target) == "mT":
+        order[-2:] = order[:-3:-1]
     else:
         a, b = (d % rank for d in args_of(node)[1:3] or (0, 1))
         order[a], order[b] = order[b], order[a]

@@ -11,6 +11,7 @@
   of how many there were.
 - ``fill_diagonal_`` writes through strides; a mask says where.
 - ``inference_mode`` is ``no_grad``, which export keeps.
+- A loop over the places where a mask picks anything gets all places (`hit_loops`).
 - Layers of ``nn.Transformer`` look into a mask for whether it is causal, which is a hint alone:
   the mask holds without it, and one that depends on no input is looked at later (`masks`).
 
@@ -35,6 +36,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.core.ops import ops
 from autopar.errors import TraceError
 from autopar.tracer.diagnose import SYMBOLIC, innermost_line, refuse_packed
+from autopar.tracer.hit_loops import HitLoops
 from autopar.tracer.same_masks import SameMasks
 
 __all__ = ["Spelled"]
@@ -56,11 +58,13 @@ class Spelled(TorchFunctionMode):
     Args:
         lines: filled with the user's line of each number that depends on values, of each function
             that draws random numbers, and of `vmap`, by name.
+        looped: filled with the lines of loops over all places of a mask instead of some.
     """
 
-    def __init__(self, lines: dict[str, str]) -> None:
+    def __init__(self, lines: dict[str, str], looped: dict[str, None]) -> None:
         super().__init__()
         self.lines = lines
+        self.loops = HitLoops(looped)
         self.same = SameMasks()
         # what a mask picked, by id: the result, what from, the mask
         self.picked: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
@@ -106,9 +110,12 @@ class Spelled(TorchFunctionMode):
             _refuse_derivative()
         if getattr(func, "__name__", "") == "_pack_padded_sequence":
             refuse_packed(innermost_line(traceback.extract_stack()))
+        if (places := self.loops.all_places(func, args)) is not None:
+            return places
         args = self.same.picking(func, args)
         result = func(*args, **kwargs)
         self.same.note(func, args, kwargs, result)
+        self.loops.note(func, args, kwargs, result)
         self._note(func, result)
         if func in _PICKING and len(args) == 2 and not kwargs:
             source, mask = args

@@ -1,0 +1,83 @@
+"""What is added in place to a tensor that was detached keeps its gradient, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+
+Positions = Callable[["_Model", Tensor], Tensor]
+
+
+class _Model(nn.Module):
+    def __init__(self, positions: Positions) -> None:
+        super().__init__()
+        self.kind = nn.Embedding(2, 8)
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("table", torch.randn(16, 8))
+        self.positions = positions
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x + self.positions(self, x)).square().sum()
+
+
+def _rows(m: _Model, x: Tensor) -> Tensor:
+    assert isinstance(m.table, Tensor)
+    places = torch.arange(x.shape[1]).repeat(x.shape[0])
+    return m.table.index_select(0, places).view(x.shape)
+
+
+def _kind(m: _Model, x: Tensor) -> Tensor:
+    kinds: Tensor = m.kind(torch.zeros((x.shape[0], 1), dtype=torch.int64))
+    return kinds
+
+
+def _detached(m: _Model, x: Tensor) -> Tensor:
+    found = _rows(m, x).detach()
+    found += _kind(m, x)
+    return found
+
+
+def _without_grad(m: _Model, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        found = _rows(m, x).detach()
+    found += _kind(m, x)
+    return found * 2
+
+
+@pytest.mark.parametrize("positions", [_detached, _without_grad])
+def test_what_is_added_keeps_its_gradient(positions: Positions) -> None:
+    torch.manual_seed(0)
+    model, x = _Model(positions).double(), torch.randn(4, 5, 8).double()
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    plan = autopar.plan(model, cluster, (x,), constraints={"data": 2}, cache=False)
+    found = autopar.verify(plan, model, (x,))
+    assert found.worst[1] < 1e-12, found.worst
+    assert "kind.weight" in found.gradients
+
+
+def _read_later(m: _Model, x: Tensor) -> Tensor:
+    rows = _rows(m, x)
+    found = rows.detach()
+    found += _kind(m, x)
+    return found + rows
+
+
+def _with_gradient(m: _Model, x: Tensor) -> Tensor:
+    rows = m.inner(x)
+    found = rows.detach()
+    found += _kind(m, x)
+    return found + x
+
+
+@pytest.mark.parametrize("positions", [_read_later, _with_gradient])
+def test_a_write_that_others_see_is_refused_with_its_line(positions: Positions) -> None:
+    model, x = _Model(positions).double(), torch.randn(4, 5, 8).double()
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    with pytest.raises(autopar.TraceError, match=r"shares by detach\(\)") as refused:
+        autopar.plan(model, cluster, (x,), cache=False)
+    assert "test_written_detached.py:" in str(refused.value)
