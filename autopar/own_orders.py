@@ -3,12 +3,14 @@
 Stages are planned for the orders that hold least. What they leave of each rank's memory bounds how
 many microbatches may be in flight. Orders are made by list scheduling (`core/list_schedule.py`)
 with several choices of how much to begin with and when to wait; the fastest on the clock whose
-ranks fit is taken. ZB-H1 is one of those that are tried.
+ranks fit is taken. ZB-H1 is one of those that are tried. Where the fastest is not near to what no
+order is below, choices near to those of the fastest are tried at random.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -16,13 +18,17 @@ from typing import NamedTuple
 from autopar.core.list_schedule import RankLoad, list_schedule, most_ahead
 from autopar.core.plan import Plan
 from autopar.core.schedule import Orders, actions, kinds_of, orders_of
+from autopar.core.soonest import soonest
 from autopar.cost_model.rank_memory import rank_memory
 from autopar.cost_model.stages import action_seconds, rank_load, ranks_time
 
 __all__ = ["fastest_orders", "least_held", "least_seconds"]
 
-_PATIENCE = (0.0, 0.5, 1.0)
+_PATIENCE = (0.0, 0.25, 0.5, 0.75, 1.0)
 _TIGHTENED = 3  # times that budgets are cut by what their orders are over
+_EFFORT = 20_000  # microbatches × ranks × choices that are tried at random
+_STEPS = (-2, -1, 1, 2)  # in how much a rank begins with
+_CLOSE = 2e-3  # relative, to what no order is below
 
 
 def least_held(ranks: int, microbatches: int) -> Orders:
@@ -50,6 +56,7 @@ def fastest_orders(
     limit: int | None,
     known: Orders | None = None,
     quick: bool = False,
+    search: bool = False,
 ) -> Orders | None:
     """The orders with which a step takes least.
 
@@ -60,32 +67,21 @@ def fastest_orders(
         limit: bytes of each rank, if there is one.
         known: orders to compare with.
         quick: try few, and take what they leave of memory for granted.
+        search: more of them, at random.
 
     Returns:
         None if none fits.
     """
+    clock, ranks = _Clock(plans, transfer_s, microbatches, limit), len(plans)
     fixed = [] if known is None else [known]
     if not quick:
-        fixed.extend(_standard(len(plans), microbatches))
-    ways = _ways(len(plans), microbatches, quick)
-    loads = tuple(rank_load(plan, limit) for plan in plans)
-
-    def timed(orders: Orders) -> _Timed:
-        return _Timed(ranks_time(plans, orders, transfer_s).step_s, kinds_of(orders))
-
-    def listed(way: _Way, loads: Sequence[RankLoad]) -> _Timed:
-        found = list_schedule(
-            loads, microbatches, transfer_s, warmup=way.warmup, patience=way.patience
-        )
-        ends_s = (
-            e + p.predicted.phases["finish"] for e, p in zip(found.ends_s, plans, strict=True)
-        )
-        updated_s = max(p.predicted.update_s + p.predicted.offload_s for p in plans)
-        return _Timed(max(ends_s) + updated_s, found.kinds, way, loads)
-
-    open_ = [*map(timed, fixed), *(listed(way, loads) for way in ways)]
+        fixed.extend(_standard(ranks, microbatches))
+    made = [clock.listed(way, clock.loads) for way in _ways(ranks, microbatches, quick)]
+    open_ = [*map(clock.timed, fixed), *made]
+    if search and min(map(_seconds, open_)) > clock.near_s():
+        open_.append(clock.searched(min(made, key=_seconds)))
     while open_:
-        best = min(open_, key=lambda found: found.step_s)
+        best = min(open_, key=_seconds)
         orders = orders_of(best.kinds)
         over = [0] if limit is None or quick else _excess(plans, orders, limit)
         if not any(over):
@@ -97,7 +93,7 @@ def fastest_orders(
                 for load, more in zip(best.loads, over, strict=True)
             )
             way = best.way._replace(tightened=best.way.tightened + 1)
-            open_.append(listed(way, tuple(less)))
+            open_.append(clock.listed(way, tuple(less)))
     return None
 
 
@@ -131,12 +127,71 @@ class _Timed(NamedTuple):
     loads: Sequence[RankLoad] = ()
 
 
+class _Clock:
+    """What a step takes in some orders; arguments as of `fastest_orders`."""
+
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        transfer_s: Sequence[float],
+        microbatches: int,
+        limit: int | None,
+    ) -> None:
+        self.plans = plans
+        self.transfer_s = transfer_s
+        self.microbatches = microbatches
+        self.loads = tuple(rank_load(plan, limit) for plan in plans)
+        self.updated_s = max(p.predicted.update_s + p.predicted.offload_s for p in plans)
+
+    def timed(self, orders: Orders) -> _Timed:
+        """Orders that are known."""
+        found = ranks_time(self.plans, orders, self.transfer_s)
+        return _Timed(found.step_s, kinds_of(orders))
+
+    def listed(self, way: _Way, loads: Sequence[RankLoad]) -> _Timed:
+        """Orders made by list scheduling."""
+        found = list_schedule(
+            loads, self.microbatches, self.transfer_s, warmup=way.warmup, patience=way.patience
+        )
+        return _Timed(self._ended(found.ends_s), found.kinds, way, loads)
+
+    def _ended(self, ends_s: Sequence[float]) -> float:
+        finish = (plan.predicted.phases["finish"] for plan in self.plans)
+        return max(end + more for end, more in zip(ends_s, finish, strict=True)) + self.updated_s
+
+    def near_s(self) -> float:
+        """Little more than what no order is below."""
+        done_s = soonest(self.loads, self.microbatches, self.transfer_s)
+        return self._ended(done_s) * (1 + _CLOSE)
+
+    def searched(self, begun: _Timed) -> _Timed:
+        """Orders of ways near to one, changed at random while the step gets no longer."""
+        rng, best, ranks = random.Random(0), begun, len(self.plans)
+        most, near_s = most_ahead(ranks, self.microbatches), self.near_s()
+        for _ in range(_EFFORT // (ranks * self.microbatches)):
+            if best.step_s <= near_s:
+                break
+            assert best.way is not None
+            warmup = list(best.way.warmup)
+            for _ in range(rng.randint(1, 3)):
+                rank = rng.randrange(ranks)
+                warmup[rank] = min(most[rank], max(1, warmup[rank] + rng.choice(_STEPS)))
+            patience = rng.choice((best.way.patience, *_PATIENCE))
+            found = self.listed(_Way(tuple(warmup), patience), self.loads)
+            best = found if found.step_s <= best.step_s else best
+        return best
+
+
+def _seconds(found: _Timed) -> float:
+    return found.step_s
+
+
 def _ways(ranks: int, microbatches: int, quick: bool) -> Iterator[_Way]:
     """How much to begin with, and when to wait."""
     most = most_ahead(ranks, microbatches)
     # later ranks have less to fill, and what they begin early delays the first gradients
     shares = (1.0, None) if quick else (1.0, None, 0.5, 0.0)
-    for share, patience in itertools.product(shares, _PATIENCE[quick:]):
+    for share, patience in itertools.product(shares, _PATIENCE[2 * quick :: 2]):
         found: list[int] = []
         for r, high in enumerate(most):
             low = min(microbatches, ranks - r)

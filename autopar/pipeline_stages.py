@@ -129,18 +129,20 @@ class Pipeliner:
         """
         plans = self._fitting()
         if self.automatic:
-            self.order(plans)
+            self.order(plans, search=not self.free)
         return self.assembled(time, plans)
 
-    def order(self, plans: Sequence[Plan], quick: bool = False) -> None:
+    def order(self, plans: Sequence[Plan], quick: bool = False, search: bool = False) -> None:
         """Make the orders of an automatic schedule for plans of the stages.
 
         Args:
             plans: of all stages.
             quick: of few orders; whether they fit is not known then, else they do if any was found.
+            search: more orders; where stages are still exchanged, plans that would gain as much by
+                a search of their own would seem slower than the ones there are.
         """
         turns, transfer_s = self.shape.microbatches, self._transfer_seconds(plans)
-        found = fastest_orders(plans, transfer_s, turns, self.limit, self.orders, quick)
+        found = fastest_orders(plans, transfer_s, turns, self.limit, self.orders, quick, search)
         self.orders = found or self.orders
 
     def assembled(self, time: Mapping[str, NodePlan], plans: Sequence[Plan]) -> Plan:

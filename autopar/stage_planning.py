@@ -143,7 +143,7 @@ class StagePlanner(StageBounds):
             return plan  # the limit has made its stages others than the fastest
         suited = critical.suited()
         if pipeliner.automatic:
-            pipeliner.order(suited)
+            pipeliner.order(suited, search=True)
         found = pipeliner.assembled(time, suited)
         faster = found.predicted.step_time_s < plan.predicted.step_time_s
         return found if faster and fits(found, cluster, self.limit) else plan
