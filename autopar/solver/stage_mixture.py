@@ -54,7 +54,8 @@ class Mixture:
 
     Attributes:
         step_s: its seconds.
-        waits: what the seconds of each part of a stage count; zeros for whole plans.
+        waits: what the seconds of each part of a stage count, but for what waits for memory; zeros
+            for whole plans.
         most: which plan each stage has the largest share of.
     """
 
@@ -157,21 +158,16 @@ class _Master:
         if min(ahead) < self.most[rank]:
             _, _, inputs, weights, finish = program.parts[rank]
             left = program.variable(f"left_{rank}")
-            self._no_less(
-                left,
-                rank,
-                [(self.turns - n) * x.forward_s for n, x in zip(ahead, loads, strict=True)],
-            )
+            left_s = [(self.turns - n) * x.forward_s for n, x in zip(ahead, loads, strict=True)]
+            self._no_less(left, rank, left_s)
             gradients = {program.returns[rank]: 1.0, left: 1.0, inputs: 1.0}
             program.later(program.done[rank], gradients)
             program.later(program.step, gradients, {weights: 1.0, finish: 1.0})
         rounds = [rounds_of(load, self.turns) for load in loads]
         if max(rounds) > 1:
             held = program.variable(f"rounds_{rank}")
-            turns = (
-                n * (x.forward_s + around_s + x.input_s) for n, x in zip(rounds, loads, strict=True)
-            )
-            self._no_less(held, rank, list(turns))
+            round_s = (x.forward_s + around_s + x.input_s for x in loads)
+            self._no_less(held, rank, [n * s for n, s in zip(rounds, round_s, strict=True)])
             program.later(program.done[rank], {program.begun[rank]: 1.0, held: 1.0})
 
     def _ahead(self, rank: int, load: RankLoad) -> int:

@@ -78,6 +78,8 @@ def keep_written_gradients(model: nn.Module, exported: Any) -> None:
     order = {node: i for i, node in enumerate(graph.nodes)}
     for write, written in _writes(graph):
         _copy_made_without_grad(exported, written)
+        if written.name in exported.graph_signature.inputs_to_parameters:
+            continue  # refused as any write to a parameter
         detached = _detached(write)
         values = [n for n in write.all_input_nodes if n is not write.args[0]]
         if not detached or not differentiable.intersection(values):
