@@ -112,6 +112,8 @@ class _Search:
         for shape in shapes.known:
             if shape.size == 1:  # more turns, and else the same
                 shapes.raised(shape, free.solver.bound)
+        if found is not None and _seconds(found) < _FAR * free.solver.bound:
+            return self._reported(found, shapes, free.solver.bound)
         if plain is not None:
             plain = self._plain(plain)
         if not first:
