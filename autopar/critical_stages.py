@@ -196,10 +196,11 @@ class CriticalStages:
         if self.pipeliner.automatic:
             self.pipeliner.order(plans, quick=True)
         time = self._time(plans)
-        if self._shorter(time) and not self.pipeliner.holds(plans) and self.pipeliner.automatic:
+        holds = self._shorter(time) and self.pipeliner.holds(plans)
+        if self._shorter(time) and not holds and self.pipeliner.automatic:
             self.pipeliner.order(plans)  # in one that holds less
-            time = self._time(plans)
-        if self._shorter(time) and self.pipeliner.holds(plans):
+            time, holds = self._time(plans), self.pipeliner.holds(plans)
+        if holds and self._shorter(time):
             self.aims, self.plans, self.time = dict(aims), plans, time
             return True
         self.pipeliner.orders = orders

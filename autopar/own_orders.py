@@ -24,7 +24,8 @@ from autopar.cost_model.stages import action_seconds, rank_load, ranks_time
 
 __all__ = ["fastest_orders", "least_held", "least_seconds"]
 
-_PATIENCE = (0.0, 0.25, 0.5, 0.75, 1.0)
+_PATIENCE = (0.0, 0.5, 1.0)
+_FINER = (0.0, 0.25, 0.5, 0.75, 1.0)  # of orders that are tried at random
 _TIGHTENED = 3  # times that budgets are cut by what their orders are over
 _EFFORT = 20_000  # microbatches × ranks × choices that are tried at random
 _STEPS = (-2, -1, 1, 2)  # in how much a rank begins with
@@ -176,7 +177,7 @@ class _Clock:
             for _ in range(rng.randint(1, 3)):
                 rank = rng.randrange(ranks)
                 warmup[rank] = min(most[rank], max(1, warmup[rank] + rng.choice(_STEPS)))
-            patience = rng.choice((best.way.patience, *_PATIENCE))
+            patience = rng.choice((best.way.patience, *_FINER))
             found = self.listed(_Way(tuple(warmup), patience), self.loads)
             best = found if found.step_s <= best.step_s else best
         return best
@@ -191,7 +192,7 @@ def _ways(ranks: int, microbatches: int, quick: bool) -> Iterator[_Way]:
     most = most_ahead(ranks, microbatches)
     # later ranks have less to fill, and what they begin early delays the first gradients
     shares = (1.0, None) if quick else (1.0, None, 0.5, 0.0)
-    for share, patience in itertools.product(shares, _PATIENCE[2 * quick :: 2]):
+    for share, patience in itertools.product(shares, _PATIENCE[quick:]):
         found: list[int] = []
         for r, high in enumerate(most):
             low = min(microbatches, ranks - r)

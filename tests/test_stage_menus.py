@@ -80,14 +80,20 @@ def test_memory_for_one_microbatch_makes_them_go_around_one_by_one() -> None:
 # --- mixtures ---------------------------------------------------------------------------------
 def options_of(rng: np.random.Generator, ranks: int, short: bool = False) -> list[list[StageLoad]]:
     """Some plans of each stage; `short`: with memory for a few microbatches."""
-    counts = [int(rng.integers(1, 4)) for _ in range(ranks)]
     return [
         [
             StageLoad(load, *rng.uniform(0.2, 2.0, 2).tolist())
-            for load in random_loads(rng, ranks, short)[: min(count, ranks)]
+            for load in random_loads(rng, int(rng.integers(1, 4)), short)
         ]
-        for count in counts
+        for _ in range(ranks)
     ]
+
+
+def pipeline_of(seed: int, short: bool) -> tuple[list[list[StageLoad]], int, list[float]]:
+    """Plans of each stage, turns and hops."""
+    rng = np.random.default_rng(seed)
+    ranks, turns = int(rng.integers(1, 5)), int(rng.integers(1, 10))
+    return options_of(rng, ranks, short), turns, rng.uniform(0.0, 0.3, ranks - 1).tolist()
 
 
 def least_of(plans: Sequence[StageLoad], turns: int, hops: list[float]) -> float:
@@ -100,10 +106,7 @@ def least_of(plans: Sequence[StageLoad], turns: int, hops: list[float]) -> float
 @pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize("seed", range(20))
 def test_a_mixture_is_no_slower_than_any_choice(seed: int, short: bool) -> None:
-    rng = np.random.default_rng(seed)
-    ranks, turns = int(rng.integers(1, 5)), int(rng.integers(1, 10))
-    options = options_of(rng, ranks, short)
-    hops = rng.uniform(0.0, 0.3, ranks - 1).tolist()
+    options, turns, hops = pipeline_of(seed, short)
     found = best_mixture(options, turns, hops)
     every = [least_of(each, turns, hops) for each in itertools.product(*options)]
     assert found.step_s <= min(every) * (1 + 1e-9)
@@ -115,10 +118,7 @@ def test_a_mixture_is_no_slower_than_any_choice(seed: int, short: bool) -> None:
 @pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize("seed", range(20))
 def test_whole_plans_are_the_best_there_are(seed: int, short: bool) -> None:
-    rng = np.random.default_rng(seed)
-    ranks, turns = int(rng.integers(1, 5)), int(rng.integers(1, 10))
-    options = options_of(rng, ranks, short)
-    hops = rng.uniform(0.0, 0.3, ranks - 1).tolist()
+    options, turns, hops = pipeline_of(seed, short)
     found = best_mixture(options, turns, hops, whole=True)
     least = {each: least_of(each, turns, hops) for each in itertools.product(*options)}
     near_s = min(least.values()) + 1e-3 * max(sum(x[0].seconds(turns)) for x in options)

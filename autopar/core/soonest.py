@@ -20,10 +20,10 @@ from collections.abc import Sequence
 
 from autopar.core.list_schedule import RankLoad, most_ahead
 
-__all__ = ["forwards_ahead", "rounds_of", "soonest"]
+__all__ = ["forwards_ahead", "most_held", "rounds_of", "soonest"]
 
 
-def _most_held(load: RankLoad, microbatches: int) -> int:
+def most_held(load: RankLoad, microbatches: int) -> int:
     """Microbatches that a rank can hold at once; one is always let in."""
     if not load.waiting or microbatches * load.waiting <= load.budget:
         return microbatches
@@ -33,12 +33,12 @@ def _most_held(load: RankLoad, microbatches: int) -> int:
 def forwards_ahead(loads: Sequence[RankLoad], microbatches: int) -> list[int]:
     """Forwards that each rank can begin ahead of its first gradient."""
     most = most_ahead(len(loads), microbatches)
-    return [min(n, _most_held(load, microbatches)) for n, load in zip(most, loads, strict=True)]
+    return [min(n, most_held(load, microbatches)) for n, load in zip(most, loads, strict=True)]
 
 
 def rounds_of(load: RankLoad, microbatches: int) -> int:
     """How often microbatches must have come back to a rank before it can begin the last ones."""
-    return 1 + (microbatches - 1) // _most_held(load, microbatches)
+    return 1 + (microbatches - 1) // most_held(load, microbatches)
 
 
 def soonest(

@@ -17,7 +17,7 @@ import pulp
 
 from autopar.core.flights import Waits
 from autopar.core.list_schedule import RankLoad, most_ahead
-from autopar.core.soonest import forwards_ahead, rounds_of
+from autopar.core.soonest import most_held, rounds_of
 from autopar.solver.ilp import Infeasible
 from autopar.solver.step_lp import Line, StepLP
 
@@ -154,7 +154,7 @@ class _Master:
     def _wait_for_memory(self, rank: int, around_s: float) -> None:
         """Forwards behind the first gradient, and rounds, where plans hold much."""
         program, loads = self.program, [plan.load for plan in self.options[rank]]
-        ahead = [self._ahead(rank, load) for load in loads]
+        ahead = [min(self.most[rank], most_held(load, self.turns)) for load in loads]
         if min(ahead) < self.most[rank]:
             _, _, inputs, weights, finish = program.parts[rank]
             left = program.variable(f"left_{rank}")
@@ -169,9 +169,6 @@ class _Master:
             round_s = (x.forward_s + around_s + x.input_s for x in loads)
             self._no_less(held, rank, [n * s for n, s in zip(rounds, round_s, strict=True)])
             program.later(program.done[rank], {program.begun[rank]: 1.0, held: 1.0})
-
-    def _ahead(self, rank: int, load: RankLoad) -> int:
-        return forwards_ahead([load] * len(self.options), self.turns)[rank]
 
     def waits(self, rank: int) -> Waits:
         """What the seconds of each part of a stage add to the step."""

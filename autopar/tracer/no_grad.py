@@ -102,7 +102,9 @@ def _copy_made_without_grad(exported: Any, written: fx.Node) -> None:
     call = written.args[0] if written.target is operator.getitem else None
     if not isinstance(call, fx.Node) or call.target is not _set_grad or call.args[0]:
         return
-    part = _part(exported, call.args[1])  # type: ignore[arg-type]
+    called = call.args[1]
+    assert isinstance(called, fx.Node)
+    part = _part(exported, called)
     results: Any = part.graph.output_node().args[0]
     result = results[written.args[1]]
     same = [n for n in results if isinstance(n, fx.Node) and _owner(n) is _owner(result)]
@@ -117,7 +119,7 @@ def _detached(write: fx.Node) -> list[fx.Node]:
     found, node = [], write
     owner = _owner(write)
     while node is not owner:
-        node = node.args[0]  # type: ignore[assignment]
+        node = _source(node)
         found += [node] if node.target is aten.detach.default else []
     return found
 
@@ -126,8 +128,15 @@ def _comes_from(node: fx.Node, sources: list[fx.Node]) -> bool:
     """True for a view of one of some nodes, or what was written to one."""
     owner = _owner(node)
     while node not in sources and node is not owner:
-        node = node.args[0]  # type: ignore[assignment]
+        node = _source(node)
     return node in sources
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """What a view or a write is of."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source
 
 
 def restore_lines(graph: fx.Graph, lines: Lines) -> None:
