@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from contextlib import suppress
 from dataclasses import replace
 
 from autopar.core.plan import Plan
@@ -19,6 +20,7 @@ from autopar.stage_planning import StagePlanner
 __all__ = ["FittingCuts"]
 
 _RECUTS = 3  # times that a shape that is too large is cut anew
+_LIGHTER = 1.6  # times the limit, that stages planned for it may take without
 _SPARE = 0.05  # of the limit, for what is only estimated
 
 
@@ -39,11 +41,17 @@ class FittingCuts:
         self._full: dict[PipelineShape, dict[int, RankBytes]] = {}  # ranks that were too large
         self.tried: dict[PipelineShape, list[tuple[str, ...]]] = {}
 
+    @property
+    def is_short(self) -> bool:
+        """True if some rank was too large."""
+        return bool(self._full)
+
     def fitting(self, shape: PipelineShape, shapes: Shapes, below_s: float) -> Plan | None:
         """The plan of a shape without recomputation; None where it does not fit, or is slower.
 
         Automatic orders first: they wait least, and 1F1B holds least; then both with stages that
-        are planned for their own seconds, which may hold less, too.
+        are planned for their own seconds, which may hold less, too; then with stages that are
+        planned for the limit.
         """
         cut = self._cut(shape)
         waits_least = [s for s in shapes.schedules(cut) if s.schedule == AUTOMATIC]
@@ -62,10 +70,19 @@ class FittingCuts:
             except (ConstraintError, InfeasiblePlanError) as error:
                 shapes.impossible(shape, error)
                 return None
+        if peak_bytes <= _LIGHTER * self.planner.limit and self._may_be_lighter(shape):
+            for each in (*waits_least, cut):
+                with suppress(Stopped, InfeasiblePlanError):
+                    return self.planner.plan(each, below_s=below_s, as_is=True)
         if not self._recut(shape, shapes):
             self.large.append(shape)
             shapes.too_large(shape, peak_bytes)
         return None
+
+    def _may_be_lighter(self, shape: PipelineShape) -> bool:
+        """True if stages of a shape that is too large are to be planned for the limit."""
+        pinned = self.planner.constraints.checkpoint is not None
+        return shape.size > 1 and shape not in self.tried and not pinned
 
     def _cut(self, shape: PipelineShape) -> PipelineShape:
         """The shape with the cuts with which it is expected to fit, if it was too large."""

@@ -64,7 +64,7 @@ class OnePiece:
         exposed: float = EXPOSED,
         below_s: float = math.inf,
         doubts: _Doubts | None = None,
-        proved_within: int = UNLIMITED,
+        proved_within: int | None = UNLIMITED,
     ) -> Plan:
         """The plan that counts least, on the mesh as given or with axes joined.
 
@@ -98,7 +98,7 @@ class OnePiece:
             else:
                 known_s, t = found.plan.solver.bound, found.t
                 best = found.plan if found.plan.solver.objective < to_beat_s else best
-            bound = min(bound, known_s)
+            bound = min(bound, max(known_s, free_s))  # a limit makes nothing faster
             if limit >= UNLIMITED and exposed <= EXPOSED:
                 # less memory, more pins and more that is exposed make no step faster
                 self.free_s[cluster.mesh_shape], self.free_t[cluster.mesh_shape] = known_s, t
@@ -149,8 +149,9 @@ class OnePiece:
             pinned = known if constraints is self.constraints else pinned
             # no more than half of what runs on two streams is hidden
             below_s = now_s if exposed < _ALL else 2 * now_s
+            proved = None if exposed == counted else UNLIMITED
             with suppress(ConstraintError, InfeasiblePlanError, NotBelow):
-                other = self._program(pinned.plan(limit, exposed, below_s))
+                other = self._program(pinned.plan(limit, exposed, below_s, proved_within=proved))
                 if exposed == counted:
                     other = _proved(other, first.solver.bound)  # the pins are not the user's
                 other = replace(other, constraints=self.constraints.to_dict())
@@ -199,7 +200,7 @@ class OnePiece:
         return self._program(plan).predicted.hidden_time_s / hoped_s if hoped_s > 0 else 1.0
 
     def _begun(
-        self, limit: int, exposed: float, below_s: float, proved_within: int
+        self, limit: int, exposed: float, below_s: float, proved_within: int | None
     ) -> list[tuple[Cluster, StepSearch]]:
         """A search on each mesh, that first which says what others must beat.
 

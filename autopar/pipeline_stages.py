@@ -81,9 +81,10 @@ class Pipeliner:
         cluster: with the mesh of one pipeline rank.
         orders: of each rank.
         free: without the memory limit.
-        below_s: seconds that a free plan must stay below, and fit the limit, to be of use; else it
-            is given up as soon as that is known. None: it is planned in any case.
+        below_s: seconds that a plan must stay below, and a free one fit the limit, to be of use;
+            else it is given up as soon as that is known. None: it is planned in any case.
         alone: plan stages for their own seconds, whatever others wait for.
+        as_is: within the limit by placements, without recomputation and offload.
     """
 
     def __init__(
@@ -96,8 +97,10 @@ class Pipeliner:
         free: bool,
         below_s: float | None,
         alone: bool = False,
+        as_is: bool = False,
     ) -> None:
         self.free = free
+        self.as_is = as_is
         self.below_s = below_s
         self.planner = planner
         self.traced = planner.traced
@@ -255,6 +258,7 @@ class Pipeliner:
                     settled,
                     limits[number],
                     aims.get(number, Aim()),
+                    self.as_is,
                 )
             except InfeasiblePlanError as error:
                 self.stuck = number
@@ -265,7 +269,7 @@ class Pipeliner:
                     stage=number,
                 ) from error
             plans.append(plan)
-            if self.free and self.below_s is not None and self.shape.chunks == 1:
+            if self.below_s is not None and self.shape.chunks == 1:
                 self._check(plans, self.below_s)
             settled.update(_settled(self.parts.model(number), plan))
         return plans

@@ -207,7 +207,7 @@ class _Search:
             )
             best = self._limited(shapes, known_s)
         far_s = min(limit_s, _seconds(best) * (1 - _PROVED))
-        shapes.close_least(far_s, short=bool(self.cuts.large))
+        shapes.close_least(far_s, short=self.cuts.is_short)
         return best if _seconds(best) < limit_s else None
 
     def _with_schedule(

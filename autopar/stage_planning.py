@@ -86,14 +86,16 @@ class StagePlanner(StageBounds):
         free: bool = False,
         below_s: float | None = None,
         alone: bool = False,
+        as_is: bool = False,
     ) -> Plan:
         """The plan of a step with a pipeline of a given shape.
 
         Args:
             shape: of the pipeline.
             free: without the memory limit, hence without recomputation: soon found.
-            below_s: of a free plan, seconds above which it is of no use, nor beyond the limit.
+            below_s: seconds above which it is of no use; nor is a free plan beyond the limit then.
             alone: plan stages for their own seconds, which may take less memory.
+            as_is: within the limit by placements, without recomputation and offload.
 
         Raises:
             Stopped: it is of no use.
@@ -115,7 +117,8 @@ class StagePlanner(StageBounds):
                 f"pipeline cuts make {len(cuts) + 1} stages, size {shape.size} × chunks "
                 f"{shape.chunks} are {shape.num_stages}"
             )
-        return Pipeliner(self, shape, cuts, cluster, orders, free, below_s, alone).run(time)
+        pipeliner = Pipeliner(self, shape, cuts, cluster, orders, free, below_s, alone, as_is)
+        return pipeliner.run(time)
 
     def suited(self, plan: Plan) -> Plan:
         """The plan with stages for what the critical path of its schedule counts.
@@ -164,6 +167,7 @@ class StagePlanner(StageBounds):
         settled: Mapping[str, Layout],
         limit: int | None,
         aim: Aim,
+        as_is: bool = False,
     ) -> Plan:
         """The plan of a kind of stage that receives what is settled, within a limit if there is.
 
@@ -182,14 +186,14 @@ class StagePlanner(StageBounds):
         }
         turns = (model.microbatches, model.flight)
         limits = (limit, limit or self.limit)  # to solve within, and to say in the plan
-        stage = (cuts, kind, *turns, cluster.mesh_shape, tuple(taken.items()))
+        stage = (cuts, kind, *turns, cluster.mesh_shape, tuple(taken.items()), as_is)
         key = (stage, limits)
         if key not in self._solved:
             known: KnownVariants | None = None
             if self.searches is not None and limit is not None:
                 known = self.searches.setdefault(stage, {})
             try:
-                plan = self._plan(model, cluster, taken, limit, (cuts, kind), known)
+                plan = self._plan(model, cluster, taken, limit, (cuts, kind), known, as_is)
                 self._solved[key] = replace(plan, memory_limit_bytes=limit or self.limit)
             except InfeasiblePlanError as error:
                 self._solved[key] = error
@@ -206,6 +210,7 @@ class StagePlanner(StageBounds):
         limit: int | None,
         name: tuple[tuple[str, ...], int],
         known: KnownVariants | None,
+        as_is: bool,
     ) -> Plan:
         """The plan of a stage; without a limit, schedules share its choices.
 
@@ -216,10 +221,13 @@ class StagePlanner(StageBounds):
         key = (name, *turns, cluster.mesh_shape, tuple(taken.items()))
         if limit is None and key in self._free:
             return in_other_flights(self._free[key], model).plan
+        inside = self._inside(model)
+        if as_is:
+            inside = replace(inside, checkpoint="none", offload="none")
         found = solve_step(
             model,
             cluster,
-            constraints=self._inside(model),
+            constraints=inside,
             memory_limit=UNLIMITED if limit is None else limit,
             optimizer=self.optimizer,
             ports=taken,

@@ -43,6 +43,7 @@ _PART_ROUNDS = 3
 _FAR = 0.05  # gap beyond which branching on single nodes is not begun
 _WORTH = 0.1  # of the gap: where a few parts close less, branching ends
 _SEEDS = 4  # plans met under other limits
+_SAME = 0.1  # prices that differ by less, relatively, tell the same
 _ABSURD = 1e6  # times as long as the unlimited plan: nothing fits
 _PROVED = 1e-2  # and branching
 
@@ -54,13 +55,14 @@ class MemorySearch(MetPlans):
     """
 
     _is_spent = False  # nothing lighter is found by looking on
+    _met_at: tuple[float, ...] = ()  # prices
     _has_spread = False
     _root: Part | None = None
 
     def renew(self, limit: int, decide: Callable[[Solution], Fit], host_scale: float) -> None:
         """Search within another limit, with the rows, plans and bounds that are known."""
         super().renew(limit, decide, host_scale)
-        self._root, self._has_spread = None, False
+        self._root, self._has_spread, self._met_at = None, False, ()
 
     def _seed_known(self) -> None:
         """Consider the fastest of the plans met under other limits that keeps to this one."""
@@ -197,6 +199,20 @@ class MemorySearch(MetPlans):
     def price(self) -> float:
         """Seconds per byte of the limit at the best bound."""
         return sum(self._prices.values())
+
+    def meet(self, price: float) -> bool:
+        """Look for a plan that is fast where bytes have a price; False if that was done before.
+
+        Args:
+            price: seconds per byte of the rows that tell most of the limit, as far as is known.
+        """
+        if not price or any(math.isclose(price, known, rel_tol=_SAME) for known in self._met_at):
+            return False
+        self._met_at += (price,)
+        shares = self._prices if any(self._prices.values()) else {self.rough().row: 1.0}
+        whole = sum(shares.values())
+        self.relaxed.solve({p: price * share / whole for p, share in shares.items()})
+        return True
 
     def _cap(self) -> float:
         if math.isfinite(self.target):

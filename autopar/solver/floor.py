@@ -25,6 +25,7 @@ from autopar.core.cells import Cells
 from autopar.core.constraints import Constraints, assign_mesh
 from autopar.core.graph import Repeat, TracedModel, dependents
 from autopar.core.ops import NARROW, REARRANGING
+from autopar.solver import overlap
 from autopar.solver.build import StepProblem, build_problem
 from autopar.solver.ideal import owners_of
 from autopar.solver.ilp import solve_problem
@@ -34,7 +35,7 @@ from autopar.solver.problem import ChoiceProblem
 from autopar.solver.read_step import build_step
 from autopar.solver.rules.notes import note_places
 from autopar.solver.shares import lowest_shares
-from autopar.solver.step import Bucket, Step
+from autopar.solver.step import Bucket, Step, Value
 
 __all__ = ["Alone", "Floors", "Weights", "functionals", "left_out"]
 
@@ -117,12 +118,14 @@ class Alone:
         built: its problem.
         parts: in which parts of a step each node may run: fields of `Weights`.
         ends: pairs of nodes between which a gradient is reduced once, behind the turns.
+        handed_bytes: that a device holds at least of what backward ops of others read.
     """
 
     part: Step
     built: StepProblem
     parts: Mapping[str, Sequence[str]]
     ends: Collection[frozenset[Hashable]]
+    handed_bytes: float = 0.0
 
     def weighed(self, weights: Weights) -> ChoiceProblem:
         """The problem with a share of what each node, and each pair of nodes, costs."""
@@ -150,6 +153,7 @@ class Floors:
         offers: on the mesh of a pipeline rank.
         ahead: as for `left_out`.
         parts: find more than "step".
+        counted: what seconds count in a sum (`overlap`).
     """
 
     def __init__(
@@ -160,12 +164,13 @@ class Floors:
         offers: Offers,
         ahead: int,
         parts: bool = True,
+        counted: overlap.Weights = overlap.ALL,
     ) -> None:
         note_places(body)
         self.body = body
         step = build_step(body, offers.fused)
         least = lowest_shares(step.ops, step.shares, step.blocks)
-        self.step = replace(step, shares=least)
+        self.step = replace(step, shares=least, weights=counted)
         self.offers = offers
         self.optimizer = optimizer
         wanted = functionals(body.microbatches, ahead)
@@ -265,7 +270,22 @@ class Floors:
             if all(read != name for read, _ in part.ops[value[0]].operands)
         }
         parts = {str(name): self._parts_of(part, before, str(name)) for name in built.problem.costs}
-        return Alone(part, built, parts, ends)
+        return Alone(part, built, parts, ends, self._handed(part))
+
+    def _handed(self, part: Step) -> float:
+        """Bytes per device of forward values that others than a part read in their backward.
+
+        They may read a copy in another layout, so no more is known than that all devices hold one.
+        """
+        found: set[Value] = set()
+        for value, op, _ in self.step.consumers():
+            if op.backward and op.name not in part.ops and value[0] in part.ops:
+                while value[0] in part.ops and part.ops[value[0]].view:
+                    value = part.ops[value[0]].operands[0]
+                if value[0] in part.ops and not part.ops[value[0]].backward:
+                    found.add(value)
+        whole = sum(part.specs[value].num_bytes for value in found)
+        return whole / self.offers.cluster.num_devices
 
     def _parts_of(self, part: Step, before: Collection[str], name: str) -> Sequence[str]:
         """Parts of a step that a node may run in: fields of `Weights`."""

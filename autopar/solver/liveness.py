@@ -248,8 +248,20 @@ class Liveness:
         """
         row = Row(0.0, dict(self.residents.nodes), dict(self.residents.edges))
         for born, op in enumerate(self.order):
-            if self.step.is_hoisted(op.name) and not op.view:
+            if not self.step.is_hoisted(op.name):
+                continue
+            if not op.view:
                 self._outputs(row, op, born, len(self.order))
+            elif self._shown_until(op) >= len(self.order):
+                self._copies(row, op)
+        return row
+
+    def saved(self) -> Row:
+        """What a microbatch leaves for its backward."""
+        row = Row()
+        first, backward, _ = part_starts(self.step, self.order)
+        for op in self.order[first:backward]:
+            self._held_by_others(row, op, self.step.blocks.copies(op.name), backward)
         return row
 
     def _on_host(self) -> Row:

@@ -6,14 +6,16 @@ a mixture takes about
 
     t' + (t - t') * (L - m') / (m - m')
 
-seconds. The two that promise least say which kinds to mix, and how a block of each is placed; how
-many blocks are of the stronger kind is found by pricing mixtures, and that one is solved as any
-other step. Blocks in front are recomputed more: when the backward comes to them, that of the others
-is done, and what they compute again has the room that these held.
+seconds, or a block's share less. Plans of all kinds are met at the price of a byte that this line
+stands for, until it moves no more. The two that promise least say which kinds to mix, and how a
+block of each is placed; how many blocks are of the stronger kind is found by pricing mixtures, and
+that one is solved as any other step. Blocks in front are recomputed more: when the backward comes
+to them, that of the others is done, and what they compute again has the room that these held.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import defaultdict
@@ -41,6 +43,7 @@ __all__ = ["Make", "free_blocks", "mixtures", "uniform_checkpoints"]
 _WORTH = 5e-3  # of the seconds of the best plan: what a mixture must promise to save
 _NEARLY = 0.03  # by how much more a pair of kinds may promise to take than the best pair
 _PRICED = 8  # mixtures that are priced to find how many blocks must be recomputed
+_PRICES = 4  # of a byte, at which plans of all kinds are looked for
 _PERIOD = re.compile(r"_period\d+$")  # ends the name of a node that stands for other blocks
 
 Make = Callable[[object, Checkpoint], Variant]
@@ -164,9 +167,9 @@ def _promising(
 ) -> list[tuple[_Point, _Point]]:
     """For each two kinds, the plans between which a mixture comes below the limit soonest.
 
-    Pairs that promise as much as the best, or nearly so, come back. The last block may be of the
-    cheap kind whatever the limit: where plans of the stronger kind peak as its backward begins,
-    what it would compute again is there in any case.
+    Pairs that promise as much as the best, or nearly so, come back. One block more than would fit
+    is of the cheap kind: where plans of the stronger kind peak as the last one's backward begins,
+    what that would compute again is there in any case.
 
     Args:
         tried: variants.
@@ -188,15 +191,21 @@ def _promising(
         ]
 
     def may_help(bound: float) -> bool:
-        shares = ((p.met.seconds, max(limit / p.met.peak, least)) for p in large)
+        shares = ((p.met.seconds, limit / p.met.peak + least) for p in large)
         return bound < below_s or any(bound + (s - bound) * r < below_s for s, r in shares)
 
     # what fits is no faster than the best plan, so that the other plan of a pair must be
-    known = points(v for v in tried if free_s(v) < below_s)
-    large = [p for p in known if p.met.peak > limit]
-    known += points(v for v in tried if free_s(v) >= below_s and may_help(free_s(v)))
+    variants = [v for v in tried if free_s(v) < below_s]
+    large = [p for p in points(variants) if p.met.peak > limit]
+    variants += [v for v in tried if free_s(v) >= below_s and may_help(free_s(v))]
     least_s = max(free_s(v) for v in tried)
-    known += points(make(kind) for kind in others if may_help(least_s))
+    variants += [make(kind) for kind in others if may_help(least_s)]
+    for _ in range(_PRICES if len(variants) > 1 else 0):
+        price = _price([p.met for p in points(variants)], limit)
+        met = [v.search.memory.meet(price) for v in variants]
+        if not any(met):
+            break
+    known = points(variants)
     large = [p for p in known if p.met.peak > limit]
     small = [p for p in known if p.met.peak <= limit]
     found: dict[tuple[str, str], tuple[float, _Point, _Point]] = {}
@@ -204,13 +213,28 @@ def _promising(
         for strong in small:
             if order.index(cheap.kind) >= order.index(strong.kind):
                 continue
-            share = max((limit - strong.met.peak) / (cheap.met.peak - strong.met.peak), least)
+            share = (limit - strong.met.peak) / (cheap.met.peak - strong.met.peak) + least
             seconds = strong.met.seconds + (cheap.met.seconds - strong.met.seconds) * share
             kinds = cheap.kind, strong.kind
             if seconds < found.get(kinds, (below_s,))[0]:
                 found[kinds] = seconds, cheap, strong
     most_s = min((row[0] for row in found.values()), default=0.0) * (1 + _NEARLY)
     return [(cheap, strong) for seconds, cheap, strong in found.values() if seconds <= most_s]
+
+
+def _price(met: Sequence[Met], limit: float) -> float:
+    """Seconds per byte that plans are worth between which a mixture promises least; 0 without any.
+
+    That is the slope of the lower hull of their seconds, by their bytes, at the limit.
+    """
+    large = [(m.seconds, m.peak) for m in met if m.peak > limit]
+    small = [(m.seconds, m.peak) for m in met if m.peak <= limit]
+    found = (
+        (s + (limit - m) * (t - s) / (n - m), (s - t) / (n - m))
+        for (t, n), (s, m) in itertools.product(large, small)
+        if s > t
+    )
+    return min(found, default=(0.0, 0.0))[1]
 
 
 @dataclass(frozen=True, slots=True)

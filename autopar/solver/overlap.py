@@ -35,6 +35,7 @@ __all__ = [
     "least",
     "least_share",
     "promising",
+    "weights_at",
 ]
 
 EXPOSED = 0.1
@@ -117,7 +118,7 @@ def least(
     Raises:
         NotBelow: none is.
     """
-    best = search(_at(first, exposed), 0.0, below_s)
+    best = search(weights_at(first, exposed), 0.0, below_s)
     bound, greatest, last = best.bound, first, first
     if bound >= below_s:
         raise NotBelow(bound, first)
@@ -133,7 +134,7 @@ def least(
         last = t
         try:
             # a step takes no less than any of its sums
-            found = search(_at(t, exposed), bound, min(below_s, now_s))
+            found = search(weights_at(t, exposed), bound, min(below_s, now_s))
         except NotBelow as error:
             if error.bound > bound:
                 bound, greatest = error.bound, t
@@ -174,7 +175,7 @@ def promising(
     high: _Line | None = None
     t, greatest, least_s = first, (-math.inf, first), math.inf
     for _ in range(_GLANCES):
-        variant = soon(_at(t, exposed), below_s)
+        variant = soon(weights_at(t, exposed), below_s)
         if variant is None:
             break
         found = Found(variant, 0.0)
@@ -225,7 +226,8 @@ def least_share(exposed: float) -> float:
     return 1.0 / (2.0 - exposed)
 
 
-def _at(t: float, exposed: float) -> Weights:
+def weights_at(t: float, exposed: float) -> Weights:
+    """What seconds count in the sum of a t."""
     return Weights(compute=1.0 - t, hideable=exposed + t * (1.0 - exposed))
 
 

@@ -26,7 +26,16 @@ from autopar.solver.input_layouts import input_layouts
 from autopar.solver.known import KnownVariants, Variants
 from autopar.solver.modes import mode_names
 from autopar.solver.offers import Offers
-from autopar.solver.overlap import ALL, EXPOSED, Found, counted_seconds, least, promising
+from autopar.solver.overlap import (
+    ALL,
+    EXPOSED,
+    Found,
+    NotBelow,
+    counted_seconds,
+    least,
+    promising,
+    weights_at,
+)
 from autopar.solver.pins import with_roles
 from autopar.solver.rules.notes import note_places
 from autopar.solver.sums import SumSearch
@@ -238,10 +247,21 @@ class StepSearch:
         else:
             if not self._has_glanced:
                 self.glance(below_s)
-            best, bound, t = least(self.search, self.exposed, stop, self.first, below_s)
+            try:
+                best, bound, t = least(self.search, self.exposed, stop, self.first, below_s)
+            except NotBelow as error:
+                raise NotBelow(self._proved(error.t, error.bound, below_s), error.t) from error
         fit = best.search.memory.best
         assert fit is not None
-        return Solved(self._as_plan(best, bound), best, fit, t)
+        now_s = counted_seconds(fit.price, self.exposed)
+        return Solved(self._as_plan(best, self._proved(t, bound, now_s)), best, fit, t)
+
+    def _proved(self, t: float, bound: float, enough_s: float) -> float:
+        """A bound of one sum for blocks that are recomputed in several ways, too."""
+        if self.search.proved_within is None:
+            return bound
+        weights = ALL if self.counts_all else weights_at(t, self.exposed)
+        return self.search.of_any(weights, bound, enough_s)
 
     def _as_plan(self, variant: Variant, bound: float) -> Plan:
         given = (self.planned, self.wanted, self.limit, self.optimizer)

@@ -6,19 +6,37 @@ A sum counts the seconds of compute and those of what may hide (`overlap.Weights
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from autopar.cost_model import Offloaded, offload_seconds
 from autopar.errors import ConstraintError
 from autopar.solver.exclude import Excluded, exclude
 from autopar.solver.known import Variants, may_leave, variants_of
+from autopar.solver.mixed_bound import least_mixed
 from autopar.solver.mixture import free_blocks, mixtures, uniform_checkpoints
 from autopar.solver.overlap import Found, NotBelow, Weights
 from autopar.solver.variant import Variant
 
 __all__ = ["SumSearch"]
+
+_SAME = 1e-9  # of t
+
+
+class _Told(NamedTuple):
+    """What the search of a sum has told.
+
+    Attributes:
+        t: of the sum.
+        free_s: that no plan is below: a limit makes none faster, nor does computing again.
+        price: of a byte, at which the limit bounds plans best.
+    """
+
+    t: float
+    free_s: float
+    price: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +53,7 @@ class SumSearch:
     without: Excluded | None
     proved_within: int | None
     _known: dict[Weights, list[Variant]] = field(default_factory=dict, repr=False)  # begun
+    _told: list[_Told] = field(default_factory=list, repr=False)
 
     def soon(self, weights: Weights, below_s: float = math.inf) -> Variant | None:
         """The best plan of a sum with which its search begins, if there is one.
@@ -48,7 +67,7 @@ class SumSearch:
 
     def forget_but(self, t: float) -> None:
         """Let go of the searches that have begun, but those of one sum."""
-        for weights in [w for w in self._known if not math.isclose(w.t, t, abs_tol=1e-9)]:
+        for weights in [w for w in self._known if not math.isclose(w.t, t, abs_tol=_SAME)]:
             del self._known[weights]
 
     def __call__(self, weights: Weights, enough_s: float = 0.0, below_s: float = math.inf) -> Found:
@@ -63,6 +82,8 @@ class SumSearch:
         cluster = self.variants.offers.cluster
         tried = self._known.pop(weights, None) or self._begun(weights, enough_s, below_s)
         self._finish(tried, enough_s, below_s)
+        price = max(found.search.memory.price for found in tried)
+        self._told.append(_Told(weights.t, tried[0].search.memory.approximate().bound, price))
         if self.without is None and len(tried) > 1 and _fastest(tried) > enough_s:
             uniform = uniform_checkpoints(traced, wanted.checkpoint, may_leave(cluster, wanted))
             free = free_blocks(traced, wanted.checkpoint)
@@ -72,6 +93,24 @@ class SumSearch:
         if best.search.memory.best is None:
             raise _nothing(tried, below_s, weights.t)
         return Found(best, min(found.search.memory.bound for found in tried))
+
+    def of_any(self, weights: Weights, bound: float, enough_s: float) -> float:
+        """What no plan of a sum is below, that of mixtures among them.
+
+        Args:
+            weights: of the sum, which was searched.
+            bound: of what was searched: each way of recomputation of all blocks.
+            enough_s: beyond which a bound is of no use.
+        """
+        given = self.variants
+        pin, free = given.wanted.checkpoint, free_blocks(given.traced, given.wanted.checkpoint)
+        if self.without is not None or not given.traced.training or len(free) < 2:
+            return bound
+        told = next(x for x in self._told if math.isclose(x.t, weights.t, abs_tol=_SAME))
+        if told.free_s >= min(bound, enough_s) or isinstance(pin, Mapping):
+            return min(bound, told.free_s)
+        mixed_s = least_mixed(given, self.optimizer, weights, told.price)
+        return min(bound, max(told.free_s, mixed_s))
 
     def _begun(self, weights: Weights, enough_s: float, below_s: float) -> list[Variant]:
         """Variants of a step whose searches have begun, none more once one is below `enough_s`."""
@@ -98,6 +137,7 @@ class SumSearch:
             # those that come later
             free_s = found.search.memory.approximate().bound
             if len(tried) == 1 and free_s >= below_s:
+                self._told.append(_Told(weights.t, free_s, 0.0))
                 raise NotBelow(free_s, weights.t)
             if fit is not None and fit is found.search.memory.free:
                 if len(tried) == 1:

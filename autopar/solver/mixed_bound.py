@@ -1,0 +1,49 @@
+"""What no plan of a step under a memory limit is below, whichever blocks it recomputes.
+
+A search bounds each way of recomputation of all blocks. A mixture of them (`mixture.py`) may take
+less than any that fits. Bounds of blocks with bytes at a price (`held_floors.py`) range over all
+mixtures: as the backward begins, what the blocks hold and have saved is there at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from autopar.core.recompute import recomputed
+from autopar.solver.floor import Floors
+from autopar.solver.held_floors import HeldFloors, runs_within
+from autopar.solver.ideal import BlockWork
+from autopar.solver.known import Variants, places_of
+from autopar.solver.mixture import uniform_checkpoints
+from autopar.solver.overlap import Weights
+
+__all__ = ["least_mixed"]
+
+
+def least_mixed(given: Variants, optimizer: object, weights: Weights, price: float) -> float:
+    """Seconds that no plan of a sum is below, with blocks recomputed in any ways.
+
+    Args:
+        given: of the step, without pins on single blocks.
+        optimizer: whose states count in memory.
+        weights: of the sum.
+        price: seconds per byte that tell about what the limit costs; 0 where nothing is known.
+    """
+    traced, cluster = given.traced, given.offers.cluster
+    work = BlockWork(traced, cluster, given.offers.fused)
+    kinds = uniform_checkpoints(traced, given.wanted.checkpoint)
+    graphs = [recomputed(traced, kind) for kind in kinds]
+
+    def places() -> Iterator[HeldFloors]:
+        for held in places_of(cluster, given.wanted, optimizer):
+            floors = [
+                Floors(graph, given.wanted, held, given.offers, 1, False, weights)
+                for graph in graphs
+            ]
+            yield HeldFloors(floors, work.held, work.like)
+
+    blocks = len(work.names)
+    runs = runs_within(places(), np.ones(blocks), 1, given.limit, ["step"], price)
+    return max(0.0, float(runs["step"][0, blocks]))

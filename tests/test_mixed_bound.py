@@ -1,0 +1,102 @@
+"""Plans whose blocks are recomputed in several ways: what is found, and what none is below."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.core.constraints import Constraints
+from autopar.core.graph import TracedModel
+from autopar.core.plan import Plan
+from autopar.cost_model import Cluster
+from autopar.pipelining import plan_step
+from autopar.solver.solve import solve
+from autopar.tracer.trace import trace
+
+DEVICES, ROUNDING = 4, 1 + 1e-6
+SIZES = {"wide": (2048, 6), "deep": (1024, 8)}
+TOKENS = 16384
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Deep(nn.Module):
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().square().mean()
+
+
+@lru_cache(maxsize=2)
+def traced(size: str) -> TracedModel:
+    width, depth = SIZES[size]
+    with torch.device("meta"):
+        model = Deep(width, depth).to(torch.bfloat16).train()
+        x = torch.empty(TOKENS, width, dtype=torch.bfloat16)
+    return trace(model, {"x": x}, fold=True)
+
+
+def cluster() -> Cluster:
+    return Cluster.from_profile("h100-sxm", devices_per_node=DEVICES)
+
+
+def planned(size: str, limit: int | None = None, **pins: Any) -> Plan:
+    constraints = Constraints.parse({"pipeline": "none", **pins})
+    return plan_step(traced(size), cluster(), constraints=constraints, memory_limit=limit)
+
+
+@lru_cache(maxsize=2)
+def most(size: str) -> int:
+    """Bytes of the fastest plan."""
+    return planned(size).predicted.peak_memory_bytes
+
+
+@pytest.mark.parametrize(("size", "share"), [("wide", 0.5), ("deep", 0.4), ("deep", 0.5)])
+def test_pins_make_no_plan_faster_where_blocks_are_recomputed(size: str, share: float) -> None:
+    """With parameters split by a pin, mixtures were found that a search without it had missed."""
+    limit = int(share * most(size))
+    free, pinned = planned(size, limit), planned(size, limit, data=DEVICES, zero=3)
+    assert not isinstance(pinned.checkpoint, str), "a mixture"
+    assert free.predicted.peak_memory_bytes <= limit
+    assert free.solver.bound <= pinned.solver.objective * ROUNDING
+    assert free.predicted.step_time_s <= pinned.predicted.step_time_s * 1.002
+
+
+@pytest.mark.parametrize("share", [0.45, 0.6, 0.8])
+def test_no_mixture_is_below_the_bound(share: float) -> None:
+    step, depth = traced("deep"), SIZES["deep"][1]
+    limit = int(share * most("deep"))
+
+    def solved(checkpoint: dict[str, str] | None) -> Plan:
+        pins = Constraints.parse({"zero": 3, "data": DEVICES, "checkpoint": checkpoint})
+        return solve(step, cluster(), constraints=pins, memory_limit=limit, exposed=1.0)
+
+    bound, found = solved(None).solver.bound, 0
+    for cheap, strong in (("none", "selective"), ("none", "full"), ("selective", "full")):
+        for number in range(1, depth, 2):
+            kinds = {f"layers.0-{number - 1}": strong, f"layers.{number}-{depth - 1}": cheap}
+            try:
+                plan = solved(kinds)
+            except Exception as error:
+                assert "no plan fits" in str(error)
+                continue
+            found += 1
+            assert bound <= plan.solver.objective * ROUNDING, kinds
+    assert found >= 2
