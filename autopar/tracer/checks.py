@@ -36,7 +36,7 @@ from autopar.tracer.emptiness import some_are_picked
 from autopar.tracer.picked import picking_mask, same_rows
 from autopar.tracer.sources import described, function_at, nodes_of
 
-__all__ = ["drop_assertions", "passing_checks", "warn_of"]
+__all__ = ["Answers", "drop_assertions", "passing_checks", "warn_of"]
 
 _CAPTURE = str(Path(__file__).with_name("capture.py"))  # it calls the model
 _BETWEEN = ("CACHE", "COPY", "EXTENDED_ARG", "NOP", "TO_BOOL")
