@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -194,3 +196,103 @@ def test_a_buffer_that_grows_is_named_and_put_back() -> None:
     (text,) = texts(model)
     assert "buffer queue (shape (4, 8)" in text and "(8, 8)" in text
     assert model.queue.shape == (4, 8)
+
+
+class Remembering(nn.Module):
+    """Looks at a place that is empty before the first step, and fills it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.linear = how, nn.Linear(8, 8)
+        self.cache: Any = None
+        self.average: Any = 0.0
+        self.states: list[Tensor] = []
+        self.by_name: dict[str, Tensor] = {}
+        self.other = SimpleNamespace(cache=None, states=[])
+        self.register_buffer("table", None)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        getattr(self, self.how)(self.linear(x).detach().mean(0))
+        return self.linear(x).square().mean()
+
+    def attribute(self, h: Tensor) -> None:
+        if self.cache is None:
+            self.cache = h
+
+    def a_tuple(self, h: Tensor) -> None:
+        if self.cache is None:
+            self.cache = (h, h)
+
+    def missing(self, h: Tensor) -> None:
+        if not hasattr(self, "late"):
+            self.late = h
+
+    def number(self, h: Tensor) -> None:
+        self.average = 0.9 * self.average + h
+
+    def a_list(self, h: Tensor) -> None:
+        if len(self.states) > 2:
+            h = h + torch.stack(self.states).mean(0)
+        self.states.append(h)
+
+    def mapping(self, h: Tensor) -> None:
+        if "h" not in self.by_name:
+            self.by_name["h"] = h
+
+    def plain_object(self, h: Tensor) -> None:
+        if self.other.cache is None:
+            self.other.cache = h
+
+    def buffer(self, h: Tensor) -> None:
+        if self.table is None:
+            self.table = h
+
+    def new_buffer(self, h: Tensor) -> None:
+        if not hasattr(self, "later"):
+            self.register_buffer("later", h)
+
+    def constant(self, h: Tensor) -> None:
+        if self.cache is None:
+            self.cache = torch.arange(8).sin() * self.scale
+
+    def written(self, h: Tensor) -> None:
+        self.cache, self.states = h, [h]
+        self.other.states.append(1)
+        self.by_name["h"] = h
+
+    def set_before(self, h: Tensor) -> None:
+        self.cache = None
+        self.states.clear()
+        self.states.append(h)
+        self.attribute(h + sum(self.states))
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("attribute", "looks at cache at .*if self.cache is None:.* finds it None"),
+        ("a_tuple", "looks at cache .* finds it None"),
+        ("missing", "looks at late .* finds it missing"),
+        ("number", "looks at average .* finds it 0.0"),
+        ("a_list", "looks at states .*if len.* finds it as it is now"),
+        ("mapping", "looks at by_name .* finds it as it is now"),
+        ("plain_object", "looks at other.cache .* finds it None"),
+        ("buffer", "looks at table .* finds it None"),
+        ("new_buffer", "looks at later .* finds it missing"),
+    ],
+)
+def test_a_place_that_the_next_step_would_find_filled_is_named(how: str, said: str) -> None:
+    model = Remembering(how)
+    before = dict(vars(model))
+    (text,) = texts(model)
+    assert re.search(said, text) and "register_buffer" in text
+    assert vars(model) == before and model.other.cache is None and "later" not in model._buffers
+    assert not model.states and not model.by_name and texts(model) == [text]
+
+
+@pytest.mark.parametrize("how", ["constant", "written", "set_before"])
+def test_what_the_next_step_finds_alike_or_writes_first_is_fine(how: str) -> None:
+    model = Remembering(how)
+    assert texts(model) == [] and model.cache is None
+    assert "__getattribute__" not in vars(nn.Module)

@@ -107,6 +107,8 @@ def followed(rank: int) -> dict[str, float]:
     copies = copy.deepcopy(parallel), copy.deepcopy(single)
     assert all(p.grad is not None for p in copies[0].parameters())
     found["a copy"] = alike(*copies, lambda m: m(**batch()).loss.backward())
+    step("in shared memory", lambda m: m.share_memory()(**batch()).loss.backward())
+    assert all(p.is_shared() for p in (*parallel.parameters(), *parallel.buffers()))
     step("a frozen part", freeze)
     step("all in training again", lambda m: m.train()(**batch()).loss.backward())
     return found

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from autopar._compiling import compile_questions
+from autopar._tracing import compile_questions
 from autopar.errors import UncheckedWarning
 from autopar.tracer.sources import described
 

@@ -5,7 +5,8 @@
 
 A buffer that is replaced, ``self.mean = 0.9 * self.mean + …``, is written to instead, which export
 keeps. Numbers are constants of the traced graph, and so are Python's and NumPy's random numbers,
-and tensors that are no buffers. What the trace has changed is put back, so that another trace of
+and tensors that are no buffers; a place that is empty before the first step stays empty. What the
+trace has changed is put back, so that another trace of
 the model finds what this one found.
 """
 
@@ -20,22 +21,24 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import Tensor, fx, nn
 
 from autopar.errors import FrozenValueWarning, TraceError
+from autopar.tracer.kept import Reads, depend_on_step, fakes_in, holders, made_by, tensors_in
 
 __all__ = ["Frozen", "putting_back", "warn_of_frozen"]
 
 _NUMBERS = (bool, int, float, complex)
 _OWN = vars(nn.Module())  # what torch keeps on a module: buffers, hooks
+Containers = dict[str, tuple[Any, list[tuple[Any, Any]]]]
+"""Lists and mappings of a holder, by attribute, with what stands in them."""
 
 
 class Frozen:
     """What is said of numbers that a forward changes or draws, and the tensors that it replaces.
 
     Attributes:
-        told: a text for each number.
+        told: a text for each number, and for each place that the next step would find filled.
         replaced: name and old value of each tensor; harmless where nothing reads the old one.
     """
 
@@ -51,20 +54,23 @@ def putting_back(model: nn.Module) -> Iterator[Frozen]:
     Raises:
         TraceError: the forward puts another parameter into the place of one.
     """
-    modules = dict(model.named_modules())
-    before = {name: dict(vars(module)) for name, module in modules.items()}
-    inside = {name: _containers(module) for name, module in modules.items()}
+    modules, kept = dict(model.named_modules()), holders(model)
+    before = {name: dict(vars(holder)) for name, holder in kept.items()}
+    inside = {name: _containers(holder) for name, holder in kept.items()}
     parameters = {name: dict(module._parameters) for name, module in modules.items()}
     buffers = {name: dict(module._buffers) for name, module in modules.items()}
+    state = made_by(model.buffers())
     drawn = _states()
-    frozen = Frozen()
+    frozen, reads = Frozen(), Reads()
     try:
-        yield frozen
+        with reads.noted():
+            yield frozen
     finally:
-        for name, module in modules.items():
-            _compare_containers(module, inside[name], name, frozen)
-        frozen.told += _put_back(model, before, frozen)
-        new = _replaced_buffers(modules, buffers, frozen)
+        after = _After(frozen, reads, state)
+        for name, holder in kept.items():
+            after.compare_containers(holder, inside[name], name)
+            after.put_back(holder, before[name], name)
+        new = after.replaced_buffers(modules, buffers)
     _refuse_replaced(modules, parameters)
     _write_buffers(new)
     frozen.told += (_of_drawn(n) for n, state in _states().items() if state != drawn.get(n, state))
@@ -82,60 +88,116 @@ def _memory(tensor: Tensor) -> object:
     return tensor.untyped_storage()._cdata
 
 
-def _containers(module: nn.Module) -> dict[str, list[tuple[Any, Any]]]:
-    """What stands in lists and mappings of a module, by attribute."""
-    found = {}
-    for key, value in vars(module).items():
-        if key not in _OWN and isinstance(value, (list, deque, dict)):
-            found[key] = _pairs(value)
-    return found
+def _containers(holder: Any) -> Containers:
+    return {
+        key: (value, _pairs(value))
+        for key, value in vars(holder).items()
+        if key not in _OWN and isinstance(value, (list, deque, dict))
+    }
 
 
 def _pairs(value: Any) -> list[tuple[Any, Any]]:
     return list(value.items() if isinstance(value, dict) else enumerate(value))
 
 
-def _compare_containers(
-    module: nn.Module, before: dict[str, list[tuple[Any, Any]]], name: str, frozen: Frozen
-) -> None:
-    """Note what a forward has changed in lists and mappings."""
-    for key, pairs in before.items():
-        value = vars(module).get(key)
-        if not isinstance(value, (list, deque, dict)):
-            continue
-        after = _pairs(value)
-        if len(after) == len(pairs) and all(
-            a[1] is b[1] for a, b in zip(after, pairs, strict=True)
-        ):
-            continue
-        now = dict(after)
-        path = f"{name}.{key}" if name else key
-        for at, old in pairs:
-            new = now.get(at)
+class _After:
+    """Compares what a forward leaves with what it found, and puts that back.
+
+    Args:
+        frozen: filled with what is said.
+        reads: the forward's.
+        state: nodes of buffers; what is made of them alone is the same in the next step.
+    """
+
+    def __init__(self, frozen: Frozen, reads: Reads, state: set[fx.Node]) -> None:
+        self.frozen, self.reads, self.state = frozen, reads, state
+
+    def compare_containers(self, holder: Any, before: Containers, name: str) -> None:
+        """Note what is changed in lists and mappings, and put it back."""
+        for key, (old_value, pairs) in before.items():
+            value = vars(holder).get(key)
+            if not isinstance(value, (list, deque, dict)):
+                continue
+            after = _pairs(value)
+            if len(after) == len(pairs) and all(
+                a[1] is b[1] for a, b in zip(after, pairs, strict=True)
+            ):
+                continue
+            path = f"{name}.{key}" if name else key
+            self._compare_pairs(dict(pairs), dict(after), path)
+            known = {id(x) for _, x in pairs}
+            added = fakes_in([x for _, x in after if id(x) not in known])
+            added = [] if tensors_in([x for _, x in pairs]) else added  # which is said already
+            line = self.reads.line_besides_filling(holder, key)
+            if value is old_value and line and depend_on_step(added, self.state):
+                self.frozen.told.append(_of_found(path, "as it is now", line))
+            _refill(old_value, pairs)
+
+    def _compare_pairs(self, before: dict[Any, Any], after: dict[Any, Any], path: str) -> None:
+        for at, old in before.items():
+            new = after.get(at)
             if type(old) in _NUMBERS and isinstance(new, _NUMBERS) and new != old:
-                frozen.told.append(_of_changed(f"{path}[{at!r}]", old, new))
+                self.frozen.told.append(_of_changed(f"{path}[{at!r}]", old, new))
             elif isinstance(old, Tensor):
-                frozen.replaced.append((path, old))
+                self.frozen.replaced.append((path, old))
 
-
-def _replaced_buffers(
-    modules: dict[str, nn.Module], before: dict[str, dict[str, Tensor | None]], frozen: Frozen
-) -> list[tuple[Tensor, Tensor]]:
-    """Put buffers back; each that was replaced by one of its shape and dtype, with that one."""
-    found = []
-    for name, module in modules.items():
-        for key, old in before[name].items():
-            new = module._buffers.get(key)
-            if new is old:
+    def put_back(self, holder: Any, known: dict[str, Any], name: str) -> None:
+        """Restore attributes that are numbers, or are made of tensors of the trace."""
+        for key, value in list(vars(holder).items()):
+            old = known.get(key)
+            path = f"{name}.{key}" if name else key
+            number = isinstance(value, _NUMBERS) and type(old) in _NUMBERS and value != old
+            if number:
+                self.frozen.told.append(_of_changed(path, old, value))
+            elif value is old or key in _OWN or not (made := fakes_in(value)):
                 continue
-            module._buffers[key] = old
-            if old is None:  # made at the first step, as a mask of a size is
-                continue
-            if isinstance(new, Tensor) and (new.shape, new.dtype) == (old.shape, old.dtype):
-                found.append((old, new))
+            elif found := tensors_in(old):
+                self.frozen.replaced += ((path, x) for x in found)
             else:
-                frozen.told.append(_of_reshaped(f"{name}.{key}" if name else key, old, new))
-    return found
+                was = repr(old) if key in known else "missing"
+                self._say_found(holder, key, path, was, made)
+            if key not in known:
+                delattr(holder, key)
+            else:
+                vars(holder)[key] = old
+
+    def _say_found(self, holder: Any, key: str, path: str, was: str, made: list[Tensor]) -> None:
+        """Of an attribute without tensors that gets some, if the next step would see them."""
+        line = self.reads.line(holder, key)
+        plain = not isinstance(holder, nn.Module)  # whose reads are not known
+        if (line or plain) and depend_on_step(made, self.state):
+            self.frozen.told.append(_of_found(path, was, line))
+
+    def replaced_buffers(
+        self, modules: dict[str, nn.Module], before: dict[str, dict[str, Tensor | None]]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Put buffers back; each that was replaced by one of its shape and dtype, with that one."""
+        found = []
+        for name, module in modules.items():
+            for key in [key for key in module._buffers if key not in before[name]]:
+                made = fakes_in(module._buffers.pop(key))
+                self._say_found(module, key, f"{name}.{key}" if name else key, "missing", made)
+            for key, old in before[name].items():
+                new = module._buffers.get(key)
+                if new is old:
+                    continue
+                module._buffers[key] = old
+                path = f"{name}.{key}" if name else key
+                if old is None:
+                    self._say_found(module, key, path, "None", fakes_in(new))
+                elif isinstance(new, Tensor) and (new.shape, new.dtype) == (old.shape, old.dtype):
+                    found.append((old, new))
+                else:
+                    self.frozen.told.append(_of_reshaped(path, old, new))
+        return found
+
+
+def _refill(value: Any, pairs: list[tuple[Any, Any]]) -> None:
+    value.clear()
+    if isinstance(value, dict):
+        value.update(pairs)
+    else:
+        value.extend(x for _, x in pairs)
 
 
 def _write_buffers(replaced: list[tuple[Tensor, Tensor]]) -> None:
@@ -159,24 +221,6 @@ def _refuse_replaced(
                     "which an optimizer would not know. Compute with a tensor of another name "
                     "(torch.nn.utils.parametrize does), or replace it between steps."
                 )
-
-
-def _put_back(model: nn.Module, before: dict[str, dict[str, Any]], frozen: Frozen) -> Iterator[str]:
-    """Restore attributes; yields what is said of each number."""
-    for name, module in model.named_modules():
-        known = before.get(name, {})
-        for key, value in list(vars(module).items()):
-            old = known.get(key)
-            if isinstance(value, _NUMBERS) and type(old) in _NUMBERS and value != old:
-                yield _of_changed(f"{name}.{key}" if name else key, old, value)
-            elif not isinstance(value, FakeTensor) or value is old:
-                continue
-            elif isinstance(old, Tensor):
-                frozen.replaced.append((f"{name}.{key}" if name else key, old))
-            if key not in known:
-                delattr(module, key)
-            else:
-                vars(module)[key] = old
 
 
 def _states() -> dict[str, Any]:
@@ -211,6 +255,15 @@ def _of_replaced(name: str) -> str:
         f"forward reads {name} and puts another tensor there, which a trace does not see: every "
         "step reads the one that is there now. Make it a buffer (register_buffer) for later steps "
         "to see it change"
+    )
+
+
+def _of_found(name: str, was: str, line: str | None) -> str:
+    where = f" at {line}" if line else ""
+    return (
+        f"forward looks at {name}{where} and leaves tensors there for the next step, which a trace "
+        f"does not see: every step finds it {was}. Make it a buffer (register_buffer) that the "
+        "first step fills too, or pass it from step to step as an input and an output"
     )
 
 

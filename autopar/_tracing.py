@@ -1,4 +1,4 @@
-"""Private names of torch, as in `_compat`: its questions of whether a model is compiled."""
+"""Private names of torch, as in `_compat`, for what runs while a model is traced."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
-__all__ = ["compile_questions"]
+__all__ = ["compile_questions", "node_of"]
 
 Answer = Callable[[FrameType], bool]
 """Called with the frame of a model's code that asks."""
@@ -43,15 +45,15 @@ def compile_questions(answer: Answer) -> Iterator[None]:
 
 # These two run with the globals of torch's module.
 def _is_compiling() -> bool:
-    from autopar import _compiling
+    from autopar import _tracing
 
-    return _compiling._answered(torch.compiler._is_compiling_flag)
+    return _tracing._answered(torch.compiler._is_compiling_flag)
 
 
 def _is_exporting() -> bool:
-    from autopar import _compiling
+    from autopar import _tracing
 
-    return _compiling._answered(torch.compiler._is_exporting_flag)
+    return _tracing._answered(torch.compiler._is_exporting_flag)
 
 
 def _answered(truth: bool) -> bool:
@@ -63,3 +65,12 @@ def _answered(truth: bool) -> bool:
     if frame is None or frame.f_code.co_filename.startswith(_TORCH_DIR):
         return truth
     return _answers[-1](frame)
+
+
+def node_of(tensor: Tensor) -> fx.Node | None:
+    """What makes a tensor in the graph that is being traced; None for a constant of it."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return None
+    slot: Any = get_proxy_slot(tensor, mode.tracer, None)
+    return None if slot is None else slot.proxy.node
