@@ -148,6 +148,37 @@ def test_a_parameter_that_is_replaced_is_refused_and_put_back() -> None:
     assert model.linear.weight is weight
 
 
+class Late(nn.Module):
+    def __init__(self, registered: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        if registered:
+            self.register_parameter("gain", None)
+        else:
+            self.gain = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gain is None:
+            self.gain = nn.Parameter(torch.ones(8))
+        return (self.linear(x) * self.gain).square().mean()
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_a_parameter_that_the_forward_makes_is_refused(registered: bool) -> None:
+    model = Late(registered)
+    for _ in range(2):
+        with pytest.raises(TraceError, match=r"makes the parameter gain.*__init__"):
+            trace(model, (X,), training=True)
+    model(X)
+    assert not texts(model)
+
+
+def test_a_parameter_without_a_shape_is_refused() -> None:
+    model = nn.Sequential(nn.LazyLinear(8), nn.ReLU())
+    with pytest.raises(TraceError, match=r"parameter 0\.weight has no shape yet.*call the model"):
+        trace(model, (X,), training=True)
+
+
 class Swapping(nn.Module):
     """Buffers that are replaced: a mean, a count, and two that change places."""
 
@@ -261,6 +292,11 @@ class Remembering(nn.Module):
         self.other.states.append(1)
         self.by_name["h"] = h
 
+    def filled_before(self, h: Tensor) -> None:
+        self.states.append(h)
+        self.by_name.__setitem__("h", h)
+        self.cache = sum(self.states) + self.by_name["h"]
+
     def set_before(self, h: Tensor) -> None:
         self.cache = None
         self.states.clear()
@@ -291,7 +327,7 @@ def test_a_place_that_the_next_step_would_find_filled_is_named(how: str, said: s
     assert not model.states and not model.by_name and texts(model) == [text]
 
 
-@pytest.mark.parametrize("how", ["constant", "written", "set_before"])
+@pytest.mark.parametrize("how", ["constant", "written", "filled_before", "set_before"])
 def test_what_the_next_step_finds_alike_or_writes_first_is_fine(how: str) -> None:
     model = Remembering(how)
     assert texts(model) == [] and model.cache is None

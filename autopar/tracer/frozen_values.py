@@ -212,10 +212,13 @@ def _refuse_replaced(
     modules: dict[str, nn.Module], before: dict[str, dict[str, nn.Parameter | None]]
 ) -> None:
     for name, module in modules.items():
-        for key, parameter in before[name].items():
+        made = {key: None for key in module._parameters if key not in before[name]}
+        for key, parameter in (*before[name].items(), *made.items()):
             if module._parameters.get(key) is not parameter:
                 module._parameters[key] = parameter
                 path = f"{name}.{key}" if name else key
+                if parameter is None:
+                    raise TraceError(_of_made(path))
                 raise TraceError(
                     f"the forward puts another tensor into the place of its parameter {path}, "
                     "which an optimizer would not know. Compute with a tensor of another name "
@@ -231,6 +234,13 @@ def _states() -> dict[str, Any]:
         kind, keys, *rest = numpy.random.get_state()
         found["numpy.random"] = (kind, keys.tobytes(), *rest)
     return found
+
+
+def _of_made(path: str) -> str:
+    return (
+        f"the forward makes the parameter {path}, which an optimizer that is made before the first "
+        "step does not know. Make it in __init__, or call the model once before autopar.parallelize"
+    )
 
 
 def _of_changed(name: str, old: Any, new: Any) -> str:

@@ -30,7 +30,7 @@ _NO_STATE = (
     *(nn.Module, Tensor, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType),
     *(torch.Generator, torch.dtype, torch.device, BaseException),
 )
-_FILLING = ("append", "appendleft", "extend", "insert", "add", "update", "setdefault")
+_FILLING = ("append", "appendleft", "extend", "insert", "add", "update", "__setitem__")
 
 
 def holders(model: nn.Module) -> dict[str, Any]:
@@ -90,6 +90,7 @@ class Reads:
         self._lines: dict[tuple[int, str], dict[str, None]] = {}
         self._set: set[tuple[int, str]] = set()
         self._seen: set[tuple[Any, ...]] = set()
+        self._sizes: dict[tuple[int, str], int] = {}
 
     def line(self, holder: Any, key: str) -> str | None:
         """The first line that read one; None if none did, as far as this is known."""
@@ -111,7 +112,7 @@ class Reads:
 
         def reading(module: Any, key: str) -> Any:
             value = get(module, key)
-            if value is None or type(value) in _KEEPING:
+            if (value is None or type(value) in _KEEPING) and self._is_as_found(module, key, value):
                 self._note(module, key, sys._getframe(1))
             return value
 
@@ -135,6 +136,12 @@ class Reads:
         finally:
             del base.__getattribute__
             base.__getattr__, base.__setattr__ = get_other, put
+
+    def _is_as_found(self, module: Any, key: str, value: Any) -> bool:
+        """False for a container that has been filled since it was first read."""
+        if not isinstance(value, (list, dict, deque)) or key in _OWN:
+            return True
+        return len(value) == self._sizes.setdefault((id(module), key), len(value))
 
     def _note(self, module: Any, key: str, frame: Any) -> None:
         place = id(module), key

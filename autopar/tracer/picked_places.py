@@ -36,6 +36,7 @@ from autopar.tracer.picked_sums import (
     reduced,
     token_loss,
 )
+from autopar.tracer.picked_writes import out_of_place, row_of_places, rows_at_places
 
 __all__ = ["say_picked"]
 
@@ -56,6 +57,7 @@ def say_picked(gm: fx.GraphModule, zero_of_none: bool = False) -> list[fx.Node]:
     stuck = []
     for part in list(gm.modules()):
         if isinstance(part, fx.GraphModule) and any(map(_is_source, part.graph.nodes)):
+            out_of_place(part.graph)
             stuck += _say(Picks(graph=part.graph, zero_of_none=zero_of_none))
             part.recompile()
     return stuck
@@ -235,6 +237,12 @@ def _put(picks: Picks, node: fx.Node) -> fx.Node | None:
     if picks.found(table) is not None or not isinstance(rows, Rows) or rows.dim != 0:
         return None
     place = _where_put(picks, list(indices))
+    one = row_of_places(picks, list(indices)) if place is None else None
+    if one is not None and one.key == rows.pick.key:
+        if value_of(rows.node).dtype is not value_of(table).dtype:
+            return None
+        put = rows_at_places(picks, one, table, rows, adds)
+        return None if put is None else _written(picks, node, table, put)
     if place is None or place.key != rows.pick.key:
         return None
     value, given = value_of(table), value_of(rows.node)

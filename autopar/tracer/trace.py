@@ -27,6 +27,7 @@ from autopar.tracer.capture import PREFIX, Capture, export, normalize_inputs
 from autopar.tracer.cleanup import (
     clean,
     drop_unread,
+    free_names,
     join_constants,
     lift_constants,
     lift_tangents,
@@ -304,6 +305,7 @@ class _JointTrace:
         graph = gm.graph
         remove_mutations(graph)
         invert_permutations(graph)
+        free_names(graph, (spec.node for spec in specs))
         self.info = origins(graph, self.marks)
         inputs = self._named_inputs(gm, specs)
         join_constants(graph, inputs, self._constants(gm, inputs))
