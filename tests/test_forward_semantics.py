@@ -441,6 +441,19 @@ def test_arguments_may_be_called_as_builtins_are() -> None:
         assert result.worst[1] < 1e-9, result.worst
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_trace_in_inference_mode_makes_plain_tensors(inside: bool) -> None:
+    class Scaled(hw.Mlp):
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+            assert not torch.is_grad_enabled()
+            return super().forward(x * torch.tensor([2.0]).expand(16), labels)
+
+    model, inputs = Scaled().eval(), hw.vectors()
+    with torch.inference_mode():
+        traced = trace(model, hw.vectors() if inside else inputs, training=False)
+    assert not any(value.is_inference() for value in traced.state_values.values())
+
+
 class NamedAsOps(nn.Module):
     """Takes arguments that are called as its own ops are in a graph."""
 

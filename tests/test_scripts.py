@@ -110,6 +110,12 @@ def followed(rank: int) -> dict[str, float]:
     step("in shared memory", lambda m: m.share_memory()(**batch()).loss.backward())
     assert all(p.is_shared() for p in (*parallel.parameters(), *parallel.buffers()))
     step("a frozen part", freeze)
+    for given in (batch(6), {}):
+        with torch.inference_mode():
+            rows = given or batch(4)  # made before that mode, or in it
+            away = torch.dist(whole(parallel(**rows).logits), single(**rows).logits)
+            found[f"inference of {len(rows['x'])} rows"] = float(away)
+    step("training on rows seen in inference", lambda m: m(**batch(4)).loss.backward())
     step("all in training again", lambda m: m.train()(**batch()).loss.backward())
     return found
 

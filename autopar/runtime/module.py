@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from autopar._compat import in_function_transform, module_has_hooks
+from autopar.core.grad_modes import outside_inference_mode
 from autopar.core.loss import position_of_loss
 from autopar.core.plan import Plan
 from autopar.errors import AutoparError
@@ -324,10 +325,10 @@ class ParallelModule(StateModule):
         training = self.training and torch.is_grad_enabled()
         signature = self.signature(args, kwargs, training)
         if signature not in self._steps:
-            with as_in(self):
+            with as_in(self), outside_inference_mode():
                 step = self._compile(args, kwargs, training)
-            if self._plan is None:
-                self.install(step, signature)
+                if self._plan is None:
+                    self.install(step, signature)
             self._steps[signature] = step
         if signature not in self._compared:
             check_first_batch(self._steps[signature], args, kwargs)

@@ -125,8 +125,14 @@ def _to_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, Tensor) else value
 
 
+def _plain(value: Any) -> Any:
+    """A batch made in inference mode cannot be captured outside of it, where a trace is."""
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
+
+
 def export(capture: Capture, args: Any, kwargs: Any) -> Any:
     check_loss_fn(capture.autopar_loss_fn)
+    args, kwargs = pytree.tree_map(_plain, (args, kwargs))
     register_dataclasses((args, kwargs))
     on_meta = any(p.is_meta for p in capture.parameters())
     if on_meta:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from autopar._compat import leaving_transforms, without_onednn
 from autopar.core.collector import paused_collector
+from autopar.core.grad_modes import outside_inference_mode
 from autopar.core.graph import InputSpec, NodeInfo, OutputSpec, Repeat, TracedModel, output_paths
 from autopar.errors import TraceError
 from autopar.tracer.accepted import check_model
@@ -61,6 +62,7 @@ aten = torch.ops.aten
 
 @paused_collector()
 @leaving_transforms()
+@outside_inference_mode()
 @without_onednn()  # the ops of a graph are to run on any device
 def trace(
     model: nn.Module,
