@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import TraceError
+from autopar.tracer.outside_tensors import refuse_shared_memory
 
 __all__ = ["check_model"]
 
@@ -42,6 +43,7 @@ def check_model(model: object) -> None:
                 "already, as by fully_shard or parallelize_module. Pass the plain module; autopar "
                 "shards it, and constraints={'zero': 3} as FSDP does."
             )
+    refuse_shared_memory(model)
 
 
 def _refuse_script(module: nn.Module, where: str) -> None:

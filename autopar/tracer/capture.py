@@ -28,6 +28,7 @@ from autopar.tracer.diagnose import (
 from autopar.tracer.eager_answers import telling_eager, warn_of_compiled
 from autopar.tracer.frozen_values import Frozen, putting_back, warn_of_frozen
 from autopar.tracer.no_grad import keep_written_gradients, mark_no_grad, restore_lines
+from autopar.tracer.outside_tensors import OutsideTensors, say_own
 from autopar.tracer.picked_places import say_picked
 from autopar.tracer.precision import call_in
 from autopar.tracer.spelled import Spelled
@@ -60,11 +61,13 @@ class Notes:
     out_spec: Any = None
     dropped: Sequence[str] = ()
     frozen: Frozen
+    outside: OutsideTensors
     numbers: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         self.lines: dict[str, str] = {}
         self.frozen = Frozen()
+        self.outside = OutsideTensors()
 
 
 class Capture(nn.Module):
@@ -89,7 +92,7 @@ class Capture(nn.Module):
         self.notes = Notes()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with putting_back(self.wrapped) as self.notes.frozen:
+        with putting_back(self.wrapped) as self.notes.frozen, self.notes.outside.noted():
             output = self._called(args, kwargs)
         register_dataclasses(output)
         leaves, self.notes.out_spec = pytree.tree_flatten(output)
@@ -182,8 +185,11 @@ def _captured(capture: Capture, args: Any, kwargs: Any) -> tuple[Any, Any, Answe
     lines = capture.notes.lines
     with passing_checks() as answers, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with Spelled(lines, answers.looped), _without_partial_graph():
+        outside = capture.notes.outside = OutsideTensors()
+        with Spelled(lines, answers.looped, outside), _without_partial_graph():
             exported = torch.export.export(capture, args, kwargs, strict=False)
+        told = say_own(exported, capture.wrapped, outside, PREFIX)
+        capture.notes.frozen.told += told
         checks = {**answers.passed, **dict.fromkeys(drop_assertions(exported.graph_module))}
         stuck = say_picked(exported.graph_module, answers.of_none)
         refuse_data_dependent(capture.wrapped, exported.graph_module, lines, stuck)
