@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._C import _functorch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
-__all__ = ["compile_questions", "node_of"]
+__all__ = ["compile_questions", "has_memory", "node_of"]
 
 Answer = Callable[[FrameType], bool]
 """Called with the frame of a model's code that asks."""
@@ -74,3 +75,8 @@ def node_of(tensor: Tensor) -> fx.Node | None:
         return None
     slot: Any = get_proxy_slot(tensor, mode.tracer, None)
     return None if slot is None else slot.proxy.node
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """False for what a transform of `torch.func` stands a tensor's part by."""
+    return tensor.layout is torch.strided and not _functorch.is_functorch_wrapped_tensor(tensor)

@@ -332,3 +332,88 @@ def test_what_the_next_step_finds_alike_or_writes_first_is_fine(how: str) -> Non
     model = Remembering(how)
     assert texts(model) == [] and model.cache is None
     assert "__getattribute__" not in vars(nn.Module)
+
+
+CALLS = 0
+SEEN: dict[str, Tensor] = {}
+KEPT: dict[str, Tensor] = {}
+LAST: Tensor | None = None
+
+
+def _called() -> int:
+    global CALLS
+    CALLS += 1
+    return CALLS
+
+
+def _scoped() -> nn.Module:
+    counts, latest = {"calls": 0}, None
+
+    class Scoped(nn.Module):
+        calls = 0
+        limit = 10
+
+        def __init__(self, how: str = "") -> None:
+            super().__init__()
+            self.how, self.linear = how, nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            return (h * getattr(self, self.how)(h.detach())).square().mean()
+
+        def global_number(self, h: Tensor) -> Any:
+            return _called()
+
+        def of_class(self, h: Tensor) -> Any:
+            type(self).calls += 1
+            return self.calls / self.limit
+
+        def outer_mapping(self, h: Tensor) -> Any:
+            counts["calls"] += 1
+            return counts["calls"]
+
+        def outer_tensor(self, h: Tensor) -> Any:
+            nonlocal latest
+            found, latest = latest, h
+            return 1 if found is None else found
+
+        def global_mapping(self, h: Tensor) -> Any:
+            found = SEEN.get("h", h)
+            SEEN["h"] = h
+            return found
+
+        def global_tensor(self, h: Tensor) -> Any:
+            global LAST
+            LAST = h
+            return 1
+
+        def only_filled(self, h: Tensor) -> Any:
+            KEPT["h"] = h
+            return self.limit
+
+    return Scoped()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("global_number", r"changes global tests\.test_frozen_values\.CALLS \(0 to 1\)"),
+        ("of_class", r"changes .*Scoped\.calls \(0 to 1\)"),
+        ("outer_mapping", r"outer_mapping\)\.counts\['calls'\] \(0 to 1\)"),
+        ("outer_tensor", r"looks at .*outer_tensor\)\.latest at .* finds it None"),
+        ("global_mapping", r"looks at global .*\.SEEN at .*found = SEEN\.get.* as it is now"),
+    ],
+)
+def test_values_outside_of_modules_are_named_and_put_back(how: str, said: str) -> None:
+    model: Any = _scoped()
+    model.how = how
+    (text,) = texts(model)
+    assert re.search(said, text), text
+    assert CALLS == 0 and SEEN == {} and model.calls == 0 and texts(model) == [text]
+
+
+@pytest.mark.parametrize("how", ["global_tensor", "only_filled"])
+def test_values_that_are_only_left_behind_are_fine(how: str) -> None:
+    model: Any = _scoped()
+    model.how = how
+    assert texts(model) == [] and KEPT == {} and LAST is None

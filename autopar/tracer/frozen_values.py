@@ -25,6 +25,7 @@ from torch import Tensor, fx, nn
 
 from autopar.errors import FrozenValueWarning, TraceError
 from autopar.tracer.kept import Reads, depend_on_step, fakes_in, holders, made_by, tensors_in
+from autopar.tracer.scopes import Names, scopes_of
 
 __all__ = ["Frozen", "putting_back", "warn_of_frozen"]
 
@@ -54,22 +55,28 @@ def putting_back(model: nn.Module) -> Iterator[Frozen]:
     Raises:
         TraceError: the forward puts another parameter into the place of one.
     """
-    modules, kept = dict(model.named_modules()), holders(model)
-    before = {name: dict(vars(holder)) for name, holder in kept.items()}
-    inside = {name: _containers(holder) for name, holder in kept.items()}
+    modules, scopes = dict(model.named_modules()), scopes_of(model)
+    kept = [*holders(model).items(), *((scope.name, scope.found) for scope in scopes)]
+    before = [(dict(vars(holder)), _containers(holder)) for _, holder in kept]
     parameters = {name: dict(module._parameters) for name, module in modules.items()}
     buffers = {name: dict(module._buffers) for name, module in modules.items()}
     state = made_by(model.buffers())
     drawn = _states()
     frozen, reads = Frozen(), Reads()
+    for scope in scopes:
+        reads.add(scope.found, scope.lines)
     try:
         with reads.noted():
             yield frozen
     finally:
+        for scope in scopes:
+            scope.refresh()
         after = _After(frozen, reads, state)
-        for name, holder in kept.items():
-            after.compare_containers(holder, inside[name], name)
-            after.put_back(holder, before[name], name)
+        for (name, holder), (known, inside) in zip(kept, before, strict=True):
+            after.compare_containers(holder, inside, name)
+            after.put_back(holder, known, name)
+        for scope in scopes:
+            scope.put_back()
         new = after.replaced_buffers(modules, buffers)
     _refuse_replaced(modules, parameters)
     _write_buffers(new)
@@ -164,7 +171,7 @@ class _After:
     def _say_found(self, holder: Any, key: str, path: str, was: str, made: list[Tensor]) -> None:
         """Of an attribute without tensors that gets some, if the next step would see them."""
         line = self.reads.line(holder, key)
-        plain = not isinstance(holder, nn.Module)  # whose reads are not known
+        plain = not isinstance(holder, (nn.Module, Names))  # whose reads are not known
         if (line or plain) and depend_on_step(made, self.state):
             self.frozen.told.append(_of_found(path, was, line))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -92,6 +92,10 @@ class Reads:
         self._seen: set[tuple[Any, ...]] = set()
         self._sizes: dict[tuple[int, str], int] = {}
 
+    def add(self, holder: Any, lines: Mapping[str, dict[str, None]]) -> None:
+        """Take lines that speak of attributes for reads of them."""
+        self._lines.update({(id(holder), key): dict(found) for key, found in lines.items()})
+
     def line(self, holder: Any, key: str) -> str | None:
         """The first line that read one; None if none did, as far as this is known."""
         return next(iter(self._lines.get((id(holder), key), ())), None)
@@ -99,9 +103,9 @@ class Reads:
     def line_besides_filling(self, holder: Any, key: str) -> str | None:
         """The first line that read a container for more than to fill it; None if one empties it."""
         lines = self._lines.get((id(holder), key), {})
-        if any(re.search(rf"\.{key}\.clear\(|del .*\.{key}\b", line) for line in lines):
+        if any(re.search(rf"\b{key}\.clear\(|del .*\b{key}\b", line) for line in lines):
             return None
-        filling = rf"\.{key}(\.({'|'.join(_FILLING)})\(|\[[^=]*\]\s*=[^=])"
+        filling = rf"\b{key}(\.({'|'.join(_FILLING)})\(|\[[^=]*\]\s*=[^=])"
         return next((line for line in lines if not re.search(filling, line)), None)
 
     @contextmanager

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from autopar._tracing import has_memory
 from autopar.errors import TraceError
 from autopar.tracer.diagnose import innermost_line
 
@@ -70,7 +71,7 @@ class OutsideTensors:
         for arg in args:
             if isinstance(arg, (tuple, list)):
                 self.note(arg)
-            elif type(arg) in (Tensor, nn.Parameter) and arg.layout is torch.strided:
+            elif type(arg) in (Tensor, nn.Parameter) and has_memory(arg):
                 memory = _memory(arg)
                 if memory not in self.reads:
                     self.reads[memory] = _Read(innermost_line(traceback.extract_stack()))
