@@ -49,8 +49,13 @@ MODES = ("__torch_function__", "__torch_dispatch__")  # they pass on what anothe
 _NOWHERE = "(no line outside torch)"
 _REMEDY = (
     "The value of a tensor decides what runs or how large a result is, so there is no one "
-    "graph to plan. Use torch.where, a mask or torch.cond there, or compute that part "
+    "graph to plan. Use torch.where or a mask there, or compute that part "
     "outside the model. A check that does no more than raise, `if tensor: raise`, may stay."
+)
+
+_CONTROL_FLOW = (
+    "What torch.cond, torch.while_loop and torch.scan run is not planned. Compute both sides and "
+    "take torch.where (with harmless numbers where a side is not taken), and write loops in Python."
 )
 
 _ROWS = (
@@ -331,6 +336,8 @@ def explain_failure(model: nn.Module, error: BaseException, lines: Mapping[str, 
         remedy = _REMEDY
     elif ".numpy() is not supported" in text:
         remedy = _NUMPY
+    elif "higher order operator" in text:
+        remedy = _CONTROL_FLOW
     else:
         remedy = "torch.export cannot capture this forward; its message is above in the chain."
     return f"cannot trace {type(model).__name__} at {where}\n  {first}\n  {remedy}"
