@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import warnings
+from functools import cached_property, lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -332,6 +333,54 @@ def test_what_the_next_step_finds_alike_or_writes_first_is_fine(how: str) -> Non
     model = Remembering(how)
     assert texts(model) == [] and model.cache is None
     assert "__getattribute__" not in vars(nn.Module)
+
+
+@lru_cache
+def _table(length: int) -> Tensor:
+    return torch.arange(length).sin()
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    @lru_cache  # noqa: B019
+    def own_table(self, length: int) -> Tensor:
+        return torch.arange(length).cos()
+
+    @cached_property
+    def scale(self) -> Tensor:
+        return self.linear.weight.detach().norm()
+
+    @cached_property
+    def constant(self) -> Tensor:
+        return torch.ones(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.linear(x) * _table(8) + self.own_table(8)
+        return (rows * self.constant / self.scale).square().mean()
+
+
+def test_caches_of_functions_hold_no_tensors_of_a_trace() -> None:
+    model = Cached()
+    for _ in range(2):
+        (text,) = texts(model)
+        assert "looks at scale" in text and "finds it missing" in text
+    assert type(_table(8)) is Tensor and "scale" not in vars(model)
+    assert torch.isfinite(model(X)) and type(model.own_table(8)) is Tensor
+
+
+def test_a_write_to_a_tensor_that_is_no_buffer_is_refused() -> None:
+    class Writing(Inner):
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.add_(x.detach().mean(0))
+            return super().forward(x)
+
+    model = Writing()
+    model.seen = torch.zeros(8)
+    with pytest.raises(TraceError, match=r"seen is mutated(.|\n)*register_buffer"):
+        trace(model, (X,), training=True)
 
 
 CALLS = 0

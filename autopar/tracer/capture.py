@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from autopar._compat import register_dataclasses
 from autopar.errors import TraceError
+from autopar.tracer.caches import emptying_caches
 from autopar.tracer.calls import check_loss_fn, explain_call
 from autopar.tracer.checks import Answers, drop_assertions, passing_checks, warn_of
 from autopar.tracer.diagnose import (
@@ -186,7 +187,8 @@ def _captured(capture: Capture, args: Any, kwargs: Any) -> tuple[Any, Any, Answe
     with passing_checks() as answers, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         outside = capture.notes.outside = OutsideTensors()
-        with Spelled(lines, answers.looped, outside), _without_partial_graph():
+        spelled = Spelled(lines, answers.looped, outside)
+        with spelled, emptying_caches(), _without_partial_graph():
             exported = torch.export.export(capture, args, kwargs, strict=False)
         told = say_own(exported, capture.wrapped, outside, PREFIX)
         capture.notes.frozen.told += told

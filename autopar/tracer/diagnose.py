@@ -53,6 +53,10 @@ _REMEDY = (
     "outside the model. A check that does no more than raise, `if tensor: raise`, may stay."
 )
 
+_NO_BUFFER = (
+    "The forward writes to a tensor that is not made in it and no buffer, such as one in a plain "
+    "attribute, a list or a global variable. Make it a buffer of a module (register_buffer)."
+)
 _CONTROL_FLOW = (
     "What torch.cond, torch.while_loop and torch.scan run is not planned. Compute both sides and "
     "take torch.where (with harmless numbers where a side is not taken), and write loops in Python."
@@ -336,6 +340,8 @@ def explain_failure(model: nn.Module, error: BaseException, lines: Mapping[str, 
         remedy = _REMEDY
     elif ".numpy() is not supported" in text:
         remedy = _NUMPY
+    elif "is mutated in the forward" in text:
+        remedy = _NO_BUFFER
     elif "higher order operator" in text:
         remedy = _CONTROL_FLOW
     else:

@@ -18,6 +18,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -172,6 +173,7 @@ class _After:
         """Of an attribute without tensors that gets some, if the next step would see them."""
         line = self.reads.line(holder, key)
         plain = not isinstance(holder, (nn.Module, Names))  # whose reads are not known
+        plain |= isinstance(getattr(type(holder), key, None), cached_property)
         if (line or plain) and depend_on_step(made, self.state):
             self.frozen.told.append(_of_found(path, was, line))
 
