@@ -401,6 +401,8 @@ def _scoped() -> nn.Module:
     class Scoped(nn.Module):
         calls = 0
         limit = 10
+        table: dict[str, Tensor] = {}  # noqa: RUF012
+        first = None
 
         def __init__(self, how: str = "") -> None:
             super().__init__()
@@ -416,6 +418,16 @@ def _scoped() -> nn.Module:
         def of_class(self, h: Tensor) -> Any:
             type(self).calls += 1
             return self.calls / self.limit
+
+        def mapping_of_class(self, h: Tensor) -> Any:
+            if "h" not in self.table:
+                self.table["h"] = h
+            return self.table["h"]
+
+        def tensor_of_class(self, h: Tensor) -> Any:
+            if self.first is None:
+                type(self).first = h
+            return self.first
 
         def outer_mapping(self, h: Tensor) -> Any:
             counts["calls"] += 1
@@ -448,6 +460,8 @@ def _scoped() -> nn.Module:
     [
         ("global_number", r"changes global tests\.test_frozen_values\.CALLS \(0 to 1\)"),
         ("of_class", r"changes .*Scoped\.calls \(0 to 1\)"),
+        ("mapping_of_class", r"looks at .*Scoped\.table at .*not in self\.table.* as it is now"),
+        ("tensor_of_class", r"looks at .*Scoped\.first at .*if self\.first is.* finds it None"),
         ("outer_mapping", r"outer_mapping\)\.counts\['calls'\] \(0 to 1\)"),
         ("outer_tensor", r"looks at .*outer_tensor\)\.latest at .* finds it None"),
         ("global_mapping", r"looks at global .*\.SEEN at .*found = SEEN\.get.* as it is now"),

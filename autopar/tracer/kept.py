@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -88,21 +88,26 @@ class Reads:
 
     def __init__(self) -> None:
         self._lines: dict[tuple[int, str], dict[str, None]] = {}
+        self._sources: dict[int, Callable[[str], dict[str, None]]] = {}
         self._set: set[tuple[int, str]] = set()
         self._seen: set[tuple[Any, ...]] = set()
         self._sizes: dict[tuple[int, str], int] = {}
 
-    def add(self, holder: Any, lines: Mapping[str, dict[str, None]]) -> None:
-        """Take lines that speak of attributes for reads of them."""
-        self._lines.update({(id(holder), key): dict(found) for key, found in lines.items()})
+    def add(self, holder: Any, lines: Callable[[str], dict[str, None]]) -> None:
+        """Take lines of the source, by attribute, for reads of what is no module."""
+        self._sources[id(holder)] = lines
+
+    def _lines_of(self, holder: Any, key: str) -> dict[str, None]:
+        source = self._sources.get(id(holder))
+        return self._lines.get((id(holder), key), {}) if source is None else source(key)
 
     def line(self, holder: Any, key: str) -> str | None:
         """The first line that read one; None if none did, as far as this is known."""
-        return next(iter(self._lines.get((id(holder), key), ())), None)
+        return next(iter(self._lines_of(holder, key)), None)
 
     def line_besides_filling(self, holder: Any, key: str) -> str | None:
         """The first line that read a container for more than to fill it; None if one empties it."""
-        lines = self._lines.get((id(holder), key), {})
+        lines = self._lines_of(holder, key)
         if any(re.search(rf"\b{key}\.clear\(|del .*\b{key}\b", line) for line in lines):
             return None
         filling = rf"\b{key}(\.({'|'.join(_FILLING)})\(|\[[^=]*\]\s*=[^=])"

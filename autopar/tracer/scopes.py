@@ -36,14 +36,19 @@ class Scope:
     Attributes:
         name: in words.
         found: those of the names that code of the model speaks of.
-        lines: of that code, which speak of a name.
+        functions: of that code, by the name that they speak of.
     """
 
     name: str
     read: Callable[[str], Any]
     write: Callable[[str, Any], None]
     found: Names = field(default_factory=Names)
-    lines: dict[str, dict[str, None]] = field(default_factory=dict)
+    functions: dict[str, list[FunctionType]] = field(default_factory=dict)
+
+    def lines(self, key: str) -> dict[str, None]:
+        """The lines that read a name, as warnings name them."""
+        found = (line for f in self.functions.get(key, ()) for line in _lines(f, key))
+        return dict.fromkeys(found)
 
     def refresh(self) -> None:
         """Take the values that are there now."""
@@ -74,7 +79,7 @@ def scopes_of(model: nn.Module) -> list[Scope]:
                 waiting.append(value)
             elif isinstance(value, _VALUES):
                 setattr(scope.found, key, value)
-                scope.lines.setdefault(key, {}).update(_lines(function, key))
+                scope.functions.setdefault(key, []).append(function)
     return [*found.values(), *filter(None, (_of_class(kind) for kind in kinds))]
 
 
@@ -130,24 +135,24 @@ def _of_class(kind: type) -> Scope | None:
         lambda key: vars(kind).get(key),
         lambda key, value: setattr(kind, key, value),
     )
+    functions = [f for value in vars(kind).values() for f in _functions(value)]
+    names = {id(f): set(_names(f.__code__)) for f in functions}
     for key, value in vars(kind).items():
         if isinstance(value, _VALUES) and not key.startswith("__"):
             setattr(scope.found, key, value)
+            scope.functions[key] = [f for f in functions if key in names[id(f)]]
     return scope if vars(scope.found) else None
 
 
-def _lines(function: FunctionType, key: str) -> dict[str, None]:
-    """The lines of a function that read a name, as warnings name them."""
+def _lines(function: FunctionType, key: str) -> Iterator[str]:
     try:
         source, first = inspect.getsourcelines(function)
     except (OSError, TypeError):
-        return {}
+        return
     code = function.__code__
-    return {
-        f"{code.co_filename}:{first + i} in {code.co_name}: {line.strip()}": None
-        for i, line in enumerate(source)
-        if _reads(line, key)
-    }
+    for i, line in enumerate(source):
+        if _reads(line, key):
+            yield f"{code.co_filename}:{first + i} in {code.co_name}: {line.strip()}"
 
 
 def _reads(line: str, key: str) -> bool:
