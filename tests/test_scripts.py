@@ -297,6 +297,41 @@ def refused(rank: int) -> None:
     says("leave assign=", lambda: parallel.load_state_dict(parallel.state_dict(), assign=True))
 
 
+def changed_settings(rank: int) -> None:
+    class Scaled(Net):
+        scale, mode = 2.0, "mean"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = 1.0
+
+        def forward(self, x: Tensor, y: Tensor) -> Found:
+            found = super().forward(x * self.gain * self.scale, y)
+            return Found(found.loss, found.logits)
+
+    parallel, _ = build(Scaled)
+    plain = parallel._original
+    parallel.gain = 1.0  # as it is
+    parallel.note = "a name that the model does not have"
+    parallel.note = "another"
+    for name, value in (("gain", 0.5), ("scale", 1.0), ("gain", 0.1)):
+        with pytest.raises(autopar.AutoparError, match=f"{name!r} of a parallel.*register_buffer"):
+            setattr(parallel, name, value)
+    plain.gain = 0.5
+    with pytest.warns(autopar.FrozenValueWarning, match=r"gain of the plain model is 0\.5 now"):
+        parallel(**batch())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parallel(**batch())  # said once
+    weight = parallel.head.weight
+    before = weight.full_tensor().clone()
+    with torch.no_grad():
+        parallel.head.weight += 1
+        parallel.head.weight *= 2
+    assert parallel.head.weight is weight
+    assert torch.equal(weight.full_tensor(), (before + 1) * 2)
+
+
 def predicted(rank: int) -> None:
     mesh = init_device_mesh("cpu", (1,))
     torch.manual_seed(0)
@@ -357,6 +392,10 @@ def test_parameters_of_two_parallel_modules_are_warned_of() -> None:
 
 def test_what_scripts_may_not_do_says_so() -> None:
     run_ranks(refused, 1)
+
+
+def test_settings_that_a_script_changes_are_refused_or_named() -> None:
+    run_ranks(changed_settings, 1)
 
 
 def test_losses_with_weights_and_predictions_without_targets() -> None:
