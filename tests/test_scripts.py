@@ -297,6 +297,9 @@ def refused(rank: int) -> None:
     says("leave assign=", lambda: parallel.load_state_dict(parallel.state_dict(), assign=True))
 
 
+SHARPNESS = 1.0
+
+
 def changed_settings(rank: int) -> None:
     class Scaled(Net):
         scale, mode = 2.0, "mean"
@@ -306,7 +309,7 @@ def changed_settings(rank: int) -> None:
             self.gain = 1.0
 
         def forward(self, x: Tensor, y: Tensor) -> Found:
-            found = super().forward(x * self.gain * self.scale, y)
+            found = super().forward(x * self.gain * self.scale * SHARPNESS, y)
             return Found(found.loss, found.logits)
 
     parallel, _ = build(Scaled)
@@ -317,9 +320,13 @@ def changed_settings(rank: int) -> None:
     for name, value in (("gain", 0.5), ("scale", 1.0), ("gain", 0.1)):
         with pytest.raises(autopar.AutoparError, match=f"{name!r} of a parallel.*register_buffer"):
             setattr(parallel, name, value)
-    plain.gain = 0.5
-    with pytest.warns(autopar.FrozenValueWarning, match=r"gain of the plain model is 0\.5 now"):
+    global SHARPNESS
+    plain.gain, SHARPNESS = 0.5, 3.0
+    with pytest.warns(autopar.FrozenValueWarning) as warned:
         parallel(**batch())
+    texts = sorted(str(w.message) for w in warned)
+    assert len(texts) == 2 and "gain, which the forward can read, is 0.5 now" in texts[0]
+    assert "SHARPNESS, which the forward can read, is 3.0 now, and was 1.0" in texts[1]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         parallel(**batch())  # said once

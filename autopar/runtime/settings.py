@@ -1,42 +1,41 @@
-"""Plain values on modules of the model that a step was compiled from: they stay as they were."""
+"""Plain values that a step was compiled with: they stay as they were."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
 
 from autopar.errors import AutoparError, FrozenValueWarning
 
-__all__ = ["Settings", "is_set_already"]
+__all__ = ["FixedValues", "Reachable", "is_set_already"]
 
 _VALUES = (bool, int, float, complex, str)
-_OWN = frozenset(vars(nn.Module()))  # "training" is followed
+Reachable = Callable[[], Iterable[tuple[str, Callable[[], Any]]]]
+"""Values that a forward can reach, by name: on the plain model, in global variables and others."""
 
 
-class Settings:
-    """Values that a step was compiled with, which a script may change on the plain model."""
+class FixedValues:
+    """Values that a step was compiled with, which a script may change."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._kept = [
-            (vars(module), key, value, f"{name}.{key}" if name else key)
-            for name, module in model.named_modules()
-            for key, value in vars(module).items()
-            if type(value) in _VALUES and key not in _OWN
-        ]
+    def __init__(self, reachable: Reachable) -> None:
+        found = ((path, read, read()) for path, read in reachable())
+        self._kept = [each for each in found if type(each[2]) in _VALUES]
         self._told: set[str] = set()
 
     def check(self) -> None:
         """Warn of what has been changed since, once each."""
-        for values, key, old, path in self._kept:
-            new = values.get(key)
+        for path, read, old in self._kept:
+            new = read()
             if new is not old and new != old and path not in self._told:
                 self._told.add(path)
                 warnings.warn(
-                    f"{path} of the plain model is {new!r} now, and was {old!r} when the step was "
-                    "compiled, which goes on with that. Make what changes between steps a buffer "
-                    "(register_buffer) and write to that of the parallel module, or pass it as an "
-                    "input",
+                    f"{path}, which the forward can read, is {new!r} now, and was {old!r} when the "
+                    "step was compiled, which goes on with that. Make what changes between steps a "
+                    "buffer (register_buffer) and write to that of the parallel module, or pass it "
+                    "as an input",
                     FrozenValueWarning,
                     stacklevel=4,
                 )

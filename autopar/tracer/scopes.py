@@ -13,14 +13,16 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
 
 from autopar.tracer.diagnose import is_outside
+from autopar.tracer.kept import holders
 
-__all__ = ["Names", "Scope", "scopes_of"]
+__all__ = ["Names", "Scope", "scopes_of", "values_in_reach"]
 
 _VALUES = (bool, int, float, complex, list, dict, deque, Tensor, type(None))
 
@@ -81,6 +83,22 @@ def scopes_of(model: nn.Module) -> list[Scope]:
                 setattr(scope.found, key, value)
                 scope.functions.setdefault(key, []).append(function)
     return [*found.values(), *filter(None, (_of_class(kind) for kind in kinds))]
+
+
+def values_in_reach(model: nn.Module) -> list[tuple[str, Callable[[], Any]]]:
+    """Names of plain values that the forward of a model may read, and how to read them."""
+    found: list[tuple[str, Callable[[], Any]]] = []
+    for name, holder in holders(model).items():
+        for key in vars(holder):
+            if not isinstance(holder, nn.Module) or key not in _OF_MODULES:
+                found.append((f"{name}.{key}" if name else key, partial(vars(holder).get, key)))
+    for scope in scopes_of(model):
+        for key in vars(scope.found):
+            found.append((f"{scope.name}.{key}", partial(scope.read, key)))
+    return found
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def _is_own(kind: type) -> bool:
