@@ -386,6 +386,7 @@ def test_a_write_to_a_tensor_that_is_no_buffer_is_refused() -> None:
 CALLS = 0
 SEEN: dict[str, Tensor] = {}
 KEPT: dict[str, Tensor] = {}
+ARGS = SimpleNamespace(calls=0, rate=2.0)
 LAST: Tensor | None = None
 
 
@@ -414,6 +415,10 @@ def _scoped() -> nn.Module:
 
         def global_number(self, h: Tensor) -> Any:
             return _called()
+
+        def global_object(self, h: Tensor) -> Any:
+            ARGS.calls += 1
+            return ARGS.calls * ARGS.rate
 
         def of_class(self, h: Tensor) -> Any:
             type(self).calls += 1
@@ -459,6 +464,7 @@ def _scoped() -> nn.Module:
     ("how", "said"),
     [
         ("global_number", r"changes global tests\.test_frozen_values\.CALLS \(0 to 1\)"),
+        ("global_object", r"changes global tests\.test_frozen_values\.ARGS\.calls \(0 to 1\)"),
         ("of_class", r"changes .*Scoped\.calls \(0 to 1\)"),
         ("mapping_of_class", r"looks at .*Scoped\.table at .*not in self\.table.* as it is now"),
         ("tensor_of_class", r"looks at .*Scoped\.first at .*if self\.first is.* finds it None"),
@@ -472,7 +478,7 @@ def test_values_outside_of_modules_are_named_and_put_back(how: str, said: str) -
     model.how = how
     (text,) = texts(model)
     assert re.search(said, text), text
-    assert CALLS == 0 and SEEN == {} and model.calls == 0 and texts(model) == [text]
+    assert CALLS == ARGS.calls == 0 and SEEN == {} and model.calls == 0 and texts(model) == [text]
 
 
 @pytest.mark.parametrize("how", ["global_tensor", "only_filled"])

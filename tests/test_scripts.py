@@ -7,6 +7,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -298,6 +299,7 @@ def refused(rank: int) -> None:
 
 
 SHARPNESS = 1.0
+ARGS = SimpleNamespace(slope=1.0)
 
 
 def changed_settings(rank: int) -> None:
@@ -309,7 +311,7 @@ def changed_settings(rank: int) -> None:
             self.gain = 1.0
 
         def forward(self, x: Tensor, y: Tensor) -> Found:
-            found = super().forward(x * self.gain * self.scale * SHARPNESS, y)
+            found = super().forward(x * self.gain * self.scale * SHARPNESS * ARGS.slope, y)
             return Found(found.loss, found.logits)
 
     parallel, _ = build(Scaled)
@@ -321,12 +323,13 @@ def changed_settings(rank: int) -> None:
         with pytest.raises(autopar.AutoparError, match=f"{name!r} of a parallel.*register_buffer"):
             setattr(parallel, name, value)
     global SHARPNESS
-    plain.gain, SHARPNESS = 0.5, 3.0
+    plain.gain, SHARPNESS, ARGS.slope = 0.5, 3.0, 2.0
     with pytest.warns(autopar.FrozenValueWarning) as warned:
         parallel(**batch())
     texts = sorted(str(w.message) for w in warned)
-    assert len(texts) == 2 and "gain, which the forward can read, is 0.5 now" in texts[0]
-    assert "SHARPNESS, which the forward can read, is 3.0 now, and was 1.0" in texts[1]
+    assert len(texts) == 3 and "ARGS.slope, which" in texts[1]
+    assert "gain, which the forward can read, is 0.5 now" in texts[0]
+    assert "SHARPNESS, which the forward can read, is 3.0 now, and was 1.0" in texts[2]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         parallel(**batch())  # said once

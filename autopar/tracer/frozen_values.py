@@ -58,6 +58,7 @@ def putting_back(model: nn.Module) -> Iterator[Frozen]:
     """
     modules, scopes = dict(model.named_modules()), scopes_of(model)
     kept = [*holders(model).items(), *((scope.name, scope.found) for scope in scopes)]
+    kept += [pair for scope in scopes for pair in scope.objects.items()]
     before = [(dict(vars(holder)), _containers(holder)) for _, holder in kept]
     parameters = {name: dict(module._parameters) for name, module in modules.items()}
     buffers = {name: dict(module._buffers) for name, module in modules.items()}

@@ -8,6 +8,7 @@ A trace sees the first step alone: the second one would find the cache, and take
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections import deque
@@ -24,11 +25,19 @@ from torch.utils import _pytree as pytree
 from autopar._tracing import node_of
 from autopar.tracer.sources import described
 
-__all__ = ["Reads", "depend_on_step", "fakes_in", "holders", "made_by", "tensors_in"]
+__all__ = [
+    "Reads",
+    "depend_on_step",
+    "fakes_in",
+    "holders",
+    "is_plain_object",
+    "made_by",
+    "tensors_in",
+]
 
 _NO_STATE = (
     *(nn.Module, Tensor, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType),
-    *(torch.Generator, torch.dtype, torch.device, BaseException),
+    *(torch.Generator, torch.dtype, torch.device, BaseException, logging.Logger),
 )
 _FILLING = ("append", "appendleft", "extend", "insert", "add", "update", "__setitem__")
 
@@ -41,14 +50,14 @@ def holders(model: nn.Module) -> dict[str, Any]:
     while waiting:
         name, holder = waiting.popleft()
         for key, value in list(vars(holder).items()):
-            if id(value) not in seen and _is_plain_object(value):
+            if id(value) not in seen and is_plain_object(value):
                 seen.add(id(value))
                 found[path := f"{name}.{key}" if name else key] = value
                 waiting.append((path, value))
     return found
 
 
-def _is_plain_object(value: Any) -> bool:
+def is_plain_object(value: Any) -> bool:
     known = isinstance(value, _NO_STATE) or type(value).__module__.split(".")[0] == "torch"
     return not known and isinstance(getattr(value, "__dict__", None), dict)
 

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar.tracer.diagnose import is_outside
-from autopar.tracer.kept import holders
+from autopar.tracer.kept import holders, is_plain_object
 
 __all__ = ["Names", "Scope", "scopes_of", "values_in_reach"]
 
@@ -39,6 +39,7 @@ class Scope:
         name: in words.
         found: those of the names that code of the model speaks of.
         functions: of that code, by the name that they speak of.
+        objects: plain ones, by name, with values as attributes.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Scope:
     write: Callable[[str, Any], None]
     found: Names = field(default_factory=Names)
     functions: dict[str, list[FunctionType]] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
 
     def lines(self, key: str) -> dict[str, None]:
         """The lines that read a name, as warnings name them."""
@@ -82,17 +84,21 @@ def scopes_of(model: nn.Module) -> list[Scope]:
             elif isinstance(value, _VALUES):
                 setattr(scope.found, key, value)
                 scope.functions.setdefault(key, []).append(function)
+            elif is_plain_object(value):
+                scope.objects[f"{scope.name}.{key}"] = value
     return [*found.values(), *filter(None, (_of_class(kind) for kind in kinds))]
 
 
 def values_in_reach(model: nn.Module) -> list[tuple[str, Callable[[], Any]]]:
     """Names of plain values that the forward of a model may read, and how to read them."""
     found: list[tuple[str, Callable[[], Any]]] = []
-    for name, holder in holders(model).items():
+    scopes = scopes_of(model)
+    objects = [pair for scope in scopes for pair in scope.objects.items()]
+    for name, holder in (*holders(model).items(), *objects):
         for key in vars(holder):
             if not isinstance(holder, nn.Module) or key not in _OF_MODULES:
                 found.append((f"{name}.{key}" if name else key, partial(vars(holder).get, key)))
-    for scope in scopes_of(model):
+    for scope in scopes:
         for key in vars(scope.found):
             found.append((f"{scope.name}.{key}", partial(scope.read, key)))
     return found
