@@ -36,7 +36,7 @@ from autopar.tracer.picked_sums import (
     reduced,
     token_loss,
 )
-from autopar.tracer.picked_writes import out_of_place, row_of_places, rows_at_places
+from autopar.tracer.picked_writes import of_each_row, out_of_place, row_of_places, rows_at_places
 
 __all__ = ["say_picked"]
 
@@ -159,6 +159,8 @@ def _at_places(picks: Picks, source: fx.Node, found: list[Any], dim: int) -> Row
     if [f.places for f in found] == list(range(len(shape))):
         if value.shape[dim : dim + len(shape)] == shape:
             return _masked(picks, source, pick.mask, dim)
+    if spread := of_each_row(picks, source, found, dim):
+        return started(picks, source, Rows(node=spread, dim=dim, pick=pick))
     indices = [*[None] * dim, *(f.node for f in found)]
     made = picks.call(aten.index.Tensor, source, indices)
     return started(picks, source, Rows(node=made, dim=dim, pick=pick))
@@ -290,6 +292,10 @@ def _add(picks: Picks, node: fx.Node) -> fx.Node | None:
         return None
     zeroed = picks.only_picked(rows, 0)
     value = value_of(table)
+    if dim == 0 and not node.kwargs and places.places == 0:
+        put = rows_at_places(picks, places.pick, table, rows, adds=True)
+        if put is not None:
+            return _written(picks, node, table, put)
     own = places.places == 0 and value_of(places.pick.mask).dim() == 1
     if own and not node.kwargs and value.shape == value_of(zeroed).shape:
         total = picks.call(aten.add.Tensor, table, zeroed)

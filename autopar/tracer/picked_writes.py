@@ -28,7 +28,7 @@ from autopar.tracer.picked import (
     value_of,
 )
 
-__all__ = ["out_of_place", "row_of_places", "rows_at_places"]
+__all__ = ["of_each_row", "out_of_place", "row_of_places", "rows_at_places"]
 
 aten = torch.ops.aten
 
@@ -88,11 +88,30 @@ def row_of_places(picks: Picks, indices: list[Any]) -> Pick | None:
     return rows.pick if dim in (-1, 1) else None
 
 
+def of_each_row(picks: Picks, source: fx.Node, places: list[Rows], dim: int) -> fx.Node | None:
+    """The rows of a source (T, ...) for all places of a mask (T, k), of which the row is asked.
+
+    Each stands k times, in an order that may be split over ranks.
+    """
+    shape, value = value_of(places[0].pick.mask).shape, value_of(source)
+    if [p.places for p in places] != [0] or len(shape) != 2 or value.shape[dim] != shape[0]:
+        return None
+    wide = picks.call(aten.unsqueeze.default, source, dim + 1)
+    sizes = [*value.shape[: dim + 1], shape[1], *value.shape[dim + 1 :]]
+    wide = picks.call(aten.expand.default, wide, sizes)
+    joined = [*value.shape[:dim], shape[0] * shape[1], *value.shape[dim + 1 :]]
+    rows = picks.call(aten.reshape.default, wide, joined)
+    # of one row each it is a view, which a later write to the source would change
+    return picks.call(aten.clone.default, rows) if source in picks.written else rows
+
+
 def rows_at_places(
     picks: Picks, pick: Pick, table: fx.Node, rows: Rows, adds: bool
 ) -> fx.Node | None:
-    """A table (T, ...) with the rows that such a mask picks: of each T, the only one, or none."""
+    """A table (T, ...) with the rows that a mask (T, k) picks: those of each T are added up."""
     shape, given, value = value_of(pick.mask).shape, value_of(rows.node), value_of(table)
+    if len(shape) != 2 or given.dtype is not value.dtype:
+        return None
     if value.shape[0] != shape[0] or given.shape[1:] != value.shape[1:]:
         return None
     parts = picks.call(aten.reshape.default, picks.only_picked(rows, 0), [*shape, *value.shape[1:]])
