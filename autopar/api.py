@@ -34,6 +34,7 @@ from autopar.runtime.state import check_devices
 from autopar.step_plans import StepPlans
 from autopar.tracer.accepted import check_model
 from autopar.tracer.precision import low_dtype, sum_dtype
+from autopar.tracer.scopes import values_in_reach
 from autopar.tracer.trace import normalize_inputs
 
 __all__ = ["load_plan", "parallelize", "plan"]
@@ -227,7 +228,8 @@ def parallelize(
     )
     planner = Planner(model, mesh, given, settings)
     create = partial(planner.hold, init_weights=init_weights, base=base)
-    module = ParallelModule(model, planner.compile, mesh, create, base, precision)
+    reachable = partial(values_in_reach, model)
+    module = ParallelModule(model, planner.compile, mesh, create, base, precision, reachable)
     if example_inputs is None:
         module.reserve(model, mesh)
         return module

@@ -74,6 +74,8 @@ class Outcome:
 def _bound(traced: Any) -> float:
     """Float32 is inside where the model itself casts to it, whatever it is made of."""
     for node in traced.graph.nodes:
+        if node.op == "call_function" and not node.all_input_nodes:
+            continue  # a constant, such as a mask of ones
         value = node.meta.get("val")
         for leaf in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(leaf, torch.Tensor) and leaf.dtype in (

@@ -441,6 +441,39 @@ def test_arguments_may_be_called_as_builtins_are() -> None:
         assert result.worst[1] < 1e-9, result.worst
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_trace_in_inference_mode_makes_plain_tensors(inside: bool) -> None:
+    class Scaled(hw.Mlp):
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+            assert not torch.is_grad_enabled()
+            return super().forward(x * torch.tensor([2.0]).expand(16), labels)
+
+    model, inputs = Scaled().eval(), hw.vectors()
+    with torch.inference_mode():
+        traced = trace(model, hw.vectors() if inside else inputs, training=False)
+    assert not any(value.is_inference() for value in traced.state_values.values())
+
+
+class NamedAsOps(nn.Module):
+    """Takes arguments that are called as its own ops are in a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, mean: Tensor, gt: Tensor, mul: Tensor, add_1: Tensor) -> Tensor:
+        rows = self.inner(mean) * mul + add_1 + 1
+        return torch.where(rows > gt, rows - rows.mean(-1, keepdim=True), rows * 2).square().mean()
+
+
+def test_arguments_may_be_called_as_ops_are() -> None:
+    torch.manual_seed(0)
+    inputs = {name: torch.rand(8, 16) for name in ("mean", "gt", "mul", "add_1")}
+    for constraints in ({"data": 2}, {"pipeline": {"size": 1, "microbatches": 2}, "data": 2}):
+        result = verified(NamedAsOps(), dict(inputs), constraints)
+        assert result.worst[1] < 1e-9, result.worst
+
+
 class MaskByVmap(nn.Module):
     """Makes its mask from a function of three positions, as transformers does."""
 

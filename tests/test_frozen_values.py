@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
 import warnings
+from functools import cached_property, lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -146,6 +149,37 @@ def test_a_parameter_that_is_replaced_is_refused_and_put_back() -> None:
     assert model.linear.weight is weight
 
 
+class Late(nn.Module):
+    def __init__(self, registered: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        if registered:
+            self.register_parameter("gain", None)
+        else:
+            self.gain = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gain is None:
+            self.gain = nn.Parameter(torch.ones(8))
+        return (self.linear(x) * self.gain).square().mean()
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_a_parameter_that_the_forward_makes_is_refused(registered: bool) -> None:
+    model = Late(registered)
+    for _ in range(2):
+        with pytest.raises(TraceError, match=r"makes the parameter gain.*__init__"):
+            trace(model, (X,), training=True)
+    model(X)
+    assert not texts(model)
+
+
+def test_a_parameter_without_a_shape_is_refused() -> None:
+    model = nn.Sequential(nn.LazyLinear(8), nn.ReLU())
+    with pytest.raises(TraceError, match=r"parameter 0\.weight has no shape yet.*call the model"):
+        trace(model, (X,), training=True)
+
+
 class Swapping(nn.Module):
     """Buffers that are replaced: a mean, a count, and two that change places."""
 
@@ -194,3 +228,261 @@ def test_a_buffer_that_grows_is_named_and_put_back() -> None:
     (text,) = texts(model)
     assert "buffer queue (shape (4, 8)" in text and "(8, 8)" in text
     assert model.queue.shape == (4, 8)
+
+
+class Remembering(nn.Module):
+    """Looks at a place that is empty before the first step, and fills it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.linear = how, nn.Linear(8, 8)
+        self.cache: Any = None
+        self.average: Any = 0.0
+        self.states: list[Tensor] = []
+        self.by_name: dict[str, Tensor] = {}
+        self.other = SimpleNamespace(cache=None, states=[])
+        self.register_buffer("table", None)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        getattr(self, self.how)(self.linear(x).detach().mean(0))
+        return self.linear(x).square().mean()
+
+    def attribute(self, h: Tensor) -> None:
+        if self.cache is None:
+            self.cache = h
+
+    def a_tuple(self, h: Tensor) -> None:
+        if self.cache is None:
+            self.cache = (h, h)
+
+    def missing(self, h: Tensor) -> None:
+        if not hasattr(self, "late"):
+            self.late = h
+
+    def number(self, h: Tensor) -> None:
+        self.average = 0.9 * self.average + h
+
+    def a_list(self, h: Tensor) -> None:
+        if len(self.states) > 2:
+            h = h + torch.stack(self.states).mean(0)
+        self.states.append(h)
+
+    def mapping(self, h: Tensor) -> None:
+        if "h" not in self.by_name:
+            self.by_name["h"] = h
+
+    def plain_object(self, h: Tensor) -> None:
+        if self.other.cache is None:
+            self.other.cache = h
+
+    def buffer(self, h: Tensor) -> None:
+        if self.table is None:
+            self.table = h
+
+    def new_buffer(self, h: Tensor) -> None:
+        if not hasattr(self, "later"):
+            self.register_buffer("later", h)
+
+    def constant(self, h: Tensor) -> None:
+        if self.cache is None:
+            self.cache = torch.arange(8).sin() * self.scale
+
+    def written(self, h: Tensor) -> None:
+        self.cache, self.states = h, [h]
+        self.other.states.append(1)
+        self.by_name["h"] = h
+
+    def filled_before(self, h: Tensor) -> None:
+        self.states.append(h)
+        self.by_name.__setitem__("h", h)
+        self.cache = sum(self.states) + self.by_name["h"]
+
+    def set_before(self, h: Tensor) -> None:
+        self.cache = None
+        self.states.clear()
+        self.states.append(h)
+        self.attribute(h + sum(self.states))
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("attribute", "looks at cache at .*if self.cache is None:.* finds it None"),
+        ("a_tuple", "looks at cache .* finds it None"),
+        ("missing", "looks at late .* finds it missing"),
+        ("number", "looks at average .* finds it 0.0"),
+        ("a_list", "looks at states .*if len.* finds it as it is now"),
+        ("mapping", "looks at by_name .* finds it as it is now"),
+        ("plain_object", "looks at other.cache .* finds it None"),
+        ("buffer", "looks at table .* finds it None"),
+        ("new_buffer", "looks at later .* finds it missing"),
+    ],
+)
+def test_a_place_that_the_next_step_would_find_filled_is_named(how: str, said: str) -> None:
+    model = Remembering(how)
+    before = dict(vars(model))
+    (text,) = texts(model)
+    assert re.search(said, text) and "register_buffer" in text
+    assert vars(model) == before and model.other.cache is None and "later" not in model._buffers
+    assert not model.states and not model.by_name and texts(model) == [text]
+
+
+@pytest.mark.parametrize("how", ["constant", "written", "filled_before", "set_before"])
+def test_what_the_next_step_finds_alike_or_writes_first_is_fine(how: str) -> None:
+    model = Remembering(how)
+    assert texts(model) == [] and model.cache is None
+    assert "__getattribute__" not in vars(nn.Module)
+
+
+@lru_cache
+def _table(length: int) -> Tensor:
+    return torch.arange(length).sin()
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    @lru_cache  # noqa: B019
+    def own_table(self, length: int) -> Tensor:
+        return torch.arange(length).cos()
+
+    @cached_property
+    def scale(self) -> Tensor:
+        return self.linear.weight.detach().norm()
+
+    @cached_property
+    def constant(self) -> Tensor:
+        return torch.ones(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.linear(x) * _table(8) + self.own_table(8)
+        return (rows * self.constant / self.scale).square().mean()
+
+
+def test_caches_of_functions_hold_no_tensors_of_a_trace() -> None:
+    model = Cached()
+    for _ in range(2):
+        (text,) = texts(model)
+        assert "looks at scale" in text and "finds it missing" in text
+    assert type(_table(8)) is Tensor and "scale" not in vars(model)
+    assert torch.isfinite(model(X)) and type(model.own_table(8)) is Tensor
+
+
+def test_a_write_to_a_tensor_that_is_no_buffer_is_refused() -> None:
+    class Writing(Inner):
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.add_(x.detach().mean(0))
+            return super().forward(x)
+
+    model = Writing()
+    model.seen = torch.zeros(8)
+    with pytest.raises(TraceError, match=r"seen is mutated(.|\n)*register_buffer"):
+        trace(model, (X,), training=True)
+
+
+CALLS = 0
+SEEN: dict[str, Tensor] = {}
+KEPT: dict[str, Tensor] = {}
+ARGS = SimpleNamespace(calls=0, rate=2.0)
+LAST: Tensor | None = None
+
+
+def _called() -> int:
+    global CALLS
+    CALLS += 1
+    return CALLS
+
+
+def _scoped() -> nn.Module:
+    counts, latest = {"calls": 0}, None
+
+    class Scoped(nn.Module):
+        calls = 0
+        limit = 10
+        table: dict[str, Tensor] = {}  # noqa: RUF012
+        first = None
+
+        def __init__(self, how: str = "") -> None:
+            super().__init__()
+            self.how, self.linear = how, nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            return (h * getattr(self, self.how)(h.detach())).square().mean()
+
+        def global_number(self, h: Tensor) -> Any:
+            return _called()
+
+        def global_object(self, h: Tensor) -> Any:
+            ARGS.calls += 1
+            return ARGS.calls * ARGS.rate
+
+        def of_class(self, h: Tensor) -> Any:
+            type(self).calls += 1
+            return self.calls / self.limit
+
+        def mapping_of_class(self, h: Tensor) -> Any:
+            if "h" not in self.table:
+                self.table["h"] = h
+            return self.table["h"]
+
+        def tensor_of_class(self, h: Tensor) -> Any:
+            if self.first is None:
+                type(self).first = h
+            return self.first
+
+        def outer_mapping(self, h: Tensor) -> Any:
+            counts["calls"] += 1
+            return counts["calls"]
+
+        def outer_tensor(self, h: Tensor) -> Any:
+            nonlocal latest
+            found, latest = latest, h
+            return 1 if found is None else found
+
+        def global_mapping(self, h: Tensor) -> Any:
+            found = SEEN.get("h", h)
+            SEEN["h"] = h
+            return found
+
+        def global_tensor(self, h: Tensor) -> Any:
+            global LAST
+            LAST = h
+            return 1
+
+        def only_filled(self, h: Tensor) -> Any:
+            KEPT["h"] = h
+            return self.limit
+
+    return Scoped()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("global_number", r"changes global tests\.test_frozen_values\.CALLS \(0 to 1\)"),
+        ("global_object", r"changes global tests\.test_frozen_values\.ARGS\.calls \(0 to 1\)"),
+        ("of_class", r"changes .*Scoped\.calls \(0 to 1\)"),
+        ("mapping_of_class", r"looks at .*Scoped\.table at .*not in self\.table.* as it is now"),
+        ("tensor_of_class", r"looks at .*Scoped\.first at .*if self\.first is.* finds it None"),
+        ("outer_mapping", r"outer_mapping\)\.counts\['calls'\] \(0 to 1\)"),
+        ("outer_tensor", r"looks at .*outer_tensor\)\.latest at .* finds it None"),
+        ("global_mapping", r"looks at global .*\.SEEN at .*found = SEEN\.get.* as it is now"),
+    ],
+)
+def test_values_outside_of_modules_are_named_and_put_back(how: str, said: str) -> None:
+    model: Any = _scoped()
+    model.how = how
+    (text,) = texts(model)
+    assert re.search(said, text), text
+    assert CALLS == ARGS.calls == 0 and SEEN == {} and model.calls == 0 and texts(model) == [text]
+
+
+@pytest.mark.parametrize("how", ["global_tensor", "only_filled"])
+def test_values_that_are_only_left_behind_are_fine(how: str) -> None:
+    model: Any = _scoped()
+    model.how = how
+    assert texts(model) == [] and KEPT == {} and LAST is None

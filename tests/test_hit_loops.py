@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -74,7 +76,9 @@ def _of_booleans(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize("head", [_of_one_hot, _by_number, _of_booleans])
 def test_a_loop_over_places_that_are_picked(head: Head) -> None:
     checks._warned.clear()
-    with pytest.warns(autopar.UncheckedWarning, match="runs the loop for all places") as warned:
+    with pytest.warns(
+        autopar.UncheckedWarning, match="runs the loop for all places(.|\n)*zeros where"
+    ) as warned:
         found = errors(head, batch())
     assert found.worst[1] < 1e-12, found.worst
     assert any("test_hit_loops.py:" in str(w.message) for w in warned)
@@ -219,3 +223,61 @@ def test_experts_of_a_list_on_the_meta_device() -> None:
     plan = autopar.plan(model, cluster, (x,), cache=False)
     real = _Sparse().double()
     assert autopar.verify(plan, real, (torch.randn(12, 8).double(),)).worst[1] < 1e-12
+
+
+def _added(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    flat, weights, chosen = _routed(m, x)
+    out = torch.zeros_like(flat)
+    for i in range(EXPERTS):
+        token, nth = torch.where(chosen == i)
+        out[token] += weights[token, nth, None] * _expert(m, i, flat[token])
+    return out.square().sum()
+
+
+def _set(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    flat, weights, chosen = _routed(m, x)
+    out = flat * 0.5
+    token, nth = torch.where(chosen == 1)
+    out[token] = weights[token, nth, None] * _expert(m, 1, flat[token])
+    rows = flat[token]
+    rows.mul_(2).sub_(weights[token, nth, None])
+    return out.square().sum() + rows.square().sum()
+
+
+def _index_added(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    flat, weights, chosen = _routed(m, x)
+    out = flat.sin()
+    for i in range(EXPERTS):
+        token, nth = torch.where(chosen == i)
+        out.index_add_(0, token, weights[token, nth, None] * _expert(m, i, flat[token]))
+    return out.square().sum()
+
+
+@pytest.mark.parametrize("head", [_added, _set, _index_added])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_rows_that_were_chosen_are_written_in_place(head: Head, microbatches: int) -> None:
+    constraints: dict[str, Any] = {"data": 2}
+    if microbatches > 1:  # which only takes what is split by its tokens throughout
+        constraints["pipeline"] = {"size": 1, "microbatches": microbatches}
+    found = errors(head, batch(), constraints)
+    assert found.worst[1] < 1e-12, found.worst
+
+
+def _twice(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    out = m.inner(x).flatten(0, 1)
+    token, _ = torch.where(torch.stack([mask.flatten(), mask.flatten()], 1) == 1)
+    out[token] += out[token].sin()
+    return out.square().sum()
+
+
+def _looked_at(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    rows = m.inner(x)[mask != 0]
+    part = rows[:, :2]
+    rows.mul_(2)
+    return rows.square().sum() + part.sum()
+
+
+@pytest.mark.parametrize("head", [_twice, _looked_at])
+def test_writes_that_may_meet_or_are_seen_elsewhere_are_refused(head: Head) -> None:
+    with pytest.raises(autopar.TraceError, match="How many rows are picked"):
+        errors(head, batch())

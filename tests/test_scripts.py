@@ -7,6 +7,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,7 +108,15 @@ def followed(rank: int) -> dict[str, float]:
     copies = copy.deepcopy(parallel), copy.deepcopy(single)
     assert all(p.grad is not None for p in copies[0].parameters())
     found["a copy"] = alike(*copies, lambda m: m(**batch()).loss.backward())
+    step("in shared memory", lambda m: m.share_memory()(**batch()).loss.backward())
+    assert all(p.is_shared() for p in (*parallel.parameters(), *parallel.buffers()))
     step("a frozen part", freeze)
+    for given in (batch(6), {}):
+        with torch.inference_mode():
+            rows = given or batch(4)  # made before that mode, or in it
+            away = torch.dist(whole(parallel(**rows).logits), single(**rows).logits)
+            found[f"inference of {len(rows['x'])} rows"] = float(away)
+    step("training on rows seen in inference", lambda m: m(**batch(4)).loss.backward())
     step("all in training again", lambda m: m.train()(**batch()).loss.backward())
     return found
 
@@ -289,6 +298,50 @@ def refused(rank: int) -> None:
     says("leave assign=", lambda: parallel.load_state_dict(parallel.state_dict(), assign=True))
 
 
+SHARPNESS = 1.0
+ARGS = SimpleNamespace(slope=1.0)
+
+
+def changed_settings(rank: int) -> None:
+    class Scaled(Net):
+        scale, mode = 2.0, "mean"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = 1.0
+
+        def forward(self, x: Tensor, y: Tensor) -> Found:
+            found = super().forward(x * self.gain * self.scale * SHARPNESS * ARGS.slope, y)
+            return Found(found.loss, found.logits)
+
+    parallel, _ = build(Scaled)
+    plain = parallel._original
+    parallel.gain = 1.0  # as it is
+    parallel.note = "a name that the model does not have"
+    parallel.note = "another"
+    for name, value in (("gain", 0.5), ("scale", 1.0), ("gain", 0.1)):
+        with pytest.raises(autopar.AutoparError, match=f"{name!r} of a parallel.*register_buffer"):
+            setattr(parallel, name, value)
+    global SHARPNESS
+    plain.gain, SHARPNESS, ARGS.slope = 0.5, 3.0, 2.0
+    with pytest.warns(autopar.FrozenValueWarning) as warned:
+        parallel(**batch())
+    texts = sorted(str(w.message) for w in warned)
+    assert len(texts) == 3 and "ARGS.slope, which" in texts[1]
+    assert "gain, which the forward can read, is 0.5 now" in texts[0]
+    assert "SHARPNESS, which the forward can read, is 3.0 now, and was 1.0" in texts[2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parallel(**batch())  # said once
+    weight = parallel.head.weight
+    before = weight.full_tensor().clone()
+    with torch.no_grad():
+        parallel.head.weight += 1
+        parallel.head.weight *= 2
+    assert parallel.head.weight is weight
+    assert torch.equal(weight.full_tensor(), (before + 1) * 2)
+
+
 def predicted(rank: int) -> None:
     mesh = init_device_mesh("cpu", (1,))
     torch.manual_seed(0)
@@ -349,6 +402,10 @@ def test_parameters_of_two_parallel_modules_are_warned_of() -> None:
 
 def test_what_scripts_may_not_do_says_so() -> None:
     run_ranks(refused, 1)
+
+
+def test_settings_that_a_script_changes_are_refused_or_named() -> None:
+    run_ranks(changed_settings, 1)
 
 
 def test_losses_with_weights_and_predictions_without_targets() -> None:

@@ -153,3 +153,18 @@ def test_dtypes_that_do_not_fit_name_the_line() -> None:
     batch = hw.vectors()
     with pytest.raises(autopar.TraceError, match=r"handwritten\.py:\d+ in forward.*\n.*dtype"):
         autopar.plan(hw.Clamped(), cluster(2), {**batch, "x": batch["x"].double()})
+
+
+class OneOfTwo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        return torch.cond(h.sum() > 0, lambda h: h * 2, lambda h: h.sin(), (h,)).mean()
+
+
+def test_control_flow_of_torch_is_refused_with_what_to_do() -> None:
+    with pytest.raises(autopar.TraceError, match=r"in forward: .*torch\.cond(.|\n)*torch\.where"):
+        autopar.plan(OneOfTwo(), autopar.Cluster.from_profile("cpu-gloo"), (torch.randn(4, 8),))

@@ -66,6 +66,8 @@ class Mirror(nn.Module):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if _is_registered(self, name, value):
+            return  # as at the end of `module.weight += x`
         for kind in ("_modules", "_parameters"):
             if self.__dict__.get(kind, {}).get(name, value) is not value:
                 raise AutoparError(f"{name!r} of {_told(self)} cannot be replaced: {_AHEAD}")
@@ -151,6 +153,13 @@ _AHEAD = (
 )
 
 
+def _is_registered(mirror: nn.Module, name: str, value: Any) -> bool:
+    """True for the very tensor or module that a mirror has under a name."""
+    kinds = ("_modules", "_parameters", "_buffers")
+    kept = (mirror.__dict__.get(kind, {}) for kind in kinds)
+    return value is not None and any(found.get(name) is value for found in kept)
+
+
 def _told(mirror: Mirror) -> str:
     path = mirror.__dict__.get("_path", "")
     return f"the part {path} of a parallel module" if path else "a parallel module"
@@ -205,6 +214,8 @@ class Child(_OfItsKind, Mirror):
         return _IncompatibleKeys(*([n.removeprefix(prefix) for n in names] for names in found))
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if _is_registered(self, name, value):
+            return
         original = self.__dict__.get("_original")
         own = name in ("training", "grad") or name in self.__dict__
         if original is not None and not own and hasattr(original, name):

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from autopar._compat import in_function_transform, module_has_hooks
+from autopar.core.grad_modes import outside_inference_mode
 from autopar.core.loss import position_of_loss
 from autopar.core.plan import Plan
 from autopar.errors import AutoparError
@@ -37,6 +38,7 @@ from autopar.runtime.profile import profile_step
 from autopar.runtime.running import run_with_autograd, run_without_autograd
 from autopar.runtime.same_batch import check_same_batch
 from autopar.runtime.scaler import LossScaler
+from autopar.runtime.settings import FixedValues, Reachable, is_set_already
 from autopar.runtime.stage_gradients import count_all_stages
 from autopar.runtime.state_module import StateModule
 from autopar.runtime.step_text import step_text
@@ -69,6 +71,7 @@ class ParallelModule(StateModule):
         ],
         seed: int,
         precision: str | None = None,
+        reachable: Reachable = tuple,
     ) -> None:
         super().__init__(model)
         go_plain_ways()
@@ -83,9 +86,15 @@ class ParallelModule(StateModule):
         self._parameter_order: list[str] = []
         self._reserved: dict[str, nn.Parameter] = {}
         self._frozen: list[str] = []
+        self._reachable = reachable
+        self._fixed: FixedValues | None = None
         self.loss_scaler: LossScaler | None = None
         self.pending_save: SaveHandle | None = None
         adopt(self, model)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not is_set_already(self, self.__dict__.get("_original"), name, value):
+            super().__setattr__(name, value)
 
     # --- set-up --------------------------------------------------------------------------------
     def install(self, step: CompiledStep | PipelinedStep, signature: Any) -> None:
@@ -111,6 +120,7 @@ class ParallelModule(StateModule):
             step.warn_of_dropped_outputs()
         self._mark_parameters(step)
         self._steps[signature] = step
+        self._fixed = FixedValues(self._reachable)
 
     def _mark_parameters(self, step: CompiledStep | PipelinedStep) -> None:
         """Let optimizers and norms know what the parameters are."""
@@ -126,7 +136,8 @@ class ParallelModule(StateModule):
                 "there are no parameters to copy before the first call: pass example_inputs to "
                 "autopar.parallelize"
             )
-        shared = (self._compile, self._materialize, self._mesh, self._plan, self.pending_save)
+        compiled = (self._compile, self._materialize, self._mesh, self._plan, self._reachable)
+        shared = (*compiled, self._fixed, self.pending_save)
         memo.update((id(x), x) for x in (*shared, *self._steps.values()) if x is not None)
         for parameter in self.parameters():  # torch does not copy a DTensor that has a gradient
             twin = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
@@ -323,11 +334,14 @@ class ParallelModule(StateModule):
         go_plain_ways()  # again, as torch's implicit_replication() ends it
         training = self.training and torch.is_grad_enabled()
         signature = self.signature(args, kwargs, training)
+        if self._fixed is None:
+            self._fixed = FixedValues(self._reachable)
+        self._fixed.check()
         if signature not in self._steps:
-            with as_in(self):
+            with as_in(self), outside_inference_mode():
                 step = self._compile(args, kwargs, training)
-            if self._plan is None:
-                self.install(step, signature)
+                if self._plan is None:
+                    self.install(step, signature)
             self._steps[signature] = step
         if signature not in self._compared:
             check_first_batch(self._steps[signature], args, kwargs)

@@ -6,6 +6,7 @@ Torch leaves some uses without effect, or takes a rank's part for the whole (tor
 - `p.data = x` changes nothing: computations use the local tensor underneath.
 - `w[0] = 1` and `w[0].zero_()` write to a copy, where `w` is sharded on that dim (`copied_views`).
 - `normal_` and its like draw the same numbers for each rank's shard, on a CPU.
+- `share_memory_()` ends the process.
 - plain tensors next to DTensors, such as a mask next to a weight, are refused.
 
 Here a number is that of the whole tensor, rows are written, draws are those of one device with the
@@ -144,6 +145,8 @@ def _install() -> None:
         "fill_diagonal_": _fill_diagonal,
         "numpy": _numpy,
         "tolist": _to_list,
+        "share_memory_": _share_memory,
+        "is_shared": _is_shared,
         "data": property(_data, _set_data),
     }
     ways |= {"__reduce_ex__": pickled}
@@ -279,6 +282,17 @@ def _numpy(self: DTensor, *, force: bool = False) -> Any:
 
 def _to_list(self: DTensor) -> Any:
     return gathered(self).tolist()
+
+
+def _share_memory(self: DTensor) -> Any:
+    """What children of this process see is this rank's share; a DTensor has no memory of its own,
+    without which torch's own way ends the process."""
+    self._local_tensor.share_memory_()
+    return self
+
+
+def _is_shared(self: DTensor) -> bool:
+    return self._local_tensor.is_shared()
 
 
 def _formatted(self: DTensor, spec: str) -> str:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import TraceError
+from autopar.tracer.outside_tensors import refuse_shared_memory
 
 __all__ = ["check_model"]
 
@@ -17,8 +18,8 @@ def check_model(model: object) -> None:
     """Every entry point asks this of a model first.
 
     Raises:
-        TraceError: it is no `nn.Module`, is compiled to TorchScript, or is parallel already by
-            other means; names the module or parameter.
+        TraceError: it is no `nn.Module`, is compiled to TorchScript, has parameters without a
+            shape, or is parallel already by other means; names the module or parameter.
     """
     if not isinstance(model, nn.Module):
         given = f"the class {model.__name__}" if isinstance(model, type) else _described(model)
@@ -31,12 +32,18 @@ def check_model(model: object) -> None:
         _refuse_script(module, where)
         _refuse_parallel(module, name, where)
     for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise TraceError(
+                f"parameter {name} has no shape yet, as its module is lazy: call the model once, "
+                "with a small batch, before autopar.parallelize."
+            )
         if _is_a(parameter, _SHARDED):
             raise TraceError(
                 f"parameter {name} of shape {tuple(parameter.shape)} is a DTensor: it is sharded "
                 "already, as by fully_shard or parallelize_module. Pass the plain module; autopar "
                 "shards it, and constraints={'zero': 3} as FSDP does."
             )
+    refuse_shared_memory(model)
 
 
 def _refuse_script(module: nn.Module, where: str) -> None:

@@ -15,8 +15,9 @@ from torch.utils import _pytree as pytree
 
 from autopar._compat import register_dataclasses
 from autopar.errors import TraceError
+from autopar.tracer.caches import emptying_caches
 from autopar.tracer.calls import check_loss_fn, explain_call
-from autopar.tracer.checks import drop_assertions, passing_checks, warn_of
+from autopar.tracer.checks import Answers, drop_assertions, passing_checks, warn_of
 from autopar.tracer.diagnose import (
     SYMBOLIC,
     explain_failure,
@@ -25,8 +26,10 @@ from autopar.tracer.diagnose import (
     refuse_packed,
     refuse_vmap,
 )
+from autopar.tracer.eager_answers import telling_eager, warn_of_compiled
 from autopar.tracer.frozen_values import Frozen, putting_back, warn_of_frozen
 from autopar.tracer.no_grad import keep_written_gradients, mark_no_grad, restore_lines
+from autopar.tracer.outside_tensors import OutsideTensors, say_own
 from autopar.tracer.picked_places import say_picked
 from autopar.tracer.precision import call_in
 from autopar.tracer.spelled import Spelled
@@ -59,11 +62,13 @@ class Notes:
     out_spec: Any = None
     dropped: Sequence[str] = ()
     frozen: Frozen
+    outside: OutsideTensors
     numbers: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         self.lines: dict[str, str] = {}
         self.frozen = Frozen()
+        self.outside = OutsideTensors()
 
 
 class Capture(nn.Module):
@@ -88,7 +93,7 @@ class Capture(nn.Module):
         self.notes = Notes()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with putting_back(self.wrapped) as self.notes.frozen:
+        with putting_back(self.wrapped) as self.notes.frozen, self.notes.outside.noted():
             output = self._called(args, kwargs)
         register_dataclasses(output)
         leaves, self.notes.out_spec = pytree.tree_flatten(output)
@@ -124,8 +129,14 @@ def _to_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, Tensor) else value
 
 
+def _plain(value: Any) -> Any:
+    """A batch made in inference mode cannot be captured outside of it, where a trace is."""
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
+
+
 def export(capture: Capture, args: Any, kwargs: Any) -> Any:
     check_loss_fn(capture.autopar_loss_fn)
+    args, kwargs = pytree.tree_map(_plain, (args, kwargs))
     register_dataclasses((args, kwargs))
     on_meta = any(p.is_meta for p in capture.parameters())
     if on_meta:
@@ -139,32 +150,60 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
                 f"input {name!r} requires a gradient; gradients of inputs are not produced. "
                 "Detach it, or register it as an nn.Parameter of the model."
             )
-    lines = capture.notes.lines
     try:
-        with passing_checks() as answers, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with Spelled(lines, answers.looped), _without_partial_graph():
-                exported = torch.export.export(capture, args, kwargs, strict=False)
-            checks = {**answers.passed, **dict.fromkeys(drop_assertions(exported.graph_module))}
-            stuck = say_picked(exported.graph_module, answers.of_none)
-            refuse_data_dependent(capture.wrapped, exported.graph_module, lines, stuck)
-            refuse_vmap(exported, lines)
-            if capture.dtype is not None:
-                refuse_mixed(capture.wrapped, exported.graph_module, capture.dtype)
-            if _changes_in_place(exported.graph_module):
-                traces = mark_no_grad(capture.wrapped, exported)
-                keep_written_gradients(capture.wrapped, exported)
-                exported = exported.run_decompositions({})
-                restore_lines(exported.graph_module.graph, traces)
+        exported, checks, answers = _captured_as_eager(capture, args, kwargs)
     except TraceError:
         raise
     except Exception as error:
         refused = explain_call(capture.wrapped, capture.autopar_loss_fn, args, kwargs)
-        text = refused or explain_failure(capture.wrapped, error, lines)
+        text = refused or explain_failure(capture.wrapped, error, capture.notes.lines)
         raise TraceError(text) from error
     warn_of(checks, answers)
     warn_of_frozen(capture.notes.frozen, exported.constants.values())
     return exported
+
+
+def _captured_as_eager(capture: Capture, args: Any, kwargs: Any) -> tuple[Any, Any, Answers]:
+    """What a plain step does; where that cannot be captured, what the model does if compiled."""
+    try:
+        with telling_eager() as asked:
+            return _captured(capture, args, kwargs)
+    except Exception as error:
+        if not asked:
+            raise
+        first = error
+    capture.notes.lines.clear()
+    try:
+        captured = _captured(capture, args, kwargs)
+    except Exception as error:
+        raise first from error
+    warn_of_compiled(asked)
+    return captured
+
+
+def _captured(capture: Capture, args: Any, kwargs: Any) -> tuple[Any, Any, Answers]:
+    """The exported program, checks that were left out of it, and what the forward was told."""
+    lines = capture.notes.lines
+    with passing_checks() as answers, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        outside = capture.notes.outside = OutsideTensors()
+        spelled = Spelled(lines, answers.looped, outside)
+        with spelled, emptying_caches(), _without_partial_graph():
+            exported = torch.export.export(capture, args, kwargs, strict=False)
+        told = say_own(exported, capture.wrapped, outside, PREFIX)
+        capture.notes.frozen.told += told
+        checks = {**answers.passed, **dict.fromkeys(drop_assertions(exported.graph_module))}
+        stuck = say_picked(exported.graph_module, answers.of_none)
+        refuse_data_dependent(capture.wrapped, exported.graph_module, lines, stuck)
+        refuse_vmap(exported, lines)
+        if capture.dtype is not None:
+            refuse_mixed(capture.wrapped, exported.graph_module, capture.dtype)
+        if _changes_in_place(exported.graph_module):
+            traces = mark_no_grad(capture.wrapped, exported)
+            keep_written_gradients(capture.wrapped, exported)
+            exported = exported.run_decompositions({})
+            restore_lines(exported.graph_module.graph, traces)
+    return exported, checks, answers
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from autopar.tracer.emptiness import some_are_picked
 from autopar.tracer.picked import picking_mask, same_rows
 from autopar.tracer.sources import described, function_at, nodes_of
 
-__all__ = ["drop_assertions", "passing_checks", "warn_of"]
+__all__ = ["Answers", "drop_assertions", "passing_checks", "warn_of"]
 
 _CAPTURE = str(Path(__file__).with_name("capture.py"))  # it calls the model
 _BETWEEN = ("CACHE", "COPY", "EXTENDED_ARG", "NOP", "TO_BOOL")
@@ -165,15 +165,20 @@ _LEFT_OUT = (
     "looks at values, which a trace does not have, and only raises: the parallel program leaves "
     "this check out. Where values may be wrong, check the batch before the step."
 )
+_ZERO_GRADIENTS = (
+    "Parameters that are used for picked rows alone then have a gradient of zeros where one device "
+    "has None, so weight decay and momentum move them."
+)
 _SOME_ARE = (
     "asks whether a mask picks anything, which a trace does not know: the parallel program goes on "
     "as where it does. Where nothing is picked, sums and means of picked rows are 0 and nothing is "
-    "written; what else this branch computes should not depend on it."
+    "written; what else this branch computes should not depend on it. " + _ZERO_GRADIENTS
 )
 _ALL_PLACES = (
     "loops over the places where a mask picks anything, which a trace does not know: the parallel "
     "program runs the loop for all places. Where nothing is picked, sums and means of picked rows "
-    "are 0 and nothing is written; what else the loop computes should not depend on it."
+    "are 0 and nothing is written; what else the loop computes should not depend on it. "
+    + _ZERO_GRADIENTS
 )
 
 

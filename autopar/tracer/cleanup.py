@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,16 @@ def renamed_outputs(outputs: tuple[OutputSpec, ...], output: fx.Node) -> tuple[O
         )
         for spec, arg in zip(outputs, values, strict=True)
     )
+
+
+def free_names(graph: fx.Graph, names: Iterable[str]) -> None:
+    """Rename ops that are called as inputs will be: the op of `x.mean()`, of an input `mean`."""
+    wanted = set(names)
+    for node in graph.nodes:
+        if node.op != "placeholder" and node.name in wanted:
+            freed = node.name
+            node._rename(f"{freed}_op")
+            graph._graph_namespace._used_names.discard(freed)
 
 
 def rename(node: fx.Node, name: str) -> None:

@@ -49,8 +49,17 @@ MODES = ("__torch_function__", "__torch_dispatch__")  # they pass on what anothe
 _NOWHERE = "(no line outside torch)"
 _REMEDY = (
     "The value of a tensor decides what runs or how large a result is, so there is no one "
-    "graph to plan. Use torch.where, a mask or torch.cond there, or compute that part "
+    "graph to plan. Use torch.where or a mask there, or compute that part "
     "outside the model. A check that does no more than raise, `if tensor: raise`, may stay."
+)
+
+_NO_BUFFER = (
+    "The forward writes to a tensor that is not made in it and no buffer, such as one in a plain "
+    "attribute, a list or a global variable. Make it a buffer of a module (register_buffer)."
+)
+_CONTROL_FLOW = (
+    "What torch.cond, torch.while_loop and torch.scan run is not planned. Compute both sides and "
+    "take torch.where (with harmless numbers where a side is not taken), and write loops in Python."
 )
 
 _ROWS = (
@@ -331,6 +340,10 @@ def explain_failure(model: nn.Module, error: BaseException, lines: Mapping[str, 
         remedy = _REMEDY
     elif ".numpy() is not supported" in text:
         remedy = _NUMPY
+    elif "is mutated in the forward" in text:
+        remedy = _NO_BUFFER
+    elif "higher order operator" in text:
+        remedy = _CONTROL_FLOW
     else:
         remedy = "torch.export cannot capture this forward; its message is above in the chain."
     return f"cannot trace {type(model).__name__} at {where}\n  {first}\n  {remedy}"

@@ -5,7 +5,8 @@
 
 A buffer that is replaced, ``self.mean = 0.9 * self.mean + …``, is written to instead, which export
 keeps. Numbers are constants of the traced graph, and so are Python's and NumPy's random numbers,
-and tensors that are no buffers. What the trace has changed is put back, so that another trace of
+and tensors that are no buffers; a place that is empty before the first step stays empty. What the
+trace has changed is put back, so that another trace of
 the model finds what this one found.
 """
 
@@ -17,25 +18,29 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import Tensor, fx, nn
 
 from autopar.errors import FrozenValueWarning, TraceError
+from autopar.tracer.kept import Reads, depend_on_step, fakes_in, holders, made_by, tensors_in
+from autopar.tracer.scopes import Names, scopes_of
 
 __all__ = ["Frozen", "putting_back", "warn_of_frozen"]
 
 _NUMBERS = (bool, int, float, complex)
 _OWN = vars(nn.Module())  # what torch keeps on a module: buffers, hooks
+Containers = dict[str, tuple[Any, list[tuple[Any, Any]]]]
+"""Lists and mappings of a holder, by attribute, with what stands in them."""
 
 
 class Frozen:
     """What is said of numbers that a forward changes or draws, and the tensors that it replaces.
 
     Attributes:
-        told: a text for each number.
+        told: a text for each number, and for each place that the next step would find filled.
         replaced: name and old value of each tensor; harmless where nothing reads the old one.
     """
 
@@ -51,20 +56,30 @@ def putting_back(model: nn.Module) -> Iterator[Frozen]:
     Raises:
         TraceError: the forward puts another parameter into the place of one.
     """
-    modules = dict(model.named_modules())
-    before = {name: dict(vars(module)) for name, module in modules.items()}
-    inside = {name: _containers(module) for name, module in modules.items()}
+    modules, scopes = dict(model.named_modules()), scopes_of(model)
+    kept = [*holders(model).items(), *((scope.name, scope.found) for scope in scopes)]
+    kept += [pair for scope in scopes for pair in scope.objects.items()]
+    before = [(dict(vars(holder)), _containers(holder)) for _, holder in kept]
     parameters = {name: dict(module._parameters) for name, module in modules.items()}
     buffers = {name: dict(module._buffers) for name, module in modules.items()}
+    state = made_by(model.buffers())
     drawn = _states()
-    frozen = Frozen()
+    frozen, reads = Frozen(), Reads()
+    for scope in scopes:
+        reads.add(scope.found, scope.lines)
     try:
-        yield frozen
+        with reads.noted():
+            yield frozen
     finally:
-        for name, module in modules.items():
-            _compare_containers(module, inside[name], name, frozen)
-        frozen.told += _put_back(model, before, frozen)
-        new = _replaced_buffers(modules, buffers, frozen)
+        for scope in scopes:
+            scope.refresh()
+        after = _After(frozen, reads, state)
+        for (name, holder), (known, inside) in zip(kept, before, strict=True):
+            after.compare_containers(holder, inside, name)
+            after.put_back(holder, known, name)
+        for scope in scopes:
+            scope.put_back()
+        new = after.replaced_buffers(modules, buffers)
     _refuse_replaced(modules, parameters)
     _write_buffers(new)
     frozen.told += (_of_drawn(n) for n, state in _states().items() if state != drawn.get(n, state))
@@ -82,60 +97,117 @@ def _memory(tensor: Tensor) -> object:
     return tensor.untyped_storage()._cdata
 
 
-def _containers(module: nn.Module) -> dict[str, list[tuple[Any, Any]]]:
-    """What stands in lists and mappings of a module, by attribute."""
-    found = {}
-    for key, value in vars(module).items():
-        if key not in _OWN and isinstance(value, (list, deque, dict)):
-            found[key] = _pairs(value)
-    return found
+def _containers(holder: Any) -> Containers:
+    return {
+        key: (value, _pairs(value))
+        for key, value in vars(holder).items()
+        if key not in _OWN and isinstance(value, (list, deque, dict))
+    }
 
 
 def _pairs(value: Any) -> list[tuple[Any, Any]]:
     return list(value.items() if isinstance(value, dict) else enumerate(value))
 
 
-def _compare_containers(
-    module: nn.Module, before: dict[str, list[tuple[Any, Any]]], name: str, frozen: Frozen
-) -> None:
-    """Note what a forward has changed in lists and mappings."""
-    for key, pairs in before.items():
-        value = vars(module).get(key)
-        if not isinstance(value, (list, deque, dict)):
-            continue
-        after = _pairs(value)
-        if len(after) == len(pairs) and all(
-            a[1] is b[1] for a, b in zip(after, pairs, strict=True)
-        ):
-            continue
-        now = dict(after)
-        path = f"{name}.{key}" if name else key
-        for at, old in pairs:
-            new = now.get(at)
+class _After:
+    """Compares what a forward leaves with what it found, and puts that back.
+
+    Args:
+        frozen: filled with what is said.
+        reads: the forward's.
+        state: nodes of buffers; what is made of them alone is the same in the next step.
+    """
+
+    def __init__(self, frozen: Frozen, reads: Reads, state: set[fx.Node]) -> None:
+        self.frozen, self.reads, self.state = frozen, reads, state
+
+    def compare_containers(self, holder: Any, before: Containers, name: str) -> None:
+        """Note what is changed in lists and mappings, and put it back."""
+        for key, (old_value, pairs) in before.items():
+            value = vars(holder).get(key)
+            if not isinstance(value, (list, deque, dict)):
+                continue
+            after = _pairs(value)
+            if len(after) == len(pairs) and all(
+                a[1] is b[1] for a, b in zip(after, pairs, strict=True)
+            ):
+                continue
+            path = f"{name}.{key}" if name else key
+            self._compare_pairs(dict(pairs), dict(after), path)
+            known = {id(x) for _, x in pairs}
+            added = fakes_in([x for _, x in after if id(x) not in known])
+            added = [] if tensors_in([x for _, x in pairs]) else added  # which is said already
+            line = self.reads.line_besides_filling(holder, key)
+            if value is old_value and line and depend_on_step(added, self.state):
+                self.frozen.told.append(_of_found(path, "as it is now", line))
+            _refill(old_value, pairs)
+
+    def _compare_pairs(self, before: dict[Any, Any], after: dict[Any, Any], path: str) -> None:
+        for at, old in before.items():
+            new = after.get(at)
             if type(old) in _NUMBERS and isinstance(new, _NUMBERS) and new != old:
-                frozen.told.append(_of_changed(f"{path}[{at!r}]", old, new))
+                self.frozen.told.append(_of_changed(f"{path}[{at!r}]", old, new))
             elif isinstance(old, Tensor):
-                frozen.replaced.append((path, old))
+                self.frozen.replaced.append((path, old))
 
-
-def _replaced_buffers(
-    modules: dict[str, nn.Module], before: dict[str, dict[str, Tensor | None]], frozen: Frozen
-) -> list[tuple[Tensor, Tensor]]:
-    """Put buffers back; each that was replaced by one of its shape and dtype, with that one."""
-    found = []
-    for name, module in modules.items():
-        for key, old in before[name].items():
-            new = module._buffers.get(key)
-            if new is old:
+    def put_back(self, holder: Any, known: dict[str, Any], name: str) -> None:
+        """Restore attributes that are numbers, or are made of tensors of the trace."""
+        for key, value in list(vars(holder).items()):
+            old = known.get(key)
+            path = f"{name}.{key}" if name else key
+            number = isinstance(value, _NUMBERS) and type(old) in _NUMBERS and value != old
+            if number:
+                self.frozen.told.append(_of_changed(path, old, value))
+            elif value is old or key in _OWN or not (made := fakes_in(value)):
                 continue
-            module._buffers[key] = old
-            if old is None:  # made at the first step, as a mask of a size is
-                continue
-            if isinstance(new, Tensor) and (new.shape, new.dtype) == (old.shape, old.dtype):
-                found.append((old, new))
+            elif found := tensors_in(old):
+                self.frozen.replaced += ((path, x) for x in found)
             else:
-                frozen.told.append(_of_reshaped(f"{name}.{key}" if name else key, old, new))
-    return found
+                was = repr(old) if key in known else "missing"
+                self._say_found(holder, key, path, was, made)
+            if key not in known:
+                delattr(holder, key)
+            else:
+                vars(holder)[key] = old
+
+    def _say_found(self, holder: Any, key: str, path: str, was: str, made: list[Tensor]) -> None:
+        """Of an attribute without tensors that gets some, if the next step would see them."""
+        line = self.reads.line(holder, key)
+        plain = not isinstance(holder, (nn.Module, Names))  # whose reads are not known
+        plain |= isinstance(getattr(type(holder), key, None), cached_property)
+        if (line or plain) and depend_on_step(made, self.state):
+            self.frozen.told.append(_of_found(path, was, line))
+
+    def replaced_buffers(
+        self, modules: dict[str, nn.Module], before: dict[str, dict[str, Tensor | None]]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Put buffers back; each that was replaced by one of its shape and dtype, with that one."""
+        found = []
+        for name, module in modules.items():
+            for key in [key for key in module._buffers if key not in before[name]]:
+                made = fakes_in(module._buffers.pop(key))
+                self._say_found(module, key, f"{name}.{key}" if name else key, "missing", made)
+            for key, old in before[name].items():
+                new = module._buffers.get(key)
+                if new is old:
+                    continue
+                module._buffers[key] = old
+                path = f"{name}.{key}" if name else key
+                if old is None:
+                    self._say_found(module, key, path, "None", fakes_in(new))
+                elif isinstance(new, Tensor) and (new.shape, new.dtype) == (old.shape, old.dtype):
+                    found.append((old, new))
+                else:
+                    self.frozen.told.append(_of_reshaped(path, old, new))
+        return found
+
+
+def _refill(value: Any, pairs: list[tuple[Any, Any]]) -> None:
+    value.clear()
+    if isinstance(value, dict):
+        value.update(pairs)
+    else:
+        value.extend(x for _, x in pairs)
 
 
 def _write_buffers(replaced: list[tuple[Tensor, Tensor]]) -> None:
@@ -150,33 +222,18 @@ def _refuse_replaced(
     modules: dict[str, nn.Module], before: dict[str, dict[str, nn.Parameter | None]]
 ) -> None:
     for name, module in modules.items():
-        for key, parameter in before[name].items():
+        made = {key: None for key in module._parameters if key not in before[name]}
+        for key, parameter in (*before[name].items(), *made.items()):
             if module._parameters.get(key) is not parameter:
                 module._parameters[key] = parameter
                 path = f"{name}.{key}" if name else key
+                if parameter is None:
+                    raise TraceError(_of_made(path))
                 raise TraceError(
                     f"the forward puts another tensor into the place of its parameter {path}, "
                     "which an optimizer would not know. Compute with a tensor of another name "
                     "(torch.nn.utils.parametrize does), or replace it between steps."
                 )
-
-
-def _put_back(model: nn.Module, before: dict[str, dict[str, Any]], frozen: Frozen) -> Iterator[str]:
-    """Restore attributes; yields what is said of each number."""
-    for name, module in model.named_modules():
-        known = before.get(name, {})
-        for key, value in list(vars(module).items()):
-            old = known.get(key)
-            if isinstance(value, _NUMBERS) and type(old) in _NUMBERS and value != old:
-                yield _of_changed(f"{name}.{key}" if name else key, old, value)
-            elif not isinstance(value, FakeTensor) or value is old:
-                continue
-            elif isinstance(old, Tensor):
-                frozen.replaced.append((f"{name}.{key}" if name else key, old))
-            if key not in known:
-                delattr(module, key)
-            else:
-                vars(module)[key] = old
 
 
 def _states() -> dict[str, Any]:
@@ -187,6 +244,13 @@ def _states() -> dict[str, Any]:
         kind, keys, *rest = numpy.random.get_state()
         found["numpy.random"] = (kind, keys.tobytes(), *rest)
     return found
+
+
+def _of_made(path: str) -> str:
+    return (
+        f"the forward makes the parameter {path}, which an optimizer that is made before the first "
+        "step does not know. Make it in __init__, or call the model once before autopar.parallelize"
+    )
 
 
 def _of_changed(name: str, old: Any, new: Any) -> str:
@@ -211,6 +275,15 @@ def _of_replaced(name: str) -> str:
         f"forward reads {name} and puts another tensor there, which a trace does not see: every "
         "step reads the one that is there now. Make it a buffer (register_buffer) for later steps "
         "to see it change"
+    )
+
+
+def _of_found(name: str, was: str, line: str | None) -> str:
+    where = f" at {line}" if line else ""
+    return (
+        f"forward looks at {name}{where} and leaves tensors there for the next step, which a trace "
+        f"does not see: every step finds it {was}. Make it a buffer (register_buffer) that the "
+        "first step fills too, or pass it from step to step as an input and an output"
     )
 
 

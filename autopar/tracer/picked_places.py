@@ -36,6 +36,7 @@ from autopar.tracer.picked_sums import (
     reduced,
     token_loss,
 )
+from autopar.tracer.picked_writes import of_each_row, out_of_place, row_of_places, rows_at_places
 
 __all__ = ["say_picked"]
 
@@ -56,6 +57,7 @@ def say_picked(gm: fx.GraphModule, zero_of_none: bool = False) -> list[fx.Node]:
     stuck = []
     for part in list(gm.modules()):
         if isinstance(part, fx.GraphModule) and any(map(_is_source, part.graph.nodes)):
+            out_of_place(part.graph)
             stuck += _say(Picks(graph=part.graph, zero_of_none=zero_of_none))
             part.recompile()
     return stuck
@@ -157,6 +159,8 @@ def _at_places(picks: Picks, source: fx.Node, found: list[Any], dim: int) -> Row
     if [f.places for f in found] == list(range(len(shape))):
         if value.shape[dim : dim + len(shape)] == shape:
             return _masked(picks, source, pick.mask, dim)
+    if spread := of_each_row(picks, source, found, dim):
+        return started(picks, source, Rows(node=spread, dim=dim, pick=pick))
     indices = [*[None] * dim, *(f.node for f in found)]
     made = picks.call(aten.index.Tensor, source, indices)
     return started(picks, source, Rows(node=made, dim=dim, pick=pick))
@@ -235,6 +239,12 @@ def _put(picks: Picks, node: fx.Node) -> fx.Node | None:
     if picks.found(table) is not None or not isinstance(rows, Rows) or rows.dim != 0:
         return None
     place = _where_put(picks, list(indices))
+    one = row_of_places(picks, list(indices)) if place is None else None
+    if one is not None and one.key == rows.pick.key:
+        if value_of(rows.node).dtype is not value_of(table).dtype:
+            return None
+        put = rows_at_places(picks, one, table, rows, adds)
+        return None if put is None else _written(picks, node, table, put)
     if place is None or place.key != rows.pick.key:
         return None
     value, given = value_of(table), value_of(rows.node)
@@ -282,6 +292,10 @@ def _add(picks: Picks, node: fx.Node) -> fx.Node | None:
         return None
     zeroed = picks.only_picked(rows, 0)
     value = value_of(table)
+    if dim == 0 and not node.kwargs and places.places == 0:
+        put = rows_at_places(picks, places.pick, table, rows, adds=True)
+        if put is not None:
+            return _written(picks, node, table, put)
     own = places.places == 0 and value_of(places.pick.mask).dim() == 1
     if own and not node.kwargs and value.shape == value_of(zeroed).shape:
         total = picks.call(aten.add.Tensor, table, zeroed)

@@ -37,6 +37,7 @@ from autopar.core.ops import ops
 from autopar.errors import TraceError
 from autopar.tracer.diagnose import SYMBOLIC, innermost_line, refuse_packed
 from autopar.tracer.hit_loops import HitLoops
+from autopar.tracer.outside_tensors import OutsideTensors
 from autopar.tracer.same_masks import SameMasks
 
 __all__ = ["Spelled"]
@@ -59,13 +60,17 @@ class Spelled(TorchFunctionMode):
         lines: filled with the user's line of each number that depends on values, of each function
             that draws random numbers, and of `vmap`, by name.
         looped: filled with the lines of loops over all places of a mask instead of some.
+        outside: filled with what is read past the module's parameters.
     """
 
-    def __init__(self, lines: dict[str, str], looped: dict[str, None]) -> None:
+    def __init__(
+        self, lines: dict[str, str], looped: dict[str, None], outside: OutsideTensors
+    ) -> None:
         super().__init__()
         self.lines = lines
         self.loops = HitLoops(looped)
         self.same = SameMasks()
+        self.outside = outside
         # what a mask picked, by id: the result, what from, the mask
         self.picked: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
@@ -86,6 +91,7 @@ class Spelled(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self.outside.note((*args, *kwargs.values()))
         if func == _DATA:
             return args[0].detach()
         if func == _SET_DATA:

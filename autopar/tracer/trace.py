@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from autopar._compat import leaving_transforms, without_onednn
 from autopar.core.collector import paused_collector
+from autopar.core.grad_modes import outside_inference_mode
 from autopar.core.graph import InputSpec, NodeInfo, OutputSpec, Repeat, TracedModel, output_paths
 from autopar.errors import TraceError
 from autopar.tracer.accepted import check_model
@@ -27,6 +28,7 @@ from autopar.tracer.capture import PREFIX, Capture, export, normalize_inputs
 from autopar.tracer.cleanup import (
     clean,
     drop_unread,
+    free_names,
     join_constants,
     lift_constants,
     lift_tangents,
@@ -60,6 +62,7 @@ aten = torch.ops.aten
 
 @paused_collector()
 @leaving_transforms()
+@outside_inference_mode()
 @without_onednn()  # the ops of a graph are to run on any device
 def trace(
     model: nn.Module,
@@ -304,6 +307,7 @@ class _JointTrace:
         graph = gm.graph
         remove_mutations(graph)
         invert_permutations(graph)
+        free_names(graph, (spec.node for spec in specs))
         self.info = origins(graph, self.marks)
         inputs = self._named_inputs(gm, specs)
         join_constants(graph, inputs, self._constants(gm, inputs))

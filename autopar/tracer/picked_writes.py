@@ -1,0 +1,123 @@
+"""Writes to picked rows, and of picked rows to rows of a table.
+
+    token, nth = torch.where(chosen == i)
+    out[token] += weights[token, nth, None] * expert(x[token])
+
+`x[token] += y` reads rows, adds to the copy in place and writes it back. Nothing else reads the
+copy, so an addition that returns another tensor does as well.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from autopar.tracer.picked import (
+    Pick,
+    Picks,
+    Rows,
+    args_of,
+    base_of,
+    extents,
+    is_write,
+    name_of,
+    value_of,
+)
+
+__all__ = ["of_each_row", "out_of_place", "row_of_places", "rows_at_places"]
+
+aten = torch.ops.aten
+
+
+def out_of_place(graph: fx.Graph) -> None:
+    """Replace elementwise writes to fresh rows that nothing else reads."""
+    for node in list(graph.nodes):
+        target = _returning(node) if node.op == "call_function" and is_write(node) else None
+        if target is None or not _is_fresh(args_of(node)[0]):
+            continue
+        fakes: Any = fx.node.map_aggregate((node.args, node.kwargs), _value)
+        with value_of(node).fake_mode, torch.no_grad():
+            found = target(*fakes[0], **fakes[1])
+        if found.dtype is value_of(node).dtype and extents(found) == extents(value_of(node)):
+            node.target = target
+
+
+def _value(argument: Any) -> Any:
+    return argument.meta["val"] if isinstance(argument, fx.Node) else argument
+
+
+def _returning(node: fx.Node) -> Any:
+    """The form of an elementwise op that returns what this one writes."""
+    target: Any = node.target
+    if torch.Tag.pointwise not in target.tags or not name_of(target).endswith("_"):
+        return None
+    packet = getattr(aten, name_of(target)[:-1], None)
+    return None if packet is None else getattr(packet, target._overloadname, None)
+
+
+def _is_fresh(node: Any) -> bool:
+    """True for rows in memory of their own, which the write alone looks at."""
+    if not isinstance(node, fx.Node) or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    value = node.meta.get("val")
+    unknown = isinstance(value, Tensor) and bool(free_unbacked_symbols(value))
+    return unknown and base_of(node) is node and not is_write(node) and len(node.users) == 1
+
+
+def row_of_places(picks: Picks, indices: list[Any]) -> Pick | None:
+    """The pick of a mask (T, k) of whose places an index is the row, if it picks one of each row at
+    most: `topk(…).indices == number`.
+    """
+    rows = picks.found(indices[0]) if len(indices) == 1 else None
+    if not isinstance(rows, Rows) or rows.places != 0 or value_of(rows.pick.mask).dim() != 2:
+        return None
+    mask = rows.pick.mask
+    if name_of(mask.target) != "eq" or isinstance(args_of(mask)[1], fx.Node):
+        return None
+    chosen = args_of(mask)[0]
+    if not isinstance(chosen, fx.Node) or chosen.target is not operator.getitem:
+        return None
+    source, nth = args_of(chosen)
+    if name_of(source.target) != "topk" or nth != 1 or picks.written.intersection((chosen, mask)):
+        return None
+    dim = args_of(source)[2] if len(args_of(source)) > 2 else source.kwargs.get("dim", -1)
+    return rows.pick if dim in (-1, 1) else None
+
+
+def of_each_row(picks: Picks, source: fx.Node, places: list[Rows], dim: int) -> fx.Node | None:
+    """The rows of a source (T, ...) for all places of a mask (T, k), of which the row is asked.
+
+    Each stands k times, in an order that may be split over ranks.
+    """
+    shape, value = value_of(places[0].pick.mask).shape, value_of(source)
+    if [p.places for p in places] != [0] or len(shape) != 2 or value.shape[dim] != shape[0]:
+        return None
+    wide = picks.call(aten.unsqueeze.default, source, dim + 1)
+    sizes = [*value.shape[: dim + 1], shape[1], *value.shape[dim + 1 :]]
+    wide = picks.call(aten.expand.default, wide, sizes)
+    joined = [*value.shape[:dim], shape[0] * shape[1], *value.shape[dim + 1 :]]
+    rows = picks.call(aten.reshape.default, wide, joined)
+    # of one row each it is a view, which a later write to the source would change
+    return picks.call(aten.clone.default, rows) if source in picks.written else rows
+
+
+def rows_at_places(
+    picks: Picks, pick: Pick, table: fx.Node, rows: Rows, adds: bool
+) -> fx.Node | None:
+    """A table (T, ...) with the rows that a mask (T, k) picks: those of each T are added up."""
+    shape, given, value = value_of(pick.mask).shape, value_of(rows.node), value_of(table)
+    if len(shape) != 2 or given.dtype is not value.dtype:
+        return None
+    if value.shape[0] != shape[0] or given.shape[1:] != value.shape[1:]:
+        return None
+    parts = picks.call(aten.reshape.default, picks.only_picked(rows, 0), [*shape, *value.shape[1:]])
+    own = picks.call(aten.sum.dim_IntList, parts, [1])
+    if adds:
+        return picks.call(aten.add.Tensor, table, own)
+    some = picks.call(aten.any.dim, pick.mask, 1)
+    wide = picks.call(aten.reshape.default, some, [shape[0], *[1] * (value.dim() - 1)])
+    return picks.call(aten.where.self, wide, own, table)
