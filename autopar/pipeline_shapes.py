@@ -144,22 +144,20 @@ class Shapes(ShapeBounds):
             if not self.is_close(least):
                 self.closer(least)
             elif not (
-                (short and self._weigh(least, limit_s))
-                or self._widen(least)
-                or self._join(least, limit_s)
+                (short and self._weigh(least)) or self._widen(least) or self._join(least, limit_s)
             ):
                 return
 
-    def _weigh(self, shape: PipelineShape, limit_s: float) -> bool:
+    def _weigh(self, shape: PipelineShape) -> bool:
         """Raise a bound by what ranks take within the limit; False if that tells nothing.
 
-        States first, of a shape of the fewest turns: they also bound those of more.
+        A shape of the fewest turns first: it also bounds those of more.
         """
         likes = [s for s in self.known if is_bound_of(s, shape) and s.chunks == shape.chunks == 1]
         fewer = sorted(likes, key=lambda s: s.microbatches)
-        before = self.known[shape].bound_s
         for each in (*fewer[:1], shape) if shape.chunks == 1 else ():
             if each not in self.weighed:
+                before = self.known[shape].bound_s
                 self.weighed[each] = False
                 with suppress(Infeasible):
                     self.weighed[each] = any(map(len, self.planner.within(each).values()))
@@ -167,12 +165,7 @@ class Shapes(ShapeBounds):
                     self.raised(other, self._bound(other, self.known[other].level))
                 if self.known[shape].bound_s > before:
                     return True
-        if shape not in self.waited and math.isfinite(limit_s):
-            self.waited[shape] = limit_s, {}
-            with suppress(Infeasible):
-                self.waited[shape] = limit_s, self.planner.within_in(shape, limit_s)
-            self.raised(shape, self._bound(shape, self.known[shape].level))
-        return self.known[shape].bound_s > before
+        return False
 
     def least_s(self) -> float:
         """Seconds that no plan of any shape can beat."""

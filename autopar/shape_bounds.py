@@ -10,7 +10,7 @@ and automatic orders, and two chunks a rank interleaved, cut as they would be.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -39,8 +39,6 @@ class ShapeBounds:
         self.planner = planner
         self.pin = pin
         self.weighed: dict[PipelineShape, bool] = {}  # bounded with the limit, if that told
-        # those with what waits for its backward, for steps below some seconds
-        self.waited: dict[PipelineShape, tuple[float, Mapping[str, Array]]] = {}
         self.together: dict[PipelineShape, float] = {}  # bounds of all ranks, by schedule
 
     def schedules(self, shape: PipelineShape) -> Iterator[PipelineShape]:
@@ -73,12 +71,7 @@ class ShapeBounds:
             body = self.planner.micro(shape.microbatches)[1].body
             turn = hoped(turn, body, self.planner.work.names, kinds, _HIGHER)
         hop_s = self._hop_s(shape)
-        found = min(self._of_schedule(each, turn, hop_s) for each in self._any_of(shape))
-        if shape in self.waited:
-            below_s, turn = self.waited[shape][0], self._waiting(shape, turn)
-            waited = min(self._of_schedule(each, turn, hop_s) for each in self._any_of(shape))
-            found = max(found, min(waited, below_s))
-        return found
+        return min(self._of_schedule(each, turn, hop_s) for each in self._any_of(shape))
 
     def _hop_s(self, shape: PipelineShape) -> float:
         """Seconds that a transfer between two ranks takes at least."""
@@ -115,13 +108,6 @@ class ShapeBounds:
                         within[name] = np.maximum(within.get(name, 0.0), runs)
         return replace(turn, within=within)
 
-    def _waiting(self, shape: PipelineShape, turn: Turn) -> Turn:
-        """With what ranks hold while microbatches wait for their backward."""
-        within = dict(turn.within)
-        for name, runs in self.waited[shape][1].items():
-            within[name] = np.maximum(within.get(name, -np.inf), runs)
-        return replace(turn, within=within)
-
     def _of_schedule(self, shape: PipelineShape, turn: Turn, hop_s: float) -> float:
         starts = self._starts(shape)
         if shape.chunks > 1 or shape.cuts is not None:
@@ -150,8 +136,6 @@ class ShapeBounds:
         """
         cluster = self.planner.rank_cluster(shape.size)
         turn, hop_s = self._turn(shape, level, cluster.num_devices), self._hop_s(shape)
-        if shape in self.waited and limit_s <= self.waited[shape][0]:
-            turn = self._waiting(shape, turn)
         left = {each: self._of_schedule(each, turn, hop_s) for each in self._any_of(shape)}
         while left:
             each = min(left, key=left.__getitem__)

@@ -9,24 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from autopar.codegen.microbatch import Microbatch, localise
 from autopar.core.constraints import Constraints, assign_mesh
 from autopar.core.graph import TracedModel
 from autopar.core.plan import NodePlan
-from autopar.core.recompute import recomputed
 from autopar.core.schedule import AUTOMATIC
 from autopar.cost_model import Cluster
 from autopar.errors import ConstraintError
 from autopar.solver.floor import Floors, functionals
-from autopar.solver.held_floors import HeldFloors, runs_within, waiting_turns
+from autopar.solver.held_floors import HeldFloors, runs_within
 from autopar.solver.ideal import BlockWork
 from autopar.solver.ilp import Infeasible
 from autopar.solver.known import places_of
 from autopar.solver.meshes import meshes
 from autopar.solver.microbatch import split_in_time
-from autopar.solver.mixture import uniform_checkpoints
 from autopar.solver.offers import Offers
 from autopar.solver.overlap import EXPOSED, least_share
 from autopar.solver.pins import with_roles
@@ -62,7 +58,6 @@ class StageBounds:
         self._turns: dict[tuple[int, int], Turn] = {}
         self._wide: dict[tuple[int, int], Floors] = {}
         self._within: dict[tuple[int, int, int], Mapping[str, Array]] = {}
-        self._holding: dict[tuple[int, int], list[HeldFloors]] = {}
 
     def rank_cluster(self, size: int) -> Cluster:
         """The devices of one of so many pipeline ranks.
@@ -139,43 +134,17 @@ class StageBounds:
         return least_together(line_of(shape, hop_s), runs, planes, limit_s)
 
     def within(self, shape: PipelineShape) -> Mapping[str, Array]:
-        """Lower bounds of runs of blocks on its ranks within the limit, by what they hold.
-
-        That is once a step (`held_floors`), so that no more turns are below those of a step, or of
-        one without its beginning.
-        """
+        """Lower bounds of runs of blocks on its ranks within the limit (`held_floors`)."""
         key = (shape.size, shape.microbatches, self.limit)
         if key not in self._within:
-            nothing = np.zeros(len(self.work.names))
-            self._within[key] = runs_within(self._held(shape), nothing, shape.size, self.limit)
-        return self._within[key]
-
-    def within_in(self, shape: PipelineShape, step_s: float) -> Mapping[str, Array]:
-        """The same with what waits for its backward, in steps of less than some seconds."""
-        turn = self.turn(shape)
-        if shape.size == 1:
-            waiting = np.ones(len(self.work.names))  # all of a microbatch, as its backward begins
-        else:
-            waiting = waiting_turns(turn.found["onward"], step_s)
-        return runs_within(self._held(shape), waiting, shape.size, self.limit)
-
-    def _held(self, shape: PipelineShape) -> list[HeldFloors]:
-        """What blocks hold on a rank, with the optimizer in each place where it may be."""
-        key = (shape.size, shape.microbatches)
-        if key not in self._holding:
             body, cluster = self.micro(shape.microbatches)[1].body, self.rank_cluster(shape.size)
-            pin = self.constraints.checkpoint
-            kinds = ["none"] if isinstance(pin, Mapping) else uniform_checkpoints(body, pin)
-            graphs = [recomputed(body, kind) for kind in kinds]
-            self._holding[key] = [
-                HeldFloors(
-                    [self._floors(graph, shape, parts=True, optimizer=place) for graph in graphs],
-                    self.work.held,
-                    self.work.like,
-                )
+            places = (
+                self._floors(body, shape, parts=True, optimizer=place)
                 for place in places_of(cluster, self.constraints, self.optimizer)
-            ]
-        return self._holding[key]
+            )
+            held = (HeldFloors([each], self.work.held, self.work.like) for each in places)
+            self._within[key] = runs_within(held, shape.size, self.limit)
+        return self._within[key]
 
     def one_turn(self, shape: PipelineShape) -> Turn:
         """The same from the step in one turn, for any number of turns: soon found, and lower."""

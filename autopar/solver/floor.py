@@ -109,7 +109,7 @@ class _Part(Step):
         return replace(super().reductions, count=_MANY)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Alone:
     """The problem of some ops and parameters, whatever surrounds them.
 
@@ -245,11 +245,23 @@ class Floors:
         }
 
     def whole(self, blocks: Sequence[str]) -> list[Alone]:
-        """The problem of each block with what is around it."""
+        """The problem of each block with what is around it; one for blocks that are alike."""
         inside, place = self._places(blocks)
         around, before = self._around(place, inside), self._before_others(place)
-        parts = [self._only(a | b) for a, b in zip(inside, around, strict=True)]
-        return [self._alone(part, before) for part in parts]
+        known: dict[Hashable, Alone] = {}
+        found: list[Alone] = []
+        for names in (a | b for a, b in zip(inside, around, strict=True)):
+            part = self._only(names)
+            held = Counter(
+                (spec.shape, spec.dtype, name in part.gradients)
+                for name, spec in part.parameters.items()
+            )
+            kinds = self._kinds(part, before)
+            key = frozenset(kinds.items()), frozenset(held.items()), self._handed(part)
+            if key not in known:
+                known[key] = self._alone(part, before)
+            found.append(known[key])
+        return found
 
     def _places(self, blocks: Sequence[str]) -> tuple[list[set[str]], dict[str, int]]:
         """Names of what is in each block, and the number of the block that an op is with."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from autopar.core.recompute import recomputed
 from autopar.solver.floor import Floors
 from autopar.solver.held_floors import HeldFloors, runs_within
@@ -22,7 +20,9 @@ from autopar.solver.overlap import Weights
 __all__ = ["least_mixed"]
 
 
-def least_mixed(given: Variants, optimizer: object, weights: Weights, price: float) -> float:
+def least_mixed(
+    given: Variants, optimizer: object, weights: Weights, price: float, enough_s: float
+) -> float:
     """Seconds that no plan of a sum is below, with blocks recomputed in any ways.
 
     Args:
@@ -30,6 +30,7 @@ def least_mixed(given: Variants, optimizer: object, weights: Weights, price: flo
         optimizer: whose states count in memory.
         weights: of the sum.
         price: seconds per byte that tell about what the limit costs; 0 where nothing is known.
+        enough_s: beyond which a bound is of no use.
     """
     traced, cluster = given.traced, given.offers.cluster
     work = BlockWork(traced, cluster, given.offers.fused)
@@ -42,8 +43,7 @@ def least_mixed(given: Variants, optimizer: object, weights: Weights, price: flo
                 Floors(graph, given.wanted, held, given.offers, 1, False, weights)
                 for graph in graphs
             ]
-            yield HeldFloors(floors, work.held, work.like)
+            yield HeldFloors(floors, work.held, work.like, saving=True)
 
-    blocks = len(work.names)
-    runs = runs_within(places(), np.ones(blocks), 1, given.limit, ["step"], price)
-    return max(0.0, float(runs["step"][0, blocks]))
+    runs = runs_within(places(), 1, given.limit, ["step"], price, enough_s)
+    return max(0.0, float(runs["step"][0, -1]))

@@ -23,6 +23,7 @@ from autopar.solver.variant import Variant
 __all__ = ["SumSearch"]
 
 _SAME = 1e-9  # of t
+_NEAR = 5e-3  # of a bound, to what it need not exceed
 
 
 class _Told(NamedTuple):
@@ -109,7 +110,9 @@ class SumSearch:
         told = next(x for x in self._told if math.isclose(x.t, weights.t, abs_tol=_SAME))
         if told.free_s >= min(bound, enough_s) or isinstance(pin, Mapping):
             return min(bound, told.free_s)
-        mixed_s = least_mixed(given, self.optimizer, weights, told.price)
+        # a gap of less is not looked at elsewhere either
+        enough_s = min(bound, enough_s) * (1 - _NEAR)
+        mixed_s = least_mixed(given, self.optimizer, weights, told.price, enough_s)
         return min(bound, max(told.free_s, mixed_s))
 
     def _begun(self, weights: Weights, enough_s: float, below_s: float) -> list[Variant]:
