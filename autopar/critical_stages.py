@@ -16,7 +16,8 @@ at a turn sets the pace of all. So, as long as the step gets shorter,
 3. a stage keeps the layouts of what it exchanges with others. Where those that it receives cost
    much, it chooses them, and the stages before are planned to send them.
 
-That is a descent, not an optimum: the bound of a plan does not come from here.
+That is a descent, not an optimum: the bound of a plan does not come from here. Where stages are
+planned within the memory limit, which takes much longer, only the first half of step 2 is done.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class CriticalStages:
     """Exchanges the plans of stages for others with which the step takes less.
 
     Args:
-        pipeliner: that plans them without a memory limit, which ranks must hold in the end.
+        pipeliner: that plans them; ranks must hold the memory limit in the end.
         aims: what each stage was planned for.
     """
 
@@ -60,7 +61,7 @@ class CriticalStages:
         self.pipeliner = pipeliner
         self.parts = pipeliner.parts
         self.aims = dict(aims)
-        self.plans = pipeliner.solve_free(self.aims)
+        self.plans = pipeliner.solve_for(self.aims)
         self.time = self._time(self.plans)
         shape = pipeliner.shape
         self.menus = StageMenus(self.parts, shape.microbatches, pipeliner.planner.limit)
@@ -71,7 +72,7 @@ class CriticalStages:
         for _ in range(_MOST):
             if not any(self._exchanged(*each) for each in self._critical()):
                 break
-        if self.pipeliner.automatic:
+        if self.pipeliner.automatic and self.pipeliner.free:
             self._regroup()
         return self.plans
 
@@ -145,6 +146,8 @@ class CriticalStages:
         plans = self._planned(aims)
         if self._kept(aims, plans):
             return True
+        if not self.pipeliner.free:
+            return False  # within a limit each plan takes seconds, and most of them gain nothing
         if paces and stage and self._may_gain(stage):
             aims = self._towards(stage, counts, 1.0)
             wanted = self._wanted(stage, aims[stage])
@@ -176,7 +179,7 @@ class CriticalStages:
         if aims == self.aims:
             return None
         try:
-            plans = self.pipeliner.solve_free(aims)
+            plans = self.pipeliner.solve_for(aims)
         except _REFUSED:
             return None
         self._note(aims, plans)
@@ -277,7 +280,7 @@ class CriticalStages:
         """What the senders of a stage would be planned for if it chose what it receives."""
         free = Aim(aim.waits, aim.ports, free=True)
         try:
-            wished = self.pipeliner.solve_free(self.aims | {stage: free}, stage)[stage]
+            wished = self.pipeliner.solve_for(self.aims | {stage: free}, stage)[stage]
         except _REFUSED:
             return None
         found: dict[int, Aim] = {}

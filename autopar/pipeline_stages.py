@@ -171,14 +171,15 @@ class Pipeliner:
     def _transfer_seconds(self, plans: Sequence[Plan]) -> list[float]:
         return transfer_seconds(self.parts.crossings(), plans, self.cluster, self.shape.size)
 
-    def solve_free(self, aims: Mapping[int, Aim], last: int | None = None) -> list[Plan]:
-        """Plans of the stages, up to one of them, without a limit, for other aims than usual.
+    def solve_for(self, aims: Mapping[int, Aim], last: int | None = None) -> list[Plan]:
+        """Plans of the stages, up to one of them, for other aims than usual.
 
         Raises:
             ConstraintError: layouts do not go together.
+            InfeasiblePlanError: a stage does not fit as it is.
         """
         count = len(self.parts.kinds) if last is None else last + 1
-        return self._solve([None] * count, aims)
+        return self._solve([None if self.free else self.limit] * count, aims)
 
     def holds(self, plans: Sequence[Plan]) -> bool:
         """True if no rank exceeds the limit."""

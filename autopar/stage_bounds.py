@@ -16,7 +16,8 @@ from autopar.core.plan import NodePlan
 from autopar.core.schedule import AUTOMATIC
 from autopar.cost_model import Cluster
 from autopar.errors import ConstraintError
-from autopar.solver.floor import Floors, functionals
+from autopar.solver.floor import Floors
+from autopar.solver.functionals import functionals
 from autopar.solver.held_floors import HeldFloors, runs_within
 from autopar.solver.ideal import BlockWork
 from autopar.solver.ilp import Infeasible

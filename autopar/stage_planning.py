@@ -123,6 +123,8 @@ class StagePlanner(StageBounds):
     def suited(self, plan: Plan) -> Plan:
         """The plan with stages for what the critical path of its schedule counts.
 
+        They are planned without a limit, if the first ones are what that gives, or else within it.
+
         Args:
             plan: of a pipeline of this step without recomputation or offload.
 
@@ -139,12 +141,19 @@ class StagePlanner(StageBounds):
             cuts=p.cuts,
         )
         cluster = self.rank_cluster(p.size)
-        pipeliner = Pipeliner(self, shape, p.cuts, cluster, p.actions(), free=True, below_s=None)
         aims = {n: Aim(stage.solver.waits) for n, stage in enumerate(p.stages)}
-        critical, (time, _) = CriticalStages(pipeliner, aims), self.micro(p.microbatches)
-        if not pipeliner.holds(critical.plans):
-            return plan  # the limit has made its stages others than the fastest
-        suited = critical.suited()
+        for as_is in (False, True):
+            given = (self, shape, p.cuts, cluster, p.actions())
+            pipeliner = Pipeliner(*given, free=not as_is, below_s=None, as_is=as_is)
+            try:
+                critical = CriticalStages(pipeliner, aims)
+            except InfeasiblePlanError:
+                return plan
+            if pipeliner.holds(critical.plans):
+                break
+        else:
+            return plan
+        suited, (time, _) = critical.suited(), self.micro(p.microbatches)
         if pipeliner.automatic:
             pipeliner.order(suited, search=True)
         found = pipeliner.assembled(time, suited)
@@ -221,9 +230,9 @@ class StagePlanner(StageBounds):
         key = (name, *turns, cluster.mesh_shape, tuple(taken.items()))
         if limit is None and key in self._free:
             return in_other_flights(self._free[key], model).plan
-        inside = self._inside(model)
+        pinned = inside = self._inside(model)
         if as_is:
-            inside = replace(inside, checkpoint="none", offload="none")
+            inside = replace(pinned, checkpoint="none", offload=pinned.offload or "none")
         found = solve_step(
             model,
             cluster,
@@ -237,7 +246,7 @@ class StagePlanner(StageBounds):
         )
         if limit is None and found.plan.checkpoint == "none":
             self._free[key] = found
-        return found.plan
+        return replace(found.plan, constraints=pinned.to_dict())
 
     def _inside(self, model: TracedModel) -> Constraints:
         """The constraints of a stage: those that speak of its parameters and blocks."""

@@ -30,7 +30,7 @@ from autopar.report.summary import render_summary
 from autopar.solver.balanced_cuts import _on_the_clock, balanced_cuts, expected_seconds
 from autopar.solver.cuts import least_cuts, runs_of
 from autopar.solver.fit import UNLIMITED
-from autopar.solver.floor import functionals
+from autopar.solver.functionals import functionals
 from autopar.solver.ideal import BlockWork
 from autopar.solver.offers import Offers
 from autopar.solver.pipeline_shape import (

@@ -13,7 +13,7 @@ from autopar.core.list_schedule import RankLoad
 from autopar.core.schedule import actions
 from autopar.core.soonest import soonest
 from autopar.cost_model.pipeline import simulate_pipeline
-from autopar.solver.floor import functionals
+from autopar.solver.functionals import functionals
 from autopar.solver.offers import Offers
 from autopar.solver.pipeline_shape import PipelineShape, least_seconds, line_of, open_runs
 from autopar.solver.problem import Array

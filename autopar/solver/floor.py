@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -27,6 +27,7 @@ from autopar.core.graph import Repeat, TracedModel, dependents
 from autopar.core.ops import NARROW, REARRANGING
 from autopar.solver import overlap
 from autopar.solver.build import StepProblem, build_problem
+from autopar.solver.functionals import Weights, functionals
 from autopar.solver.ideal import owners_of
 from autopar.solver.ilp import solve_problem
 from autopar.solver.offers import Offers, likeness
@@ -37,55 +38,10 @@ from autopar.solver.rules.notes import note_places
 from autopar.solver.shares import lowest_shares
 from autopar.solver.step import Bucket, Step, Value
 
-__all__ = ["Alone", "Floors", "Weights", "functionals", "left_out"]
+__all__ = ["Alone", "Floors"]
 
 _MANY = 1 << 30  # gradients that a bucket may join
 _SUMMING = {*REARRANGING, NARROW, torch.ops.aten.alias.default, torch.ops.aten.add.Tensor}
-
-
-class Weights(NamedTuple):
-    """What a second of each part of a step counts.
-
-    Attributes:
-        prepare: of what runs once, in front of the turns.
-        forward: of turns.
-        inputs: of their backwards, up to what goes to the block before.
-        weights: of the rest of them.
-        finish: of what runs once, behind the turns: gradients.
-    """
-
-    prepare: float
-    forward: float
-    inputs: float
-    weights: float
-    finish: float
-
-
-def left_out(microbatches: int, ahead: int) -> int:
-    """Forwards that "after" and "first" leave out.
-
-    Args:
-        microbatches: of a step.
-        ahead: forwards that a rank may begin ahead of its first gradient; the first one counts.
-    """
-    return max(1, min(ahead, microbatches) - 1)
-
-
-def functionals(microbatches: int, ahead: int) -> dict[str, Weights]:
-    """What is bounded of each block, by name; arguments as for `left_out`."""
-    late, once = 1 - left_out(microbatches, ahead) / microbatches, 1 / microbatches
-    return {
-        "step": Weights(1, 1, 1, 1, 1),
-        "end": Weights(0, 1, 1, 1, 1),
-        "after": Weights(0, late, 1, 1, 1),
-        "first": Weights(1, late, 1, 1, 1),
-        "forward": Weights(0, 1, 0, 0, 0),
-        "inputs": Weights(0, 0, 1, 0, 0),
-        "weights": Weights(0, 0, 0, 1, 0),
-        "onward": Weights(0, 1, 1, 0, 0),
-        "turns": Weights(0, 1, 1, 1, 0),
-        "one turn": Weights(1, once, once, once, 1),
-    }
 
 
 class _Alone(Blocks):

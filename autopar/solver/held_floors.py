@@ -26,7 +26,8 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.solver.cuts import runs_of
-from autopar.solver.floor import Alone, Floors, Weights
+from autopar.solver.floor import Alone, Floors
+from autopar.solver.functionals import Weights
 from autopar.solver.ilp import solve_problem
 from autopar.solver.liveness import Liveness
 from autopar.solver.problem import Array, Indices, Row
@@ -131,7 +132,7 @@ def runs_within(
         places: with the optimizer in each place where it may be.
         ranks: of the pipeline: blocks are about evenly spread over them.
         limit: bytes per device.
-        names: of `floor.functionals`, what is bounded; prices are looked for with the first.
+        names: of `functionals`, what is bounded; prices are looked for with the first.
         price: of a byte, to begin with; 0: none is known.
         enough_s: of a rank, beyond which a bound is of no use.
 

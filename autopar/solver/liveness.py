@@ -13,7 +13,7 @@ the host's limit is the device's, so that whoever keeps rows below the limit kee
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -32,10 +32,10 @@ from autopar.solver.order import (
     sums_of_turns,
     turning_sends,
 )
-from autopar.solver.problem import Array, ChoiceProblem, Row
+from autopar.solver.problem import Array, Row
 from autopar.solver.step import Op, Step, Value, input_bytes
 
-__all__ = ["HOST_ROW", "Liveness", "priced"]
+__all__ = ["HOST_ROW", "Liveness"]
 
 HOST_ROW = -(1 << 30)
 """Position of the row of host memory: of no op."""
@@ -390,17 +390,3 @@ class Liveness:
         sizes = np.where(moved, self._bytes(whole, sources)[:, None], 0.0)
         sizes = sizes + self._packed(sources, storages, whole)
         row.add_pair(self.built.classes[value[0]], owner, sizes)
-
-
-def priced(problem: ChoiceProblem, prices: Mapping[int, float], rows: Mapping[int, Row],
-           scale: float = 1.0) -> ChoiceProblem:  # fmt: skip
-    """`scale` · problem plus the rows at their prices."""
-    costs = {node: cost * scale for node, cost in problem.costs.items()}
-    edges = problem.edges
-    if scale != 1.0:
-        edges = {pair: matrix * scale for pair, matrix in edges.items()}
-    total = ChoiceProblem(costs, dict(edges))
-    for position, price in prices.items():
-        if price:
-            rows[position].price_into(total, price)
-    return total

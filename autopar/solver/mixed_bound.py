@@ -7,12 +7,15 @@ mixtures: as the backward begins, what the blocks hold and have saved is there a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from autopar.core.recompute import recomputed
 from autopar.solver.floor import Floors
 from autopar.solver.held_floors import HeldFloors, runs_within
 from autopar.solver.ideal import BlockWork
+from autopar.solver.ilp import Infeasible
 from autopar.solver.known import Variants, places_of
 from autopar.solver.mixture import uniform_checkpoints
 from autopar.solver.overlap import Weights
@@ -34,16 +37,19 @@ def least_mixed(
     """
     traced, cluster = given.traced, given.offers.cluster
     work = BlockWork(traced, cluster, given.offers.fused)
+    wanted = replace(given.wanted, params={})  # pins make no plan faster
     kinds = uniform_checkpoints(traced, given.wanted.checkpoint)
     graphs = [recomputed(traced, kind) for kind in kinds]
 
     def places() -> Iterator[HeldFloors]:
         for held in places_of(cluster, given.wanted, optimizer):
             floors = [
-                Floors(graph, given.wanted, held, given.offers, 1, False, weights)
-                for graph in graphs
+                Floors(graph, wanted, held, given.offers, 1, False, weights) for graph in graphs
             ]
             yield HeldFloors(floors, work.held, work.like, saving=True)
 
-    runs = runs_within(places(), 1, given.limit, ["step"], price, enough_s)
+    try:
+        runs = runs_within(places(), 1, given.limit, ["step"], price, enough_s)
+    except Infeasible:
+        return math.inf  # pins that no block can keep to
     return max(0.0, float(runs["step"][0, -1]))

@@ -20,7 +20,7 @@ orders; with several stages on a rank there are the first three, of given cuts. 
 of a transfer. What holds of automatic orders holds of 1F1B and zero-bubble.
 
 Where a sum has several parts of what a rank does, one plan has to serve for all of them: they are
-bounded together (`floor.functionals`).
+bounded together (`functionals`).
 
 The bound is minimised over all cuts (`cuts.py`); for equal blocks it is the time of the schedule
 itself (`core/schedule.py`).

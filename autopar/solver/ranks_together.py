@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 
 import pulp
 
-from autopar.solver.floor import Weights
+from autopar.solver.functionals import Weights
 from autopar.solver.problem import Array
 from autopar.solver.step_lp import Line, StepLP
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from autopar.solver.descent import descend
 from autopar.solver.ilp import Prepared, solve_among, solve_problem, solve_whole
-from autopar.solver.liveness import HOST_ROW, Liveness, priced
+from autopar.solver.liveness import HOST_ROW, Liveness
 from autopar.solver.problem import Assignment, ChoiceProblem, Row, evaluate
 from autopar.solver.reduce import Reduced, reduce_problem
 
@@ -166,7 +166,7 @@ class Relaxation:
             Infeasible: nothing is possible among the allowed states.
         """
         core = self.core
-        problem = priced(core.reduced.problem, prices, core.rows, scale)
+        problem = _priced(core.reduced.problem, prices, core.rows, scale)
         for node, mask in (allowed or {}).items():
             kept = mask[core.reduced.kept[node]]
             problem.costs[node] = np.where(kept, problem.costs[node], np.inf)
@@ -211,7 +211,7 @@ class Relaxation:
             if factor is None:
                 return None
             dear = {position: factor * price for position, price in prices.items()}
-            problem = priced(core.reduced.problem, dear, core.rows)
+            problem = _priced(core.reduced.problem, dear, core.rows)
             chosen = descend(problem, (), math.inf, chosen)
         chosen = descend(core.reduced.problem, rows, limit, chosen)
         return self.column(core.reduced.expand(chosen))
@@ -271,3 +271,17 @@ def _unlike(columns: Sequence[Column], step: float) -> list[Column]:
         key = tuple(round(math.log(max(x, 1e-30)) / step) for x in (column.seconds, column.peak))
         known.setdefault(key, column)
     return list(known.values())
+
+
+def _priced(problem: ChoiceProblem, prices: Mapping[int, float], rows: Mapping[int, Row],
+           scale: float = 1.0) -> ChoiceProblem:  # fmt: skip
+    """`scale` · problem plus the rows at their prices."""
+    costs = {node: cost * scale for node, cost in problem.costs.items()}
+    edges = problem.edges
+    if scale != 1.0:
+        edges = {pair: matrix * scale for pair, matrix in edges.items()}
+    total = ChoiceProblem(costs, dict(edges))
+    for position, price in prices.items():
+        if price:
+            rows[position].price_into(total, price)
+    return total

@@ -1,6 +1,6 @@
 """Lower bounds of the seconds that each block of a model adds to a step in microbatches.
 
-Each is of a sum of the parts of a step (`floor.functionals`), of all turns. What is the least of
+Each is of a sum of the parts of a step (`functionals`), of all turns. What is the least of
 such sums over plans bends down in what a part counts, so that between two known bounds nothing is
 below the line that joins them.
 """
@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from autopar.core.graph import TracedModel
-from autopar.solver.floor import Floors, functionals, left_out
+from autopar.solver.floor import Floors
+from autopar.solver.functionals import functionals, left_out
 from autopar.solver.ideal import BlockWork
 from autopar.solver.problem import Array
 from autopar.solver.windows import Window, WindowKind, between, runs_with, windows_of
@@ -29,7 +30,7 @@ class Turn:
     """Lower bounds of each block on one pipeline rank.
 
     Attributes:
-        found: seconds of a step, (n,), by the names of `floor.functionals`, and "backward".
+        found: seconds of a step, (n,), by the names of `functionals`, and "backward".
         microbatches: of the step.
         ahead: forwards that a rank may begin ahead of its first gradient (`floor.left_out`).
         windows: of blocks that follow each other.

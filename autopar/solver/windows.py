@@ -34,7 +34,7 @@ class WindowKind(NamedTuple):
     """Which windows are bounded.
 
     Attributes:
-        name: of what is bounded, out of `floor.functionals`.
+        name: of what is bounded, out of `functionals`.
         length: blocks of each, or as many periods as have no more.
         last: that of the last blocks, in place of those of equal ones.
     """
@@ -51,7 +51,7 @@ class Window:
     Attributes:
         length: blocks of each.
         starts: first block of each.
-        name: of what is bounded, out of `floor.functionals`.
+        name: of what is bounded, out of `functionals`.
         found: seconds of a step of each, with what is around its blocks, (len(starts),).
     """
 
