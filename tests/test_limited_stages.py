@@ -53,9 +53,9 @@ def peaks(plan: Plan) -> tuple[int, ...]:
     return plan.pipeline.peaks
 
 
-def kinds(plan: Plan) -> set[tuple[Any, str]]:
+def kinds(plan: Plan) -> set[tuple[str, str]]:
     assert plan.pipeline is not None
-    return {(stage.checkpoint, stage.offload) for stage in plan.pipeline.stages}
+    return {(str(stage.checkpoint), stage.offload) for stage in plan.pipeline.stages}
 
 
 @pytest.mark.parametrize("share", [0.7, 0.8])

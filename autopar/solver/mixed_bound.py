@@ -37,6 +37,8 @@ def least_mixed(
     """
     traced, cluster = given.traced, given.offers.cluster
     work = BlockWork(traced, cluster, given.offers.fused)
+    if not work.names:
+        return 0.0  # blocks that run in no order of their own
     wanted = replace(given.wanted, params={})  # pins make no plan faster
     kinds = uniform_checkpoints(traced, given.wanted.checkpoint)
     graphs = [recomputed(traced, kind) for kind in kinds]

@@ -188,7 +188,7 @@ def _captured(capture: Capture, args: Any, kwargs: Any) -> tuple[Any, Any, Answe
         warnings.simplefilter("ignore")
         outside = capture.notes.outside = OutsideTensors()
         spelled = Spelled(lines, answers.looped, outside)
-        with spelled, emptying_caches(), _without_partial_graph():
+        with spelled, emptying_caches(capture.wrapped), _without_partial_graph():
             exported = torch.export.export(capture, args, kwargs, strict=False)
         told = say_own(exported, capture.wrapped, outside, PREFIX)
         capture.notes.frozen.told += told
