@@ -200,11 +200,7 @@ def _promising(
     variants += [v for v in tried if free_s(v) >= below_s and may_help(free_s(v))]
     least_s = max(free_s(v) for v in tried)
     variants += [make(kind) for kind in others if may_help(least_s)]
-    for _ in range(_PRICES if len(variants) > 1 else 0):
-        price = _price([p.met for p in points(variants)], limit)
-        met = [v.search.memory.meet(price) for v in variants]
-        if not any(met):
-            break
+    _meet(variants, limit)
     known = points(variants)
     large = [p for p in known if p.met.peak > limit]
     small = [p for p in known if p.met.peak <= limit]
@@ -220,6 +216,15 @@ def _promising(
                 found[kinds] = seconds, cheap, strong
     most_s = min((row[0] for row in found.values()), default=0.0) * (1 + _NEARLY)
     return [(cheap, strong) for seconds, cheap, strong in found.values() if seconds <= most_s]
+
+
+def _meet(variants: Sequence[Variant], limit: float) -> None:
+    """Look for plans of several kinds between which a mixture promises less."""
+    for _ in range(_PRICES if len(variants) > 1 else 0):
+        price = _price([met for v in variants for met in v.search.memory.met()], limit)
+        found = [v.search.memory.meet(price) for v in variants]
+        if not any(found):
+            return
 
 
 def _price(met: Sequence[Met], limit: float) -> float:
