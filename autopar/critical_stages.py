@@ -12,7 +12,7 @@ at a turn sets the pace of all. So, as long as the step gets shorter,
    once in front of all or behind all. A path that is made shorter leaves others, so a stage goes
    half of the way from the weights that it was planned for, and if that helps, all of it; else a
    quarter, or all where a turn may take less. One with which the step would hardly be shorter even
-   if it took no more than the bounds of its blocks stays as it is;
+   if it took no more than the bounds of its blocks is planned once, or stays as it is;
 3. a stage keeps the layouts of what it exchanges with others. Where those that it receives cost
    much, it chooses them, and the stages before are planned to send them.
 
@@ -42,6 +42,7 @@ __all__ = ["CriticalStages"]
 
 _HALF = 0.5  # of the way from the weights of a stage to those of the critical path
 _LEAST = 1e-3  # of the step: what an exchange of plans must save
+_AGAIN = 3e-3  # of the step: what a stage may save at best, to be planned more than once
 _NEAR = 0.02  # of the least that a turn can take
 _MOST = 64  # exchanges
 _PROMISED = 0.005  # of the step: what a mixture must promise to save
@@ -140,14 +141,16 @@ class CriticalStages:
             counts: of the critical path.
             paces: it has most actions on that path.
         """
-        if self._at_best(stage) >= self.time.step_s * (1 - _LEAST):
+        hoped = 1 - self._at_best(stage) / self.time.step_s
+        if hoped <= _LEAST:
             return False
         aims = self._towards(stage, counts, _HALF)
         plans = self._planned(aims)
         if self._kept(aims, plans):
             return True
-        if not self.pipeliner.free:
-            return False  # within a limit each plan takes seconds, and most of them gain nothing
+        # within a limit each plan takes seconds, and most of them gain nothing
+        if hoped < _AGAIN or not self.pipeliner.free:
+            return False
         if paces and stage and self._may_gain(stage):
             aims = self._towards(stage, counts, 1.0)
             wanted = self._wanted(stage, aims[stage])

@@ -40,6 +40,7 @@ class ShapeBounds:
         self.pin = pin
         self.weighed: dict[PipelineShape, bool] = {}  # bounded with the limit, if that told
         self.together: dict[PipelineShape, float] = {}  # bounds of all ranks, by schedule
+        self._balanced: dict[PipelineShape, tuple[str, ...]] = {}
 
     def schedules(self, shape: PipelineShape) -> Iterator[PipelineShape]:
         """The shape with the other schedules that it may run by."""
@@ -114,7 +115,7 @@ class ShapeBounds:
             if starts is None:
                 return 0.0
         elif shape.num_stages > 1:
-            balanced_cuts(self.planner.work, shape, None)  # there are blocks enough
+            self._cuts(shape)  # there are blocks enough
         least_s = least_seconds(shape, turn, hop_s, self.planner.work.joint, starts)
         return max(least_s, self.together.get(shape, 0.0))
 
@@ -123,11 +124,21 @@ class ShapeBounds:
         work = self.planner.work
         if shape.chunks == 1 and shape.cuts is None:
             return None
-        cuts = shape.cuts or balanced_cuts(work, shape, None)
+        cuts = shape.cuts or self._cuts(shape)
         if not set(cuts) <= set(work.names) or len(cuts) + 1 != shape.num_stages:
             return None
         starts = [work.names.index(cut) for cut in cuts]
         return starts if starts == sorted(set(starts)) and 0 not in starts else None
+
+    def _cuts(self, shape: PipelineShape) -> tuple[str, ...]:
+        """Where a shape is cut by the work of its blocks alone.
+
+        Raises:
+            ConstraintError: there are fewer blocks than stages.
+        """
+        if shape not in self._balanced:
+            self._balanced[shape] = balanced_cuts(self.planner.work, shape, None)
+        return self._balanced[shape]
 
     def _find_together(self, shape: PipelineShape, level: int, limit_s: float) -> None:
         """Bound all ranks together, up to a limit.

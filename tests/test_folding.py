@@ -213,6 +213,11 @@ def test_folded_costs_are_those_of_the_whole_model(
     assert list(plan.parameters) == [s.target for s in whole.parameters()]
 
 
+def test_what_the_first_block_makes_for_all_of_its_stack_may_be_folded() -> None:
+    traced = trace(t5(7), TEXT, training=True, fold=True)
+    assert [repeat.container for repeat in traced.repeats] == ["encoder.block", "decoder.block"]
+
+
 def _inner(name: str, node: Any, step: Any, at: Cluster) -> Any:
     from autopar.solver.candidates import expand
 

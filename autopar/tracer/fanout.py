@@ -13,11 +13,12 @@ Three kinds of alias give the solver a place to redistribute once:
 
 from __future__ import annotations
 
-from collections.abc import Collection, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 
 import torch
 from torch import fx
 
+from autopar.core.blocks import block_of
 from autopar.core.graph import NodeInfo
 from autopar.core.ops import REARRANGING
 
@@ -63,16 +64,27 @@ def insert_fanouts(
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
             continue
-        for phase in ("forward", "backward"):
-            readers = [
-                user
-                for user in node.users
-                if user.target in _READERS and info[user.name].phase == phase
-            ]
+        for readers in _reading_together(node, info):
             if len(readers) > 1:
                 first = min(readers)
                 _alias(graph, node, first, readers)
                 info[first.prev.name] = info[first.name]
+
+
+def _reading_together(node: fx.Node, info: Mapping[str, NodeInfo]) -> list[list[fx.Node]]:
+    """Contractions that one alias of an activation may serve.
+
+    What one block has made for others (a bias of attention) they read apart in the backward: the
+    last block comes first there, and would hand its alias on to all of them.
+    """
+    found: dict[object, list[fx.Node]] = {}
+    made = block_of(info[node.name].module)
+    for user in node.users:
+        if user.target in _READERS:
+            phase = info[user.name].phase
+            apart = phase == "backward" and made is not None
+            found.setdefault((phase, apart and block_of(info[user.name].module)), []).append(user)
+    return list(found.values())
 
 
 def _as_read(parameter: fx.Node) -> fx.Node:
