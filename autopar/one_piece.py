@@ -70,7 +70,7 @@ class OnePiece:
 
         Args:
             limit: bytes per device.
-            exposed, below_s, proved_within: see `solver.solve_step`.
+            exposed, below_s, proved_within: see `solver.solve.StepSearch` and its `run`.
             doubts: asked before more sums are searched on a mesh.
 
         Raises:

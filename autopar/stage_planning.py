@@ -34,7 +34,7 @@ from autopar.solver.balanced_cuts import balanced_cuts
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.offers import Offers
 from autopar.solver.pipeline_shape import PipelineShape
-from autopar.solver.solve import KnownVariants, Solved, fits, in_other_flights, solve_step
+from autopar.solver.solve import KnownVariants, Solved, StepSearch, fits, in_other_flights
 from autopar.stage_bounds import StageBounds
 from autopar.stage_menus import Aim
 
@@ -233,7 +233,7 @@ class StagePlanner(StageBounds):
         pinned = inside = self._inside(model)
         if as_is:
             inside = replace(pinned, checkpoint="none", offload=pinned.offload or "none")
-        found = solve_step(
+        search = StepSearch(
             model,
             cluster,
             constraints=inside,
@@ -244,6 +244,7 @@ class StagePlanner(StageBounds):
             known=known,
             proved_within=None if name[0] else 0,  # a pipeline is proved by bounds of its blocks
         )
+        found = search.run()
         if limit is None and found.plan.checkpoint == "none":
             self._free[key] = found
         return replace(found.plan, constraints=pinned.to_dict())

@@ -33,7 +33,7 @@ from autopar.explain import explain
 from autopar.frontier import frontier, render_frontier
 from autopar.pipelining import plan_step
 from autopar.report.differences import render_differences
-from autopar.solver.solve import solve, solve_step
+from autopar.solver.solve import StepSearch, solve
 from autopar.tracer.trace import trace
 from benchmarks.memory import measure, predicted_of
 from tests import zoo
@@ -277,7 +277,7 @@ def test_a_limit_between_the_kinds_gives_a_mixture(fold: bool) -> None:
         assert (again.nodes, again.checkpoint) == (plan.nodes, plan.checkpoint)
         # it is found, too, where no kind alone stays below the seconds asked for
         below_s = seconds[strong] * (1 - 1e-3)
-        found = solve_step(deep(fold), devices(1), memory_limit=limit, below_s=below_s).plan
+        found = StepSearch(deep(fold), devices(1), memory_limit=limit).run(below_s).plan
         assert found.solver.objective < below_s
 
 

@@ -24,7 +24,7 @@ from autopar.errors import InfeasiblePlanError
 from autopar.pipelining import plan_step
 from autopar.report.summary import facts
 from autopar.solver.liveness import HOST_ROW
-from autopar.solver.solve import solve_step
+from autopar.solver.solve import StepSearch
 from autopar.tracer.trace import trace
 from tests.test_host_recompute import deep, devices
 
@@ -130,13 +130,9 @@ def test_the_row_of_the_host_is_what_is_priced() -> None:
         (deep(False), "adamw", {"checkpoint": "host", "offload": "optimizer"}),
     ):
         on = on_host(2, 1 << 30)
-        found = solve_step(
-            traced,
-            on,
-            constraints=Constraints.parse(pins),
-            memory_limit=1 << 34,
-            optimizer=optimizer,
-        )
+        pinned = Constraints.parse(pins)
+        given = {"constraints": pinned, "memory_limit": 1 << 34, "optimizer": optimizer}
+        found = StepSearch(traced, on, **given).run()
         row = found._found.search.memory.relaxed.liveness.row(HOST_ROW)
         host_bytes = found.plan.predicted.host_bytes
         assert host_bytes > 0

@@ -31,7 +31,7 @@ from autopar.solver.offers import Offers
 from autopar.solver.pipeline_shape import PipelineShape
 from autopar.solver.read_step import build_step
 from autopar.solver.rules.own_order import note_orders
-from autopar.solver.solve import in_other_flights, solve_step
+from autopar.solver.solve import StepSearch, in_other_flights
 from autopar.stage_planning import StagePlanner
 from autopar.tracer.trace import trace
 from tests import zoo
@@ -113,9 +113,9 @@ def staged(schedule: str, stage: int) -> TracedModel:
 def test_a_stage_in_another_schedule_is_as_if_solved_anew() -> None:
     cluster = replace(nodes_apart(), mesh_shape=(2,), axis_names=("a",))
     for stage in range(2):
-        known = solve_step(staged("1f1b", stage), cluster, memory_limit=UNLIMITED)
+        known = StepSearch(staged("1f1b", stage), cluster, memory_limit=UNLIMITED).run()
         found = in_other_flights(known, staged("gpipe", stage)).plan
-        fresh = solve_step(staged("gpipe", stage), cluster, memory_limit=UNLIMITED).plan
+        fresh = StepSearch(staged("gpipe", stage), cluster, memory_limit=UNLIMITED).run().plan
         assert found == replace(fresh, solver=found.solver)  # which has seconds
         assert found.predicted != known.plan.predicted
 
@@ -129,7 +129,7 @@ def test_a_stage_is_planned_for_what_other_ranks_wait_for(stage: int) -> None:
     for waits in (Waits(prepare=4.0, finish=0.1), Waits(prepare=0.1, finish=4.0)):
         models.append(replace(models[0], flight=replace(models[0].flight, waits=waits)))
     for model in models:
-        plan = solve_step(model, cluster, memory_limit=UNLIMITED).plan
+        plan = StepSearch(model, cluster, memory_limit=UNLIMITED).run().plan
         plans[model.flight.waits] = plan
         assert plan.solver.objective == pytest.approx(counted(plan, model.flight.waits))
         assert Plan.from_dict(plan.to_dict()).solver.waits == model.flight.waits

@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from autopar.core.block_kinds import (
     RECOMPUTATIONS,
@@ -35,6 +33,7 @@ from autopar.core.blocks import Block, Blocks
 from autopar.core.graph import TracedModel
 from autopar.errors import ConstraintError
 from autopar.solver.found import Fit, Met
+from autopar.solver.placed import Placed
 from autopar.solver.problem import Assignment
 from autopar.solver.variant import Variant
 
@@ -44,7 +43,6 @@ _WORTH = 5e-3  # of the seconds of the best plan: what a mixture must promise to
 _NEARLY = 0.03  # by how much more a pair of kinds may promise to take than the best pair
 _PRICED = 8  # mixtures that are priced to find how many blocks must be recomputed
 _PRICES = 4  # of a byte, at which plans of all kinds are looked for
-_PERIOD = re.compile(r"_period\d+$")  # ends the name of a node that stands for other blocks
 
 Make = Callable[[object, Checkpoint], Variant]
 
@@ -272,7 +270,7 @@ class _Mixer:
 
     def fewest(self) -> _Mixture | None:
         """Of the mixtures that fit, placed as the two are, that which recomputes fewest blocks."""
-        placed = _Placed()
+        placed = Placed()
         placed.add(self.cheap.variant, self.cheap.met.chosen)
         placed.add(self.strong.variant, self.strong.met.chosen)
         ends = (0, self.cheap.met.peak), (len(self.free), self.strong.met.peak)
@@ -280,7 +278,7 @@ class _Mixer:
 
     def fewest_as_strong(self) -> _Mixture | None:
         """The same with all blocks placed as in the plan of the stronger kind."""
-        placed = _Placed()
+        placed = Placed()
         placed.add(self.strong.variant, self.strong.met.chosen)
         chosen = placed.carried_to(self.cheap.variant)
         fit = self.cheap.variant.search.of(chosen) if chosen is not None else None
@@ -294,7 +292,7 @@ class _Mixer:
         best = known.variant.search.memory.best
         if best is None:
             return None
-        placed = _Placed()
+        placed = Placed()
         placed.add(known.variant, best.solution.chosen)
         each = (self.cheap.met.peak - self.strong.met.peak) / len(self.free)
         if best.peak + each > self.limit:
@@ -303,7 +301,7 @@ class _Mixer:
         return self._between(*ends, placed)
 
     def _between(
-        self, below: tuple[int, float], above: tuple[int, float], placed: _Placed
+        self, below: tuple[int, float], above: tuple[int, float], placed: Placed
     ) -> _Mixture | None:
         """The fewest blocks between two numbers, of which one has too large a peak.
 
@@ -325,7 +323,7 @@ class _Mixer:
                 low, most = mixture.number, mixture.fit.peak
         return found
 
-    def _priced(self, number: int, placed: _Placed) -> _Mixture | None:
+    def _priced(self, number: int, placed: Placed) -> _Mixture | None:
         """The mixture with a number of blocks of the stronger kind; None if it cannot be so."""
         kinds = dict(self.kinds)
         kinds |= dict.fromkeys(self.free[:number], self.strong.kind)
@@ -339,65 +337,3 @@ class _Mixer:
             return None
         fit = variant.search.of(chosen)
         return None if fit is None else _Mixture(number, variant, chosen, fit)
-
-
-class _Role(NamedTuple):
-    """What a node is in the step, whatever is recomputed.
-
-    Attributes:
-        name: of the node in the traced graph.
-        again: it computes that one again.
-    """
-
-    name: str
-    again: bool
-
-
-class _Placed:
-    """How plans place each node of a step, by the kind of the node's block."""
-
-    def __init__(self) -> None:
-        self.places: dict[_Role, dict[str, Any]] = defaultdict(dict)
-
-    def add(self, variant: Variant, chosen: Assignment) -> None:
-        """Those of a plan; the last one added counts for nodes outside of blocks."""
-        for name, role, kind in _roles(variant):
-            owner = variant.built.classes[name]
-            self.places[role][kind] = variant.built.states(owner)[chosen[owner]]
-
-    def carried_to(self, variant: Variant) -> Assignment | None:
-        """The assignment of a mixture that places its nodes so; None where a state is missing."""
-        members: dict[str, list[tuple[_Role, str]]] = defaultdict(list)
-        for name, role, kind in _roles(variant):
-            members[variant.built.classes[name]].append((role, kind))
-        chosen: dict[Hashable, int] = {}
-        for owner, roles in members.items():
-            states = variant.built.states(owner)
-            wanted = next((s for s in self._wanted(roles) if s in states), None)
-            if wanted is None:
-                return None
-            chosen[owner] = states.index(wanted)
-        return chosen
-
-    def _wanted(self, roles: Sequence[tuple[_Role, str]]) -> Iterator[Any]:
-        """States for a class, best first: of its kind, of another, of what is computed again."""
-        for role, kind in roles:
-            if kind in self.places.get(role, ()):
-                yield self.places[role][kind]
-        for role, _ in roles:
-            for like in (role, _Role(role.name, False)):
-                yield from self.places.get(like, {}).values()
-
-
-def _roles(variant: Variant) -> Iterator[tuple[str, _Role, str]]:
-    """Each node of the problem with its role and the kind of its block; "" outside of blocks."""
-    known = variant.traced.nodes()
-    blocks = variant.step.blocks
-    kinds = kinds_of(variant.checkpoint, blocks.members)
-    nodes = variant.graph.nodes()
-    for name in variant.built.classes:
-        node = nodes.get(name)
-        origin = name if node is None else node.meta.get("again", name)
-        role = _Role(origin if origin in known else _PERIOD.sub("", origin), origin != name)
-        place = blocks.place.get(name)
-        yield name, role, kinds[place[0]] if place is not None else ""

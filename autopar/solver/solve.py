@@ -48,7 +48,6 @@ __all__ = [
     "fits",
     "in_other_flights",
     "solve",
-    "solve_step",
 ]
 
 T = TypeVar("T")
@@ -71,8 +70,8 @@ def solve(
     offers: Offers | None = None,
     exposed: float = EXPOSED,
 ) -> Plan:
-    """Choose placements for every tensor of a traced step; see `solve_step`."""
-    return solve_step(
+    """The plan that `StepSearch` finds; arguments and errors are its own."""
+    search = StepSearch(
         traced,
         cluster,
         constraints=constraints,
@@ -82,7 +81,8 @@ def solve(
         ports=ports,
         offers=offers,
         exposed=exposed,
-    ).plan
+    )
+    return search.run().plan
 
 
 def fits(plan: Plan, cluster: Cluster, limit: int) -> bool:
@@ -120,24 +120,8 @@ def in_other_flights(known: Solved, traced: TracedModel) -> Solved:
     return Solved(replace(known.plan, predicted=predicted), found, fit)
 
 
-def solve_step(
-    traced: TracedModel,
-    cluster: Cluster,
-    *,
-    constraints: Constraints | None = None,
-    memory_limit: int | None = None,
-    optimizer: object = "adamw",
-    without: Excluded | None = None,
-    ports: Mapping[str, Layout] | None = None,
-    offers: Offers | None = None,
-    exposed: float = EXPOSED,
-    below_s: float = math.inf,
-    known: KnownVariants | None = None,
-    doubts: Callable[[Plan], bool] | None = None,
-    proved_within: int | None = UNLIMITED,
-    first: float = 0.0,
-) -> Solved:
-    """Choose placements for every tensor of a traced step.
+class StepSearch:
+    """Chooses placements for every tensor of a traced step.
 
     Args:
         traced: from `autopar.tracer`.
@@ -150,38 +134,11 @@ def solve_step(
         offers: what is known of ops on these devices from earlier steps.
         exposed: share of the seconds of gathers of parameters and of reductions of gradients that
             compute waits for at least, in a step in one piece.
-        below_s: seconds that the plan must stay below to be of use.
         known: searches of this step under other limits, to go on with; those of this one are added.
-        doubts: asked of the first plan where more sums would be searched under the limit
-            (`overlap`); if it says True, they are not.
         proved_within: bytes per device up to which a plan that no limit binds is proved as closely
             as can be; else mostly within a part in a thousand. None: no bound is asked for.
         first: t of the sum to begin with (`overlap.least`).
-
-    Raises:
-        ConstraintError: the constraints cannot hold, or nothing is left without `without`.
-        InfeasiblePlanError: nothing fits; carries the smallest limit that would.
-        NotBelow: nothing is below `below_s`, whether or not anything fits.
     """
-    given = StepSearch(
-        traced,
-        cluster,
-        constraints=constraints,
-        memory_limit=memory_limit,
-        optimizer=optimizer,
-        without=without,
-        ports=ports,
-        offers=offers,
-        exposed=exposed,
-        known=known,
-        proved_within=proved_within,
-        first=first,
-    )
-    return given.run(below_s, doubts)
-
-
-class StepSearch:
-    """Searches the plans of a step; arguments as of `solve_step`."""
 
     def __init__(
         self,
@@ -225,7 +182,7 @@ class StepSearch:
         """Seconds of a plan that is soon found; infinite if none is.
 
         Raises:
-            InfeasiblePlanError, NotBelow: see `solve_step`.
+            InfeasiblePlanError, NotBelow: see `run`.
         """
         self._has_glanced = True
         self.first, least_s = promising(self.search.soon, self.exposed, self.first, below_s)
@@ -235,7 +192,18 @@ class StepSearch:
     def run(
         self, below_s: float = math.inf, doubts: Callable[[Plan], bool] | None = None
     ) -> Solved:
-        """The plan; see `solve_step`."""
+        """The plan.
+
+        Args:
+            below_s: seconds that it must stay below to be of use.
+            doubts: asked of the first plan where more sums would be searched under the limit
+                (`overlap`); if it says True, they are not.
+
+        Raises:
+            ConstraintError: the constraints cannot hold, or nothing is left without `without`.
+            InfeasiblePlanError: nothing fits; carries the smallest limit that would.
+            NotBelow: nothing is below `below_s`, whether or not anything fits.
+        """
 
         def stop(found: Found) -> bool:
             if doubts is None:

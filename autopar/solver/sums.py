@@ -42,7 +42,7 @@ class _Told(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SumSearch:
-    """The search of a step; arguments as of `solve.solve_step`.
+    """The search of a step; arguments as of `solve.StepSearch`.
 
     Args:
         variants: makes the variants of the step.
