@@ -89,7 +89,9 @@ class OnePiece:
                 bound = min(bound, free_s)
                 continue
             try:
-                found = self._solved(search, to_beat_s, doubts)
+                # the least of all meshes counts
+                enough_s = bound if limit < UNLIMITED else math.inf
+                found = self._solved(search, to_beat_s, doubts, enough_s)
             except NotBelow as error:
                 known_s, t = error.bound, error.t
             except InfeasiblePlanError as error:
@@ -236,12 +238,14 @@ class OnePiece:
             found.sort(key=lambda row: row[0])
         return [(cluster, search) for _, cluster, search in found]
 
-    def _solved(self, search: StepSearch, below_s: float, doubts: _Doubts | None) -> Solved:
+    def _solved(
+        self, search: StepSearch, below_s: float, doubts: _Doubts | None, enough_s: float
+    ) -> Solved:
         def finished(found: Plan) -> Plan:
             return replace(found, constraints=self.constraints.to_dict(), fusion=self.kernels)
 
         asked = None if doubts is None else lambda found: doubts(finished(found), below_s)
-        solved = search.run(below_s, asked)
+        solved = search.run(below_s, asked, enough_s)
         return replace(solved, plan=finished(solved.plan))
 
 

@@ -98,12 +98,15 @@ class HeldFloors:
             for block in unlike
         ]
         self._free: dict[tuple[str, int, int], float] = {}  # with bytes for nothing
+        self._known: dict[tuple[str, float], tuple[Array, Array]] = {}
 
     def at(self, name: str, price: float) -> tuple[Array, Array]:
         """`f_b`, and the bytes of the plans found, of each block of the model."""
-        found = [self._least(i, name, price) for i in range(len(self._held))]
-        seconds, num_bytes = np.array(found).reshape(-1, 2)[self.like].T
-        return seconds, num_bytes
+        if (name, price) not in self._known:
+            found = [self._least(i, name, price) for i in range(len(self._held))]
+            seconds, num_bytes = np.array(found).reshape(-1, 2)[self.like].T
+            self._known[name, price] = seconds, num_bytes
+        return self._known[name, price]
 
     def _least(self, block: int, name: str, price: float) -> tuple[float, float]:
         """The least of a block that is unlike others, recomputed in any way."""

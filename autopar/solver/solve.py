@@ -190,7 +190,10 @@ class StepSearch:
         return least_s
 
     def run(
-        self, below_s: float = math.inf, doubts: Callable[[Plan], bool] | None = None
+        self,
+        below_s: float = math.inf,
+        doubts: Callable[[Plan], bool] | None = None,
+        enough_s: float = math.inf,
     ) -> Solved:
         """The plan.
 
@@ -198,6 +201,7 @@ class StepSearch:
             below_s: seconds that it must stay below to be of use.
             doubts: asked of the first plan where more sums would be searched under the limit
                 (`overlap`); if it says True, they are not.
+            enough_s: seconds beyond which a bound is of no use.
 
         Raises:
             ConstraintError: the constraints cannot hold, or nothing is left without `without`.
@@ -218,11 +222,13 @@ class StepSearch:
             try:
                 best, bound, t = least(self.search, self.exposed, stop, self.first, below_s)
             except NotBelow as error:
-                raise NotBelow(self._proved(error.t, error.bound, below_s), error.t) from error
+                known_s = self._proved(error.t, error.bound, min(below_s, enough_s))
+                raise NotBelow(known_s, error.t) from error
         fit = best.search.memory.best
         assert fit is not None
         now_s = counted_seconds(fit.price, self.exposed)
-        return Solved(self._as_plan(best, self._proved(t, bound, now_s)), best, fit, t)
+        proved_s = self._proved(t, bound, min(now_s, enough_s))
+        return Solved(self._as_plan(best, proved_s), best, fit, t)
 
     def _proved(self, t: float, bound: float, enough_s: float) -> float:
         """A bound of one sum for blocks that are recomputed in several ways, too."""
