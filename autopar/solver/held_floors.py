@@ -194,7 +194,7 @@ class _Prices:
             elif self.heavy is not None:
                 price = _STEP * price or _HIGHEST * self.bounds[0.0] / self.limit
             else:
-                price /= _STEP
+                price = 0.0  # its line and that of the light plan cross at a price between
         return sorted(sorted(self.bounds, key=self.bounds.__getitem__)[-2:])
 
     def _try(self, price: float) -> None:

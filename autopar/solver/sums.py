@@ -14,6 +14,7 @@ from typing import NamedTuple
 from autopar.cost_model import Offloaded, offload_seconds
 from autopar.errors import ConstraintError
 from autopar.solver.exclude import Excluded, exclude
+from autopar.solver.fit import UNLIMITED
 from autopar.solver.known import Variants, may_leave, variants_of
 from autopar.solver.mixed_bound import least_mixed
 from autopar.solver.mixture import free_blocks, mixtures, uniform_checkpoints
@@ -105,8 +106,9 @@ class SumSearch:
         """
         given = self.variants
         pin, free = given.wanted.checkpoint, free_blocks(given.traced, given.wanted.checkpoint)
-        if self.without is not None or not given.traced.training or len(free) < 2:
-            return bound
+        limited = given.limit < UNLIMITED
+        if self.without is not None or not given.traced.training or len(free) < 2 or not limited:
+            return bound  # without a limit, nothing that is recomputed makes a step faster
         told = next(x for x in self._told if math.isclose(x.t, weights.t, abs_tol=_SAME))
         if told.free_s >= min(bound, enough_s) or isinstance(pin, Mapping):
             return min(bound, told.free_s)
