@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -15,7 +16,9 @@ from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.errors import InfeasiblePlanError
 from autopar.pipelining import plan_step
-from autopar.solver.solve import solve
+from autopar.solver.mixed_bound import least_mixed
+from autopar.solver.overlap import ALL
+from autopar.solver.solve import StepSearch, solve
 from autopar.tracer.trace import trace
 
 DEVICES, ROUNDING = 4, 1 + 1e-6
@@ -100,3 +103,13 @@ def test_no_mixture_is_below_the_bound(share: float) -> None:
             found += 1
             assert bound <= plan.solver.objective * ROUNDING, kinds
     assert found >= 2
+
+
+def test_the_bound_does_not_hang_on_the_price_that_it_starts_with() -> None:
+    limit = int(0.6 * most("deep"))
+    given = StepSearch(traced("deep"), cluster(), memory_limit=limit).search.variants
+    prices = (0.0, 1e-15, 1e-12, 1e-6, 1.0)
+    found = [least_mixed(given, "adamw", ALL, price, math.inf) for price in prices]
+    free_s = solve(traced("deep"), cluster(), memory_limit=1 << 60, exposed=1.0).solver.bound
+    assert min(found) > 1.02 * free_s
+    assert min(found) >= 0.98 * max(found)

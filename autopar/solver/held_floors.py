@@ -40,7 +40,7 @@ _NAMES = ("step", "end", "first", "after")
 _HIGHEST = 1e3  # price of the limit's bytes, in steps without a limit
 _PRICES = 5  # that are tried
 _NEAR = 1e-2  # of the highest bound that a price can have: near enough
-_STEP = 3.0  # times a price beyond which another is looked for
+_STEP = 3.0  # times the first price, where a higher one is needed, to look once more near it
 
 
 class _Held(NamedTuple):
@@ -192,7 +192,8 @@ class _Prices:
                 if max(self.bounds.values()) >= hoped * (1 - _NEAR):
                     break  # no price has a higher bound
             elif self.heavy is not None:
-                price = _STEP * price or _HIGHEST * self.bounds[0.0] / self.limit
+                near = price and len(self.bounds) == 1
+                price = _STEP * price if near else _HIGHEST * self.heavy.seconds / self.limit
             else:
                 price = 0.0  # its line and that of the light plan cross at a price between
         return sorted(sorted(self.bounds, key=self.bounds.__getitem__)[-2:])
