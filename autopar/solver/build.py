@@ -81,6 +81,8 @@ class _Builder:
         names = [*step.ops, *step.parameters, *step.ports]
         self.classes = {name: known.get(name, name) for name in names}
         self.waits = waits_of_ops(step)
+        # what no op of the step makes leaves it behind the last one
+        self.last_waits = self.waits.get(next(reversed(step.ops), ""), 1.0)
         self.count: dict[str, float] = {}
         self.copies: Counter[str] = Counter()
         for name, owner in self.classes.items():
@@ -302,7 +304,8 @@ class _Builder:
                 num_bytes = self.step.specs[value].num_bytes
                 column = self.moves.matrix(produced, [self.whole], num_bytes)[:, 0]
                 owner = self.classes[value[0]]
-                times = self.step.blocks.runs(value[0]) * self.waits.get(value[0], 1.0)
+                waits = self.waits.get(value[0], self.last_waits)
+                times = self.step.blocks.runs(value[0]) * waits
                 self.terms.end(owner, column * times, may_hide=bool(self.step.gradients))
 
     def _add_sends(self) -> None:
@@ -313,7 +316,7 @@ class _Builder:
                 num_bytes = self.step.specs[send.value].num_bytes
                 matrix = self.moves.matrix(produced, self.storages[send.port], num_bytes)
                 name = send.value[0]  # what is summed up over the turns is sent when they are over
-                at_turn = self.waits.get(name, 1.0)
+                at_turn = self.waits.get(name, self.last_waits)
                 waits = self.step.waits.finish if name in self.sums else at_turn
                 self.terms.edge(self.classes[name], send.port, matrix, send.times * waits)
 
