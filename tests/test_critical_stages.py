@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.core.constraints import Constraints
+from autopar.core.flights import Waits
 from autopar.core.graph import TracedModel
 from autopar.core.placement import Replicate, Shard
 from autopar.core.plan import Plan
@@ -26,6 +27,7 @@ from autopar.explain import explain
 from autopar.pipelining import plan_step
 from autopar.solver.offers import Offers
 from autopar.solver.pipeline_shape import PipelineShape
+from autopar.stage_menus import Aim
 from autopar.stage_planning import StagePlanner
 from autopar.tracer.trace import trace
 from autopar.verification import verify
@@ -294,3 +296,46 @@ def test_uneven_stages_train_on_gloo_ranks() -> None:
     errors = {n: e for result in run_ranks(_train, 4, timeout=300) for n, e in result.items()}
     assert len(errors) == len(list(stack()[0].parameters()))
     assert max(errors.values()) <= 1e-9
+
+
+class Skipped(nn.Module):
+    """What the first stage makes is read by the last one, and handed on by those between."""
+
+    def __init__(self, depth: int, width: int = 64) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.first(x)
+        y = kept
+        for layer in self.layers:
+            y = torch.tanh(layer(y))
+        return (y + kept).square().mean()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_what_is_handed_on_in_another_layout_counts_in_the_part_that_it_is_priced_in(
+    schedule: str,
+) -> None:
+    """The search's seconds are compared with the plan's own where a stage is solved."""
+    model, inputs = Skipped(7).double().train(), {"x": torch.randn(32, 64).double()}
+    planner = planner_of(trace(model, inputs, fold=True), near_ranks(4, 1e8))
+    plan = planner.plan(PipelineShape(size=4, microbatches=4, schedule=schedule), free=True)
+    assert plan.pipeline is not None
+    parts, cluster = planner.parts(4, plan.pipeline.cuts), planner.rank_cluster(4)
+    stage = parts.stages.models[1]
+    received = [s.node for s in stage.inputs if s.kind == "received"]
+    # a value and its gradient on the way back share the layout of a port, at each end
+    ends = {o.node: o.port for o in stage.outputs if o.kind == "sent" and o.node in received}
+    assert len(ends) == 2 and set(ends) == set(ends.values())
+    first = next(n for n in received if n in ends)
+    seconds = set[float]()
+    for arrives, leaves in ((Shard(0), Shard(1)), (Shard(1), Replicate()), (Replicate(), Shard(0))):
+        settled = dict.fromkeys(received, (Shard(0),))
+        settled |= {first: (arrives,), ends[first]: (leaves,)}
+        aim = Aim(Waits(forward=0.5, inputs=0.25, weights=0.125))
+        found = planner.solve(parts, plan.pipeline.cuts, 1, cluster, settled, None, aim)
+        assert (found.inputs[first], found.inputs[ends[first]]) == ((arrives,), (leaves,))
+        seconds.add(found.solver.objective)
+    assert len(seconds) > 1
