@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -26,63 +26,14 @@ from autopar.core.plan import Pieces, Plan
 from autopar.core.timeline import PlannedOp, rounded
 from autopar.cost_model import Cluster
 from autopar.cost_model.collectives import CollectiveKind
-from autopar.cost_model.simulator import Simulation, simulate
+from autopar.cost_model.simulator import simulate
+from autopar.trials import Trial
 
-__all__ = ["Trial", "decomposed", "form_of"]
+__all__ = ["decomposed", "form_of"]
 
 _COUNTS = (2, 3, 4, 6, 8)
 _MOST_TRIALS = 4
 _LEAST = 1e-4  # of the step, to be saved: less is beyond what is predicted
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """A program and what its parts are expected to take.
-
-    Attributes:
-        graph: forward and backward.
-        parts: simulations of what runs in one go, by name.
-        last: of the last backward with "finish" beside it, where a program has that.
-        code: what a rank runs, by part.
-    """
-
-    graph: fx.Graph
-    parts: Mapping[str, Simulation]
-    last: Simulation | None = None
-    code: Mapping[str, fx.Graph] = field(default_factory=dict)
-
-    def step_s(self, least_s: float = 0.0) -> float:
-        """Seconds of the step, of which at least so many are of ops."""
-        compute_s = sum(part.compute_s for part in self.parts.values())
-        exposed_s = sum(sum(p.exposed_s) + p.exposed_copy_s for p in self.parts.values())
-        return max(compute_s, least_s) + exposed_s
-
-    def shares(self) -> dict[Key, float]:
-        """Part of the seconds of each collective that is hidden."""
-        found: dict[Key, float] = {}
-        for part in self.parts.values():
-            found.update(part.hidden_shares())
-        if self.last is not None:
-            beside = self.last.hidden_shares()
-            found.update((key, beside[key]) for key in self.parts["finish"].hidden_shares())
-        return found
-
-    def compute_s(self) -> dict[str, float]:
-        """Seconds of ops by origin, of one execution of each."""
-        found: dict[str, float] = defaultdict(float)
-        for span in (span for part in self.parts.values() for span in part.spans):
-            if span.stream == "compute":
-                found[span.origin] += span.duration_s
-        return found
-
-    def comm_s(self, exposed: bool = False) -> dict[Key, float]:
-        """Seconds of collectives, or of what is exposed of them, of one execution of each."""
-        found: dict[Key, float] = defaultdict(float)
-        for span in (span for part in self.parts.values() for span in part.spans):
-            if isinstance(span.stream, int):
-                hidden = span.hidden_s if exposed else 0.0
-                found[span.origin, span.stream, span.kind] += span.duration_s - hidden
-        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +63,6 @@ def decomposed(
         and its program. Both as they were given where nothing is cut.
     """
     best, best_trial = plan, before
-    # the solver prices no packing, so that a copy less would not be seen in its prediction
-    least_s = sum(part.compute_s for part in before.parts.values())
     enough_s = _LEAST * before.step_s()
     groups = [] if plan.pieces else _promising(before, plan, cluster)
     for _ in range(_MOST_TRIALS):
@@ -122,7 +71,7 @@ def decomposed(
         after = run(replace(plan, pieces=_pieces(groups)))
         done = {key_of(node) for node in after.graph.nodes if "piece" in node.meta}
         groups = [group for group in groups if group.keys & done]
-        if after.step_s(least_s) < best_trial.step_s(least_s) - enough_s:
+        if after.step_s() < best_trial.step_s() - enough_s:
             kept = (p for p in _pieces(groups) if (p.node, p.axis, p.kind) in done)
             best, best_trial = replace(plan, pieces=tuple(kept)), after
         losing = [group for group in groups if _saved(group, before, after) <= 0]
@@ -229,9 +178,9 @@ def _priced(plan: Plan, before: Trial, after: Trial, turns: int) -> Plan:
     """`plan` with what its pieces add: copies and launches to ops, latency to collectives."""
     if not plan.pieces:
         return plan
-    old, new = before.compute_s(), after.compute_s()
+    # what packing takes is known of the program in the end
+    old, new = before.compute_s(packing=False), after.compute_s(packing=False)
     change = {origin: new[origin] - old.get(origin, 0.0) for origin in new}
-    # what is saved of packing, which the solver does not price, is set off against what is added
     added = sum(seconds for seconds in change.values() if seconds > 0)
     left = max(0.0, sum(change.values())) / added if added else 0.0
     more = {origin: left * max(0.0, seconds) for origin, seconds in change.items()}

@@ -296,7 +296,8 @@ def _is_free(plan: Plan) -> bool:
 
 
 def _seconds(plan: Plan | None) -> float:
-    return math.inf if plan is None else plan.predicted.step_time_s
+    """Seconds without packing, which pipelines have as well, but are not written for until then."""
+    return math.inf if plan is None else plan.predicted.step_time_s - plan.predicted.packing_s
 
 
 def _limit(plain: Plan | None) -> float:

@@ -5,7 +5,8 @@ with its passes and simulated; each planned collective gets the share of its sec
 
     step = compute + Σ (seconds - hidden)        Σ hidden ≤ compute
 
-What compute waits for of copies with host memory is put in place of the search's estimate.
+What compute waits for of copies with host memory is put in place of the search's estimate. What the
+program copies into the order of ranks and into buckets is added, with the buckets that serve best.
 
 The parts of a pipeline stage are simulated one by one, as nothing overlaps across their ends, and
 the stages run on the clock of the schedule again with what is left of their seconds. Gradients are
@@ -31,10 +32,12 @@ from autopar.core.plan import Plan
 from autopar.core.schedule import closing_action, split_stages
 from autopar.core.timeline import PlannedMove, PlannedOp, rounded
 from autopar.cost_model import Cluster
+from autopar.cost_model.as_emitted import as_emitted, collective_key
 from autopar.cost_model.simulator import Simulation, node_seconds, simulate
 from autopar.cost_model.stages import pipelined_time, transfer_seconds
 from autopar.cost_model.waits import with_waits
-from autopar.decomposing import Trial, decomposed
+from autopar.decomposing import decomposed
+from autopar.trials import Trial, bucketed
 
 __all__ = ["scheduled"]
 
@@ -58,14 +61,14 @@ def scheduled(plan: Plan, traced: TracedModel) -> Plan:
     emitter = written(traced, plan, [0] * len(plan.mesh_shape), fusion=fusion)
 
     def run(trial: Plan) -> Trial:
-        program = emitter.program(None, trial.piece_counts())
+        program = emitter.program(None, trial.piece_counts(), sizes=trial.bucket_sizes())
         graph, code = program.joint.graph, {"forward": program.forward.graph}
         if program.backward is not None:
             code["backward"] = program.backward.graph
         return Trial(graph=graph, parts={"step": simulate(graph, cluster)}, code=code)
 
-    cut, found = decomposed(plan, run(plan), run, cluster)
-    cut = with_waits(cut, found.parts)
+    cut, found = decomposed(*bucketed(plan, run), run, cluster)
+    cut = as_emitted(with_waits(cut, found.parts), found.parts)
     hiding = _with_hidden(cut, found.shares(), cut.predicted.compute_time_s)
     kept = excerpts(found.code, emitter.traced, _runs(found, cluster))
     return replace(hiding, excerpts=merged([((), kept)]))
@@ -118,8 +121,7 @@ def _with_hidden(plan: Plan, shares: Shares, most_s: float) -> Plan:
 
 def _hidden(op: PlannedOp, move: PlannedMove, shares: Shares) -> float:
     """Hidden seconds of one execution; an emitted collective is known by what it belongs to."""
-    origin = move.of if move.leaves else op.name
-    return move.seconds * shares.get((origin, move.axis, move.kind), 0.0)
+    return move.seconds * shares.get(collective_key(op, move), 0.0)
 
 
 def _scheduled_stages(plan: Plan, traced: TracedModel) -> Plan:
@@ -146,7 +148,9 @@ def _scheduled_stages(plan: Plan, traced: TracedModel) -> Plan:
             found = _scheduled_stage(one.plan, one.trial, p.microbatches, splits, closes)
             known[key, closes] = parts.named(alike[key][0], found)
         like = known[key, closes]
-        stages.append(replace(stage, predicted=like.predicted, pieces=like.pieces))
+        stages.append(
+            replace(stage, predicted=like.predicted, pieces=like.pieces, buckets=like.buckets)
+        )
     transfer_s = transfer_seconds(parts.crossings(), stages, cluster, p.size)
     clock = pipelined_time(stages, orders, transfer_s, plan.predicted.memory)
     pipeline = replace(p, stages=tuple(stages), bubble=clock.bubble, slots=clock.slots)
@@ -175,7 +179,7 @@ def _tried(
     writer = StageProgramWriter([model], plan, [0] * len(plan.mesh_shape), fusion=fusion)
 
     def run(trial: Plan) -> Trial:
-        program = writer.program(None, trial.piece_counts())
+        program = writer.program(None, trial.piece_counts(), sizes=trial.bucket_sizes())
         simulated = {
             name: simulate(program.parts[name].module.graph, cluster)
             for name in (*names, "last")
@@ -185,7 +189,7 @@ def _tried(
         code = {name: program.parts[name].module.graph for name in simulated}
         return Trial(graph=program.joint.graph, parts=simulated, last=last, code=code)
 
-    cut, found = decomposed(plan, run(plan), run, cluster, microbatches)
+    cut, found = decomposed(*bucketed(plan, run), run, cluster, microbatches)
     return _Tried(cut, found, excerpts(found.code, writer.traced, _runs(found, cluster)))
 
 
@@ -204,7 +208,7 @@ def _scheduled_stage(
     if not closes:
         trial = replace(trial, last=None)
     found, shares = trial.parts, trial.shares()
-    plan = with_waits(plan, found, microbatches)
+    plan = as_emitted(with_waits(plan, found, microbatches), found, microbatches)
     before = plan.predicted.phases
     saved = {
         phase: seconds * (1.0 - _left(found[phase if phase in found else "backward"]))

@@ -34,7 +34,8 @@ from autopar.core.plan import PipelinePlan, Plan
 from autopar.cost_model import Cluster
 from autopar.cost_model.collectives import axis_geometry
 from autopar.cost_model.simulator import simulate
-from autopar.decomposing import Trial, form_of
+from autopar.decomposing import form_of
+from autopar.trials import Trial
 
 __all__ = ["with_symmetric_calls"]
 

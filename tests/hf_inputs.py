@@ -138,6 +138,8 @@ def inputs_for(name: str, model: nn.Module, config: Any, *, every: bool = False)
     if "labels" in accepted:
         made["labels"] = labels
     books = getattr(config, "num_codebooks", None)
-    if name.endswith("ForCausalLM") and "input_ids" in made and isinstance(books, int):
+    tables = (m for n, m in model.named_modules() if n.endswith("embed_tokens"))
+    several = any(isinstance(m, nn.ModuleList) for m in tables)  # one of each codebook
+    if name.endswith("ForCausalLM") and several and isinstance(books, int):
         _of_codebooks(made, books)
     return made

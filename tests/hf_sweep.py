@@ -186,7 +186,16 @@ def _run(
 
 
 class _Wide(TorchFunctionMode):
-    """Computes in float64 what the model's own code casts to float32."""
+    """Computes in float64 what the model's own code casts to float32, or makes without a dtype."""
+
+    def __enter__(self) -> Any:
+        self._before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *args: Any) -> None:
+        torch.set_default_dtype(self._before)
+        super().__exit__(*args)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -212,7 +212,8 @@ def test_emitted_program_costs_what_the_solver_adds_up_to(constraints: Any) -> N
     assert found.exposed_s == pytest.approx(found.comm_s)
     # of what may go in buckets, the solver prices a part of the latency
     closing = build_step(traced).closing
-    shared = [s for s in found.spans if s.kind and not alone(s.members, plan, closing)]
+    sent = [s for s in found.spans if isinstance(s.stream, int)]
+    shared = [s for s in sent if not alone(s.members, plan, closing)]
     moves = [move for op in plan.predicted.timeline.ops for move in op.moves]
     whole = sum(cluster.collective_seconds(m.kind, m.num_bytes, m.axis) * m.times for m in moves)
     assert sum(found.comm_s) == pytest.approx(whole, rel=1e-9)

@@ -2,13 +2,15 @@
 
 Lowerings and redistributions are written against it. Nodes that communicate carry their mesh
 axis and the size of their buffer in `meta`, so that bytes can be counted and the program can be
-run for many ranks in one process.
+run for many ranks in one process. Nodes that only bring a tensor into the order of ranks, or out of
+it, say so (`packs`), as the search prices no packing.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,6 +63,7 @@ class Builder:
         self.origin: str = ""
         self.times: int = 1  # how often what is emitted stands in a folded model
         self.phase: str = "forward"
+        self._packs = False
         self._turned: set[fx.Node] = set()  # they may have other strides than their fakes
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
@@ -70,8 +73,17 @@ class Builder:
         node.meta["origin"] = self.origin
         node.meta["phase"] = self.phase
         node.meta["times"] = self.times
+        if self._packs:
+            node.meta["packs"] = "order"
         self._note_turned(node)
         return node
+
+    @contextmanager
+    def packing(self) -> Iterator[None]:
+        """What is emitted meanwhile brings a tensor into the order of ranks, or out of it."""
+        before, self._packs = self._packs, True
+        yield
+        self._packs = before
 
     def _note_turned(self, node: fx.Node) -> None:
         """Fakes of products are contiguous: the real ones, and what follows them, need not be."""

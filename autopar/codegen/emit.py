@@ -23,6 +23,7 @@ from autopar.codegen.fusion import Fusion, fuse
 from autopar.codegen.lowering import LocalCall, lower
 from autopar.codegen.partition import split_phases
 from autopar.codegen.passes import check_passes, run_last_passes, run_passes
+from autopar.codegen.passes.bucket import Sizes
 from autopar.codegen.passes.order import copied
 from autopar.codegen.passes.sites import Key
 from autopar.codegen.redistribute import emit_redistribution
@@ -200,6 +201,7 @@ class Emitter:
         passes: Collection[str] | None,
         pieces: Mapping[Key, int] | None = None,
         calls: Collection[Key] | None = None,
+        sizes: Sizes | None = None,
     ) -> Program:
         """The program after passes; the written graph itself is left as it is.
 
@@ -207,9 +209,10 @@ class Emitter:
             passes: names out of those of `autopar.codegen.passes`; None for `PASSES`.
             pieces: of collectives that are cut; default: the plan's.
             calls: collectives that may be one call with their matmuls; default: the plan's.
+            sizes: bytes that close a bucket, by axis and kind; default: the plan's.
         """
         inputs, outputs = self.inputs, self.outputs
-        graph = self._through(passes, pieces, calls)
+        graph = self._through(passes, pieces, calls, sizes)
         if self.fusion.kernels:
             fuse(graph, self.fusion, self.builder.fake_mode)
         tangents = {spec.node for spec, _ in inputs if spec.kind == "tangent"}
@@ -232,13 +235,14 @@ class Emitter:
         passes: Collection[str] | None,
         pieces: Mapping[Key, int] | None,
         calls: Collection[Key] | None = None,
+        sizes: Sizes | None = None,
         resident: Mapping[str, int] | None = None,
     ) -> fx.Graph:
         """What is written, behind its passes; the arguments are those of `run_passes`."""
         return run_passes(
             copied(self.graph),
             passes,
-            sizes=self.plan.bucket_sizes(),
+            sizes=self.plan.bucket_sizes() if sizes is None else sizes,
             block_of=self._block,
             resident=resident,
             pieces=self.plan.piece_counts() if pieces is None else pieces,

@@ -45,8 +45,9 @@ def emit_redistribution(b: Builder, x: fx.Node, src: Layout, dst: Layout) -> fx.
     if moves is None:
         raise ShardingError(f"no way from {format_layout(src)} to {format_layout(dst)}")
     layout = src
-    for move in moves:
-        after = (*layout[: move.axis], move.dst, *layout[move.axis + 1 :])
-        x = _emit_move(b, x, move, layout, after)
-        layout = after
+    with b.packing():
+        for move in moves:
+            after = (*layout[: move.axis], move.dst, *layout[move.axis + 1 :])
+            x = _emit_move(b, x, move, layout, after)
+            layout = after
     return x

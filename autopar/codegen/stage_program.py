@@ -30,6 +30,7 @@ from autopar.codegen.emit import Emitter
 from autopar.codegen.fusion import GENERATED, Fusion, fuse
 from autopar.codegen.parts import Cutter, Part, Parts, behind, inputs_first
 from autopar.codegen.passes import check_passes, phase_of, run_last_passes
+from autopar.codegen.passes.bucket import Sizes
 from autopar.codegen.passes.sites import Key
 from autopar.codegen.redistribute import emit_redistribution
 from autopar.codegen.traffic import check_traffic, count_collectives
@@ -152,6 +153,7 @@ class StageProgramWriter:
         passes: Collection[str] | None,
         pieces: Mapping[Key, int] | None = None,
         calls: Collection[Key] | None = None,
+        sizes: Sizes | None = None,
     ) -> StageProgram:
         """The program after passes; the written graphs themselves are left as they are.
 
@@ -159,8 +161,9 @@ class StageProgramWriter:
             passes: names out of those of `autopar.codegen.passes`; None for `PASSES`.
             pieces: of collectives that are cut; default: the plan's.
             calls: collectives that may be one call with their matmuls; default: the plan's.
+            sizes: bytes that close a bucket, by axis and kind; default: the plan's.
         """
-        graphs = [emitter.passed(passes, pieces, calls) for emitter in self._emitters]
+        graphs = [emitter.passed(passes, pieces, calls, sizes) for emitter in self._emitters]
         if len(graphs) > 1:
             _depend_on_turn(graphs)
         return self._emitters[0].of_all_microbatches(graphs[0], passes)
@@ -201,9 +204,10 @@ class _StageEmitter(Emitter):
         passes: Collection[str] | None,
         pieces: Mapping[Key, int] | None,
         calls: Collection[Key] | None,
+        sizes: Sizes | None,
     ) -> fx.Graph:
         """The graph of one turn, with its passes and with the written kernels of its fusion."""
-        graph = self._through(passes, pieces, calls, self._resident())
+        graph = self._through(passes, pieces, calls, sizes, self._resident())
         self._fuse(graph, self.fusion.kernels - {GENERATED})
         return graph
 

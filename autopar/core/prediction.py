@@ -19,7 +19,7 @@ class Prediction:
 
     Attributes:
         step_time_s: compute plus exposed communication and copies plus bubble plus the update.
-        compute_time_s: of all ops.
+        compute_time_s: of all ops, with `packing_s`.
         comm_time_s: of all collectives, hidden or not.
         hidden_comm_s: of these, what runs beside compute, per mesh axis; empty where the emitted
             program has not been simulated, which counts as nothing hidden.
@@ -36,6 +36,8 @@ class Prediction:
         copy_time_s: of all copies of activations to host memory and back.
         exposed_copy_s: of these, what compute stands still for: as the emitted program is
             simulated, and the search's estimate (`solver/beside.py`) until then.
+        packing_s: of copies into the order of ranks, into buckets and out of these, in the emitted
+            program; the search prices none.
         bubble_s: what a rank of a pipeline waits for other ranks.
         held: of a stage of a step in microbatches, what it holds when.
     """
@@ -55,6 +57,7 @@ class Prediction:
     host_activation_bytes: int = 0
     copy_time_s: float = 0.0
     exposed_copy_s: float = 0.0
+    packing_s: float = 0.0
     bubble_s: float = 0.0
     held: Held | None = None
 

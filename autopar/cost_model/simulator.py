@@ -47,7 +47,14 @@ from autopar.cost_model.profile import DeviceProfile
 from autopar.cost_model.streams import Streams
 from autopar.cost_model.update import update_seconds
 
-__all__ = ["OpTimes", "Simulation", "Span", "node_seconds", "optimizer_seconds", "simulate"]
+__all__ = [
+    "OpTimes",
+    "Simulation",
+    "Span",
+    "node_seconds",
+    "optimizer_seconds",
+    "simulate",
+]
 
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.contiguous.default)
 
@@ -70,7 +77,7 @@ class Span:
         phase: forward or backward.
         start_s, duration_s: when, in a program whose nodes all run once.
         times: how often it runs in the step.
-        kind: of a collective.
+        kind: of a collective; of an op that packs, what for: the "order" of ranks, or a "bucket".
         hidden_s: of the `duration_s` of a collective or a copy, what runs beside compute.
         members: what a collective sends: (origin, bytes) of each tensor.
         origin: the traced node that it is for.
@@ -86,6 +93,11 @@ class Span:
     hidden_s: float = 0.0
     members: tuple[tuple[str, int], ...] = ()
     origin: str = ""
+
+    @property
+    def packs(self) -> bool:
+        """True for an op that brings a tensor into the form that is sent, or out of it."""
+        return self.stream == "compute" and bool(self.kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,8 +239,8 @@ def _issue(
         return (Span(node.name, way, phase, start, seconds, count, origin=origin),)
     found = times.seconds(node) if times is not None else None
     seconds = node_seconds(node, cluster.device) if found is None else found
-    start = streams.run(seconds)
-    return (Span(node.name, "compute", phase, start, seconds, count, origin=origin),)
+    start, kind = streams.run(seconds), str(node.meta.get("packs", ""))
+    return (Span(node.name, "compute", phase, start, seconds, count, kind, origin=origin),)
 
 
 def _by_axis(

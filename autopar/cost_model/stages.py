@@ -247,6 +247,7 @@ def _predicted(time: RanksTime, memory: Mapping[str, int]) -> Prediction:
         compute_time_s=compute_s,
         comm_time_s=comm_s,
         hidden_comm_s=tuple(hidden),
+        packing_s=sum(p.packing_s for p in slowest),
         bubble_s=max(0.0, idle_s),
         peak_memory_bytes=sum(memory.values()),
         memory=dict(memory),

@@ -164,12 +164,18 @@ def _step_time(plan: Plan) -> str:
     hidden_s = without_residue(p.hidden_time_s, p.comm_time_s)
     share = f" ({exposed_s / p.step_time_s:.1%})" if p.step_time_s else ""
     return (
-        f"{format_seconds(p.step_time_s)} = compute {format_seconds(p.compute_time_s)} + "
+        f"{format_seconds(p.step_time_s)} = compute {format_seconds(p.compute_time_s)}"
+        f"{_packing(plan)} + "
         f"exposed communication {format_seconds(exposed_s)}{share}"
         f"{_moved(plan)}{_idle(plan)}; "
         f"{format_seconds(hidden_s)} of communication hidden; predicted"
         f"{_of_whom(plan)}"
     )
+
+
+def _packing(plan: Plan) -> str:
+    packing_s = plan.predicted.packing_s
+    return f" (packing {format_seconds(packing_s)})" if packing_s else ""
 
 
 def _idle(plan: Plan) -> str:

@@ -29,7 +29,7 @@ from autopar.codegen.passes.lifetimes import Lifetimes, is_start, is_wait
 from autopar.codegen.passes.order import call_like, copied, is_packing, reorder, show_anew
 from autopar.codegen.passes.strides import is_contiguous
 
-__all__ = ["bucket", "fewest_buckets", "is_gather_of_storage", "leaving"]
+__all__ = ["Sizes", "bucket", "fewest_buckets", "is_gather_of_storage", "leaving"]
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -297,6 +297,7 @@ def _join(
 
     def call(like: fx.Node, key: float, target: Any, *args: Any) -> fx.Node:
         node = call_like(like, target, *args)
+        node.meta["packs"] = "bucket"
         made[node] = key
         return node
 

@@ -1,0 +1,96 @@
+"""Programs of a plan that are tried: what they take, and with which buckets they take least."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from autopar.codegen.passes.sites import Key
+from autopar.core.plan import Plan
+from autopar.cost_model.simulator import Simulation
+
+__all__ = ["Trial", "bucketed"]
+
+_BUCKETS = (1 / 4, 1 / 8, 1 / 16)  # of the bytes that close one
+_JOINING = 5e-3  # of the step: what copies into buckets take at least, for others to be tried
+_GAIN = 1e-4  # of the step: less is beyond what is predicted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A program and what its parts are expected to take.
+
+    Attributes:
+        graph: forward and backward.
+        parts: simulations of what runs in one go, by name.
+        last: of the last backward with "finish" beside it, where a program has that.
+        code: what a rank runs, by part.
+    """
+
+    graph: fx.Graph
+    parts: Mapping[str, Simulation]
+    last: Simulation | None = None
+    code: Mapping[str, fx.Graph] = field(default_factory=dict)
+
+    def step_s(self) -> float:
+        """Seconds of the step."""
+        compute_s = sum(part.compute_s for part in self.parts.values())
+        exposed_s = sum(sum(p.exposed_s) + p.exposed_copy_s for p in self.parts.values())
+        return compute_s + exposed_s
+
+    def joining_s(self) -> float:
+        """Seconds of copies into buckets and out of them."""
+        spans = (span for part in self.parts.values() for span in part.spans)
+        return sum(s.duration_s * s.times for s in spans if s.packs and s.kind == "bucket")
+
+    def shares(self) -> dict[Key, float]:
+        """Part of the seconds of each collective that is hidden."""
+        found: dict[Key, float] = {}
+        for part in self.parts.values():
+            found.update(part.hidden_shares())
+        if self.last is not None:
+            beside = self.last.hidden_shares()
+            found.update((key, beside[key]) for key in self.parts["finish"].hidden_shares())
+        return found
+
+    def compute_s(self, packing: bool = True) -> dict[str, float]:
+        """Seconds of ops by origin, of one execution of each, with those that pack or without."""
+        found: dict[str, float] = defaultdict(float)
+        for span in (span for part in self.parts.values() for span in part.spans):
+            if span.stream == "compute" and (packing or not span.packs):
+                found[span.origin] += span.duration_s
+        return found
+
+    def comm_s(self, exposed: bool = False) -> dict[Key, float]:
+        """Seconds of collectives, or of what is exposed of them, of one execution of each."""
+        found: dict[Key, float] = defaultdict(float)
+        for span in (span for part in self.parts.values() for span in part.spans):
+            if isinstance(span.stream, int):
+                hidden = span.hidden_s if exposed else 0.0
+                found[span.origin, span.stream, span.kind] += span.duration_s - hidden
+        return found
+
+
+def bucketed(plan: Plan, run: Callable[[Plan], Trial]) -> tuple[Plan, Trial]:
+    """`plan` with the buckets that serve best, and its program.
+
+    A smaller bucket has more latency and fewer bytes that are copied into it: collectives hide
+    beside compute, and copies do not.
+
+    Args:
+        plan: as solved.
+        run: emits and simulates a plan.
+    """
+    best, trial = plan, run(plan)
+    for share in _BUCKETS:
+        if trial.joining_s() <= _JOINING * trial.step_s():
+            break
+        rows = (replace(row, num_bytes=int(share * row.num_bytes)) for row in plan.buckets)
+        smaller = replace(plan, buckets=tuple(rows))
+        after = run(smaller)
+        if after.step_s() < trial.step_s() * (1 - _GAIN):
+            best, trial = smaller, after
+    return best, trial

@@ -1,0 +1,159 @@
+"""What a program takes beside what the search counts: packing, and collectives in their buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.codegen.emit import written
+from autopar.core.constraints import Constraints
+from autopar.core.graph import TracedModel
+from autopar.core.plan import Plan
+from autopar.cost_model import Cluster
+from autopar.cost_model.simulator import Simulation, simulate
+from autopar.pipelining import plan_step
+from autopar.scheduling import scheduled
+from autopar.solver.solve import solve
+from autopar.tracer.trace import trace
+from autopar.trials import Trial, bucketed
+from autopar.verification import verify
+from tests import zoo
+
+GPUS = Cluster.from_profile("h100-sxm", devices_per_node=4)
+
+
+def packing_of(simulation: Simulation) -> float:
+    return sum(s.duration_s * s.times for s in simulation.spans if s.packs)
+
+
+class Wide(nn.Module):
+    """Linear layers whose weights are large."""
+
+    def __init__(self, width: int = 1024, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def wide(width: int = 1024, layers: int = 3) -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    return Wide(width, layers).double().train(), {"x": torch.randn(16, width).double()}
+
+
+@pytest.mark.parametrize(
+    ("name", "constraints"),
+    [
+        ("llama", {"data": 4, "zero": 3}),
+        ("gpt2", {"data": 4, "zero": 1}),
+        ("gpt2", {"data": 2, "tensor": {"mode": "1d", "size": 2}, "zero": 3}),
+        ("vit", {"tensor": {"mode": "1d", "size": 4}}),
+    ],
+)
+def test_packing_and_collectives_are_those_of_the_program(
+    name: str, constraints: Mapping[str, Any]
+) -> None:
+    model, inputs = zoo.MODELS[name]()
+    traced = trace(model.train(), inputs)
+    counted = solve(traced, GPUS, constraints=Constraints.parse(constraints))
+    plan = scheduled(counted, traced)
+    program = autopar.simulate(plan, model, inputs, traced=traced)
+    predicted = plan.predicted
+    assert predicted.packing_s > 0
+    assert predicted.packing_s == pytest.approx(packing_of(program), rel=1e-6)
+    assert predicted.comm_time_s == pytest.approx(sum(program.comm_s), rel=1e-6)
+    assert predicted.exposed_time_s == pytest.approx(sum(program.exposed_s), rel=1e-2)
+    more_s = predicted.compute_time_s - counted.predicted.compute_time_s
+    if not plan.pieces:
+        assert more_s == pytest.approx(predicted.packing_s, rel=1e-6)
+    assert Plan.from_dict(plan.to_dict()).predicted.packing_s == predicted.packing_s
+    assert "(packing " in plan.summary()
+
+
+def test_the_first_dim_is_in_the_order_of_ranks() -> None:
+    """A gradient that is scattered along another dim is copied, and what is gathered so."""
+    model, inputs = wide(layers=1)
+    traced = trace(model, inputs)
+    found = {}
+    for dim in (0, 1):
+        pins = {"data": 4, "zero": 3, "params": {"layers.0.weight": [f"Shard({dim})"]}}
+        plan = solve(traced, GPUS, constraints=Constraints.parse(pins))
+        found[dim] = scheduled(plan, traced).predicted
+    assert found[0].packing_s == 0
+    copied = 2 * 1024 * 1024 * 8  # bytes that one copy reads and writes
+    assert found[1].packing_s > 2 * copied / GPUS.device.memory_bandwidth
+    assert found[1].step_time_s > found[0].step_time_s
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_parts_of_a_stage_take_what_they_pack(schedule: str) -> None:
+    model, inputs = wide(width=512, layers=4)
+    traced = trace(model, inputs)
+    pins = {"pipeline": {"size": 2, "microbatches": 4, "schedule": schedule}, "zero": 3}
+    pins["params"] = {"layers.*.weight": ["Shard(1)"]}
+    counted = plan_step(traced, GPUS, constraints=Constraints.parse(pins))
+    plan = scheduled(counted, traced)
+    assert plan.pipeline is not None and counted.pipeline is not None
+    for before, after in zip(counted.pipeline.stages, plan.pipeline.stages, strict=True):
+        was, now = before.predicted, after.predicted
+        assert now.packing_s > 0
+        assert now.compute_time_s == pytest.approx(was.compute_time_s + now.packing_s, rel=1e-6)
+        once = now.phases["prepare"] + now.phases["finish"]
+        turns = 4 * sum(now.phases[part] for part in ("forward", "input", "weight"))
+        took_s = now.compute_time_s + now.exposed_time_s
+        assert once + turns == pytest.approx(took_s, rel=1e-6)
+    assert verify(plan, model, inputs).worst[1] <= 1e-9
+
+
+# --- buckets ----------------------------------------------------------------------------------
+def trial_of(plan: Plan, traced: TracedModel) -> Trial:
+    cluster = Cluster.from_dict(plan.cluster)
+    graph = written(traced, plan, [0] * len(plan.mesh_shape)).program(None).joint.graph
+    return Trial(graph=graph, parts={"step": simulate(graph, cluster)})
+
+
+def with_latency(seconds: float) -> Cluster:
+    intra = replace(GPUS.intra, latency_s=seconds, base_latency_s=seconds)
+    return replace(GPUS, intra=intra)
+
+
+def test_buckets_are_as_large_as_serves() -> None:
+    """Latency asks for large buckets, and copies for small ones."""
+    model, inputs = wide(layers=6)
+    inputs = {"x": torch.randn(512, 1024).double()}
+    traced = trace(model, inputs)
+    pins = Constraints.parse({"data": 4, "zero": 0})
+    sizes = {}
+    for latency_s in (1e-7, 1e-3):
+        plan = solve(traced, with_latency(latency_s), constraints=pins)
+        # buckets that hold all gradients
+        plan = replace(plan, buckets=tuple(replace(b, num_bytes=1 << 26) for b in plan.buckets))
+        chosen, trial = bucketed(plan, lambda p: trial_of(p, traced))
+        assert trial.step_s() <= trial_of(plan, traced).step_s()
+        assert trial.step_s() == trial_of(chosen, traced).step_s()
+        sizes[latency_s] = max(b.num_bytes for b in chosen.buckets)
+        assert verify(chosen, model, inputs).worst[1] <= 1e-9
+    assert sizes[1e-7] < sizes[1e-3] == 1 << 26
+
+
+def test_a_program_that_copies_next_to_nothing_keeps_its_buckets() -> None:
+    model, inputs = wide(layers=2)
+    traced = trace(model, inputs)
+    plan = solve(traced, GPUS, constraints=Constraints.parse({"data": 1}))
+    runs = []
+
+    def run(trial: Plan) -> Trial:
+        runs.append(trial)
+        return trial_of(trial, traced)
+
+    chosen, _ = bucketed(plan, run)
+    assert chosen is plan and len(runs) == 1
