@@ -144,7 +144,7 @@ class OnePiece:
             others.append((self.constraints, 1 - (1 - EXPOSED) * hidden))
         for constraints, exposed in others:
             now_s = best.predicted.step_time_s
-            if now_s - best.predicted.packing_s <= (1 + _SLOWER) * first.solver.bound:
+            if now_s <= (1 + _SLOWER) * first.solver.bound:
                 break
             # searches of other constraints are of other problems
             pinned = replace(self, constraints=constraints, searches=None, free_s={}, free_t={})
