@@ -37,6 +37,7 @@ _HIDDEN = 0.8  # of what was counted on: less, and the step is solved again
 _NEXT_TO_NONE = 0.25  # of it: the plan that counts on nothing serves
 _DOUBTED = 2 / 3  # less, and what counts least tells little of what is fast
 _SLOWER = 0.01  # than the bound: more, and other programs are looked at
+_UNSEEN = 0.03  # of the step: what is not counted, that other programs are thought to have as well
 _ALL = 1.0  # of what may hide, exposed
 _STAGES = (0, 1, 3)  # of ZeRO
 _TOLD = ("solver", "constraints", "memory_limit_bytes")  # what it does not
@@ -142,9 +143,10 @@ class OnePiece:
         others += [(self.constraints, _ALL)] * is_doubtful
         if hidden < _HIDDEN and not (is_doubtful and hidden < _NEXT_TO_NONE):
             others.append((self.constraints, 1 - (1 - EXPOSED) * hidden))
+        unseen_s = min(_unseen_s(first, best), _UNSEEN * best.predicted.step_time_s)
         for constraints, exposed in others:
             now_s = best.predicted.step_time_s
-            if now_s <= (1 + _SLOWER) * first.solver.bound:
+            if now_s - unseen_s <= (1 + _SLOWER) * first.solver.bound:
                 break
             # searches of other constraints are of other problems
             pinned = replace(self, constraints=constraints, searches=None, free_s={}, free_t={})
@@ -270,6 +272,13 @@ class _Doubts:
 def _hoped_s(plan: Plan) -> float:
     """Seconds that the search counted on to hide."""
     return plan.predicted.serial_time_s - plan.solver.objective
+
+
+def _unseen_s(plan: Plan, program: Plan) -> float:
+    """Seconds of a plan's program that the search does not count: packing, and latency."""
+    p, counted_s = program.predicted, plan.predicted.comm_time_s
+    more = 1 - counted_s / p.comm_time_s if p.comm_time_s else 0.0
+    return p.packing_s + max(0.0, more) * p.exposed_time_s
 
 
 def _proved(plan: Plan, bound: float) -> Plan:

@@ -91,6 +91,7 @@ def bucketed(plan: Plan, run: Callable[[Plan], Trial]) -> tuple[Plan, Trial]:
         rows = (replace(row, num_bytes=int(share * row.num_bytes)) for row in plan.buckets)
         smaller = replace(plan, buckets=tuple(rows))
         after = run(smaller)
-        if after.step_s() < trial.step_s() * (1 - _GAIN):
-            best, trial = smaller, after
+        if after.step_s() >= trial.step_s() * (1 - _GAIN):
+            break
+        best, trial = smaller, after
     return best, trial
