@@ -19,7 +19,6 @@ from rich.table import Table
 import autopar
 from autopar.core.constraints import Constraints
 from autopar.core.plan import BucketBytes, Plan
-from autopar.cost_model.simulator import Simulation
 from autopar.pipelining import plan_step
 from autopar.scheduling import scheduled
 from autopar.tracer.trace import trace
@@ -32,10 +31,6 @@ def _widest(plan: Plan) -> tuple[BucketBytes, ...]:
     """Buckets as latency asks for them, whatever is copied."""
     cluster = autopar.Cluster.from_dict(plan.cluster)
     return tuple(replace(b, num_bytes=cluster.bucket_bytes(b.kind, b.axis)) for b in plan.buckets)
-
-
-def _packing_s(simulation: Simulation) -> float:
-    return sum(s.duration_s * s.times for s in simulation.spans if s.packs)
 
 
 def _measure(name: str, row: Row, table: Table) -> None:
@@ -63,10 +58,8 @@ def _measure(name: str, row: Row, table: Table) -> None:
     wide = replace(plan, buckets=_widest(plan))
     for kind, each in (("the program", plan), ("with the widest buckets", wide)):
         seen = autopar.simulate(each, model, inputs, traced=whole)
-        cells = (seen.step_s, _packing_s(seen), sum(seen.exposed_s))
-        table.add_row(
-            "", kind, *(f"{s:.4g}" if i == 0 else f"{s:.3g}" for i, s in enumerate(cells))
-        )
+        parts = (f"{s:.3g}" for s in (seen.packing_s, sum(seen.exposed_s)))
+        table.add_row("", kind, f"{seen.step_s:.4g}", *parts)
     table.add_section()
 
 

@@ -16,7 +16,7 @@ from autopar.core.constraints import Constraints
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
-from autopar.cost_model.simulator import Simulation, simulate
+from autopar.cost_model.simulator import simulate
 from autopar.pipelining import plan_step
 from autopar.scheduling import scheduled
 from autopar.solver.solve import solve
@@ -26,10 +26,6 @@ from autopar.verification import verify
 from tests import zoo
 
 GPUS = Cluster.from_profile("h100-sxm", devices_per_node=4)
-
-
-def packing_of(simulation: Simulation) -> float:
-    return sum(s.duration_s * s.times for s in simulation.spans if s.packs)
 
 
 class Wide(nn.Module):
@@ -69,7 +65,7 @@ def test_packing_and_collectives_are_those_of_the_program(
     program = autopar.simulate(plan, model, inputs, traced=traced)
     predicted = plan.predicted
     assert predicted.packing_s > 0
-    assert predicted.packing_s == pytest.approx(packing_of(program), rel=1e-6)
+    assert predicted.packing_s == pytest.approx(program.packing_s, rel=1e-6)
     assert predicted.comm_time_s == pytest.approx(sum(program.comm_s), rel=1e-6)
     assert predicted.exposed_time_s == pytest.approx(sum(program.exposed_s), rel=1e-2)
     more_s = predicted.compute_time_s - counted.predicted.compute_time_s

@@ -9,7 +9,7 @@ shares latency among what may be joined, where the program has the buckets that 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.core.plan import Plan
@@ -62,7 +62,7 @@ def as_emitted(plan: Plan, parts: Mapping[str, Simulation], turns: int = 1) -> P
     )
 
 
-def _packing(spans: Iterable[Span], ops: Iterable[PlannedOp]) -> Mapping[str, float]:
+def _packing(spans: Iterable[Span], ops: Sequence[PlannedOp]) -> Mapping[str, float]:
     """Seconds of packing in a step, by the op that it counts to."""
     owners = {move.of: op.name for op in ops for move in op.moves if move.leaves}
     owners |= {op.name: op.name for op in ops}
@@ -74,7 +74,7 @@ def _packing(spans: Iterable[Span], ops: Iterable[PlannedOp]) -> Mapping[str, fl
     return found
 
 
-def _sent(spans: Iterable[Span], ops: Iterable[PlannedOp]) -> Mapping[_Key, float]:
+def _sent(spans: Iterable[Span], ops: Sequence[PlannedOp]) -> Mapping[_Key, float]:
     """Seconds per byte of the collectives of a step, which members of a bucket share."""
     seconds: dict[_Key, float] = defaultdict(float)
     for span in spans:

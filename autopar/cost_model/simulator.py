@@ -127,6 +127,11 @@ class Simulation:
         return tuple(c - e for c, e in zip(self.comm_s, self.exposed_s, strict=True))
 
     @property
+    def packing_s(self) -> float:
+        """Seconds of ops that pack; part of `compute_s`."""
+        return sum(span.duration_s * span.times for span in self.spans if span.packs)
+
+    @property
     def total_s(self) -> float:
         """A training step with its update."""
         return self.step_s + self.optimizer_s
