@@ -59,8 +59,8 @@ def decomposed(
         turns: microbatches of a step.
 
     Returns:
-        The plan with its `pieces`, and with their latency and copies in what is predicted of it;
-        and its program. Both as they were given where nothing is cut.
+        The plan with its `pieces`, and with their copies in what is predicted of it; and its
+        program. Both as they were given where nothing is cut.
     """
     best, best_trial = plan, before
     enough_s = _LEAST * before.step_s()
@@ -175,7 +175,7 @@ def _saved(group: _Group, before: Trial, after: Trial) -> float:
 
 
 def _priced(plan: Plan, before: Trial, after: Trial, turns: int) -> Plan:
-    """`plan` with what its pieces add: copies and launches to ops, latency to collectives."""
+    """`plan` with what its pieces add to ops: copies and launches (latency: `as_emitted`)."""
     if not plan.pieces:
         return plan
     # what packing takes is known of the program in the end
@@ -185,15 +185,13 @@ def _priced(plan: Plan, before: Trial, after: Trial, turns: int) -> Plan:
     left = max(0.0, sum(change.values())) / added if added else 0.0
     more = {origin: left * max(0.0, seconds) for origin, seconds in change.items()}
     cut = {(p.node, p.axis, p.kind): p.count for p in plan.pieces}
-    whole_s, cut_s = before.comm_s(), after.comm_s()
 
     def priced(op: PlannedOp) -> PlannedOp:
         moves = []
         for move in op.moves:
             key = op.name, move.axis, move.kind
             if not move.leaves and key in cut:
-                slower = cut_s[key] / whole_s[key]
-                move = move._replace(seconds=rounded(move.seconds * slower), pieces=cut[key])
+                move = move._replace(pieces=cut[key])
             moves.append(move)
         seconds = op.compute_s + more.get(op.name, 0.0)
         return replace(op, compute_s=rounded(seconds), moves=tuple(moves))
@@ -202,16 +200,14 @@ def _priced(plan: Plan, before: Trial, after: Trial, turns: int) -> Plan:
     ops = tuple(priced(op) for op in was.timeline.ops)
     pairs = list(zip(ops, was.timeline.ops, strict=True))
     compute_s = sum((now.compute_s - then.compute_s) * now.times for now, then in pairs)
-    comm_s = sum(now.comm_s - then.comm_s for now, then in pairs)
     phases = dict(was.phases)
     for now, then in pairs if phases else ():
         part = "forward" if now.phase == "forward" else "input"
-        phases[part] += (now.total_s - then.total_s) / turns
+        phases[part] += (now.compute_s - then.compute_s) * now.times / turns
     predicted = replace(
         was,
-        step_time_s=was.step_time_s + compute_s + comm_s,
+        step_time_s=was.step_time_s + compute_s,
         compute_time_s=was.compute_time_s + compute_s,
-        comm_time_s=was.comm_time_s + comm_s,
         timeline=replace(was.timeline, ops=ops),
         phases=phases,
     )
