@@ -31,6 +31,7 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import has_side_effect
 from torch.library import Library
@@ -59,6 +60,7 @@ __all__ = [
     "in_function_transform",
     "inductor_compile",
     "layout_of",
+    "lazily_compiled",
     "leaving_transforms",
     "meet_in_symmetric_memory",
     "module_has_hooks",
@@ -358,6 +360,13 @@ def without_onednn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(enabled)
+
+
+@contextmanager
+def lazily_compiled() -> Iterator[None]:
+    """Python code of a graph module is written when it is called, and most never are."""
+    with _use_lazy_graph_module(True):
+        yield
 
 
 @contextmanager

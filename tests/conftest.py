@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -21,3 +22,10 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         del os.environ["AUTOPAR_CACHE_DIR"]
     else:
         os.environ["AUTOPAR_CACHE_DIR"] = before
+
+
+def pytest_collection_finish() -> None:
+    """What imports made lives as long as the process: collections need not look at it again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 10)

@@ -29,6 +29,7 @@ from autopar.codegen.passes.sites import Key
 from autopar.codegen.redistribute import emit_redistribution
 from autopar.codegen.traffic import check_traffic, count_collectives
 from autopar.core.blocks import Block, Blocks
+from autopar.core.collector import paused_collector
 from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info, op_nodes, resolve
 from autopar.core.late_module import late_module
 from autopar.core.made_for import check_made_for
@@ -71,6 +72,7 @@ class Program:
         return count_collectives(self.joint.graph)
 
 
+@paused_collector()
 def emit(
     traced: TracedModel,
     plan: Plan,

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from autopar._compat import leaving_transforms, without_onednn
+from autopar._compat import lazily_compiled, leaving_transforms, without_onednn
 from autopar.core.collector import paused_collector
 from autopar.core.grad_modes import outside_inference_mode
 from autopar.core.graph import InputSpec, NodeInfo, OutputSpec, Repeat, TracedModel, output_paths
@@ -61,6 +61,7 @@ aten = torch.ops.aten
 
 
 @paused_collector()
+@lazily_compiled()
 @leaving_transforms()
 @outside_inference_mode()
 @without_onednn()  # the ops of a graph are to run on any device

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
-from torch import Tensor, UntypedStorage, fx
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autopar.core.work import is_away
@@ -100,7 +100,7 @@ class Lifetimes:
         self._make(index, node, own)
         shown[node] = [self._root[mine] for mine in own if mine in self._root]
 
-    def _make(self, index: int, node: fx.Node, own: Mapping[int, UntypedStorage]) -> None:
+    def _make(self, index: int, node: fx.Node, own: Mapping[int, int]) -> None:
         """Note the storages that a node makes, and whose storage its value is."""
         if is_away(node.target):
             self._given.update(own)
@@ -108,9 +108,9 @@ class Lifetimes:
             if "dies" not in node.meta:
                 self._given.update(own)
                 return
-            for mine, storage in own.items():
+            for mine, num_bytes in own.items():
                 self._root[mine], self._first[mine] = mine, index
-                self._bytes[mine] = storage.nbytes()
+                self._bytes[mine] = num_bytes
         elif "in_place" in node.meta and (shown := self._storages(node.all_input_nodes[0])):
             self._root[next(iter(own))] = shown[0]
         elif is_wait(node):
@@ -121,10 +121,10 @@ class Lifetimes:
             for held in self.held(start):
                 self._last[held] = index
         elif node.op == "call_function":
-            for mine, storage in own.items():
+            for mine, num_bytes in own.items():
                 if mine not in self._root and mine not in self._given:
                     self._root[mine] = mine
-                    self._bytes[mine] = storage.nbytes()
+                    self._bytes[mine] = num_bytes
                     self._first[mine] = index
 
     def _storages(self, node: fx.Node) -> list[int]:
@@ -174,13 +174,15 @@ def _read(node: fx.Node) -> list[fx.Node]:
     return [n for n in kept if isinstance(n, fx.Node)]
 
 
-def _own(node: fx.Node) -> dict[int, UntypedStorage]:
-    """Storages of a node's value, by address."""
+def _own(node: fx.Node) -> Mapping[int, int]:
+    """Bytes of the storages of a node's value, by address; noted, as passes ask many times."""
     value = node.meta.get("val")
-    if isinstance(value, Tensor):
-        storage = value.untyped_storage()
-        return {storage._cdata: storage}
     if value is None:
         return {}
-    tensors = (v for v in pytree.tree_leaves(value) if isinstance(v, Tensor))
-    return {s._cdata: s for s in (v.untyped_storage() for v in tensors)}
+    known = node.meta.get("storages")
+    if known is None or known[0] is not value:
+        tensors = (v for v in pytree.tree_leaves(value) if isinstance(v, Tensor))
+        storages = (tensor.untyped_storage() for tensor in tensors)
+        known = node.meta["storages"] = value, {s._cdata: s.nbytes() for s in storages}
+    found: Mapping[int, int] = known[1]
+    return found

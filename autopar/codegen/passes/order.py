@@ -100,10 +100,12 @@ def copied(graph: fx.Graph) -> fx.Graph:
     """A graph with the same nodes and metadata."""
     found = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    end = found.output(found.graph_copy(graph, copies))
-    end.meta = dict(graph.output_node().meta)
-    for old, new in copies.items():
-        new.meta = dict(old.meta)
+    for node in graph.nodes:
+        # arguments that are set behind the creation are not searched for symbols, half of the time
+        copies[node] = new = found.create_node(node.op, node.target, (), {}, node.name, node.type)
+        new.args = fx.map_arg(node.args, copies.__getitem__)
+        new.kwargs = fx.map_arg(node.kwargs, copies.__getitem__)
+        new.meta = dict(node.meta)
     return found
 
 
