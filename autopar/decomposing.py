@@ -167,7 +167,7 @@ def _saved(group: _Group, before: Trial, after: Trial) -> float:
     """Seconds that a group's ops and collectives take less in a whole program."""
 
     def taken(trial: Trial) -> float:
-        compute_s, exposed_s = trial.compute_s(), trial.comm_s(exposed=True)
+        compute_s, exposed_s = trial.compute_s(), trial.exposed_s()
         ops = math.fsum(compute_s.get(origin, 0.0) for origin in group.origins)
         return ops + math.fsum(exposed_s.get(key, 0.0) for key in group.keys)
 

@@ -145,7 +145,7 @@ def _with_marks(plan: Plan, keys: Collection[Key]) -> Plan:
 
 def _promising(plan: Plan, graph: fx.Graph, before: Trial, cluster: Cluster) -> list[_Group]:
     """Groups of sites that save something."""
-    counts, exposed_s = plan.piece_counts(), before.comm_s(exposed=True)
+    counts, exposed_s = plan.piece_counts(), before.exposed_s()
     alike: dict[Hashable, list[Site]] = defaultdict(list)
     for site in find_sites(graph):
         key = key_of(site.start)

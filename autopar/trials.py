@@ -64,13 +64,12 @@ class Trial:
                 found[span.origin] += span.duration_s
         return found
 
-    def comm_s(self, exposed: bool = False) -> dict[Key, float]:
-        """Seconds of collectives, or of what is exposed of them, of one execution of each."""
+    def exposed_s(self) -> dict[Key, float]:
+        """Seconds of collectives that are exposed, of one execution of each."""
         found: dict[Key, float] = defaultdict(float)
         for span in (span for part in self.parts.values() for span in part.spans):
             if isinstance(span.stream, int):
-                hidden = span.hidden_s if exposed else 0.0
-                found[span.origin, span.stream, span.kind] += span.duration_s - hidden
+                found[span.origin, span.stream, span.kind] += span.duration_s - span.hidden_s
         return found
 
 

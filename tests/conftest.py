@@ -25,7 +25,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """What imports made lives as long as the process: collections need not look at it again."""
+    """Fewer collections: what imports made stays, and so does most of a test's to its end."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
