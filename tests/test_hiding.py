@@ -462,6 +462,35 @@ def test_collectives_over_two_axes_hide() -> None:
     assert exposed[True] < 0.5
 
 
+def test_what_waits_for_a_late_bucket_holds_nothing_else_back() -> None:
+    """Biases share a bucket at the end of the backward; weights are summed over nodes before."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(6)))
+        batch = (torch.empty(1 << 15, 2048), torch.empty(1 << 15, 2048))
+    cluster = Cluster.from_profile("h100-sxm", nodes=4, devices_per_node=8, mesh_shape=(4, 8))
+    traced = trace(model, batch, loss_fn=nn.functional.mse_loss)
+    plan = solve(traced, cluster, constraints=Constraints.parse({"params": {"*": ["R", "S0"]}}))
+    sizes = {(1, "reduce_scatter"): 1 << 20, (0, "all_reduce"): 3 << 20}
+    graph = written(traced, plan, [0, 0]).program(None, {}, sizes=sizes).joint.graph
+    products = (n for n in reversed(list(graph.nodes)) if "einsum" in str(n.target))
+    last = next(products)
+    sums = {}
+    for node in graph.nodes:
+        if node.meta.get("phase") == "backward" and is_start(node):
+            kind, axis, _, _ = node.meta["collective"]
+            members = node.meta.get("members", ((node.meta["origin"], 0),))
+            sums[axis, kind, tuple(sorted(origin for origin, _ in members))] = node < last
+    biases = ("view", *(f"view_{i}" for i in range(1, 6)))
+    weights = [f"gradient of {i}.weight" for i in range(6)]
+    assert sums[1, "reduce_scatter", biases]  # in front of one product, that of the first layer
+    across = {names: early for (axis, _, names), early in sums.items() if axis == 0}
+    assert across == {
+        (weights[4], weights[5]): True,
+        (weights[2], weights[3]): True,
+        tuple(sorted((*biases, *weights[:2]))): False,
+    }
+
+
 def _check_chains(graph: fx.Graph) -> None:
     starts = [node for node in graph.nodes if is_start(node)]
     chained = 0

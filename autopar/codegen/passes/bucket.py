@@ -26,10 +26,24 @@ import torch
 from torch import fx
 
 from autopar.codegen.passes.lifetimes import Lifetimes, is_start, is_wait
-from autopar.codegen.passes.order import call_like, copied, is_packing, reorder, show_anew
+from autopar.codegen.passes.order import (
+    call_like,
+    copied,
+    is_packing,
+    link,
+    reorder,
+    show_anew,
+)
 from autopar.codegen.passes.strides import is_contiguous
 
-__all__ = ["Sizes", "bucket", "fewest_buckets", "is_gather_of_storage", "leaving"]
+__all__ = [
+    "Sizes",
+    "bucket",
+    "fewest_buckets",
+    "is_gather_of_storage",
+    "leaving",
+    "reduced_before",
+]
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -147,34 +161,64 @@ def _limit(node: fx.Node, sizes: Sizes) -> int:
 def _reductions(
     graph: fx.Graph, sizes: Sizes, budget: int, live: Live, alone: Collection[str]
 ) -> list[list[fx.Node]]:
-    """Runs of reductions that only the caller reads, in the order in which they are issued.
+    """Runs of reductions that only the caller reads, in the order in which they can be issued.
 
-    Behind a reduction on one axis may stand one on another axis: members have equally many before.
-    What another pipeline stage waits for is left alone.
+    Behind a reduction on one axis may stand one on another axis: members have equally many before,
+    and each can be issued when the bucket of the one before it has gone out. What another pipeline
+    stage waits for is left alone.
     """
     lifetimes = live(graph)
     private = leaving(graph)
+    issued: dict[fx.Node, int] = {}
+    found: list[list[fx.Node]] = []
+    for level in _levels(graph, private):
+        alike: dict[Hashable, list[fx.Node]] = defaultdict(list)
+        for node in level:
+            before = (issued[source] for source in reduced_before(node, private))
+            issued[node] = max([lifetimes.position[node], *before])
+            small = _size(node) < _limit(node, sizes) and node.name not in alone
+            if small and _may_share(node):
+                alike[_key(node)].append(node)
+        for unsorted in alike.values():
+            members = sorted(unsorted, key=issued.__getitem__)
+            room = [budget - int(lifetimes.live[issued[m]]) for m in members]
+            ends = fewest_buckets([_size(m) for m in members], room, _limit(members[0], sizes))
+            for first, end in itertools.pairwise([0, *ends]):
+                found.append(members[first:end])
+                issued.update(dict.fromkeys(members[first:end], issued[members[end - 1]]))
+    return [members for members in found if len(members) > 1]
+
+
+def _levels(graph: fx.Graph, private: Collection[fx.Node]) -> list[list[fx.Node]]:
+    """Reductions that only the caller reads by how many stand before them, in order."""
     depth: dict[fx.Node, int] = {}
-    alike: dict[Hashable, list[fx.Node]] = defaultdict(list)
+    levels: dict[int, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         depth[node] = max((depth[n] for n in node.all_input_nodes), default=0)
-        if node not in private or not is_start(node):
-            continue
-        depth[node] += 1
-        if node.meta.get("phase") not in ("backward", "finish"):
-            continue
-        if _size(node) >= _limit(node, sizes) or node.name in alone:
-            continue
-        if "piece" in node.meta or not _leaves_contiguous(node):
-            continue
-        if node.target in (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default):
-            alike[_key(node), depth[node]].append(node)
-    found: list[list[fx.Node]] = []
-    for members in alike.values():
-        room = [budget - int(lifetimes.live[lifetimes.position[m]]) for m in members]
-        ends = fewest_buckets([_size(m) for m in members], room, _limit(members[0], sizes))
-        found += [members[first:end] for first, end in itertools.pairwise([0, *ends])]
-    return [members for members in found if len(members) > 1]
+        if node in private and is_start(node):
+            levels[depth[node]].append(node)
+            depth[node] += 1
+    return [levels[number] for number in sorted(levels)]
+
+
+def reduced_before(start: fx.Node, private: Collection[fx.Node]) -> list[fx.Node]:
+    """The reductions, out of `leaving`, whose results one works on."""
+    return [
+        source
+        for node in link(start)
+        for source in node.all_input_nodes
+        if is_start(source) and source in private
+    ]
+
+
+def _may_share(node: fx.Node) -> bool:
+    """True for a reduction that may go out with others."""
+    return (
+        node.target in (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
+        and node.meta.get("phase") in ("backward", "finish")
+        and "piece" not in node.meta
+        and _leaves_contiguous(node)
+    )
 
 
 def fewest_buckets(sizes: Sequence[int], room: Sequence[int], limit: int) -> list[int]:

@@ -19,7 +19,7 @@ from types import MappingProxyType
 
 from torch import fx
 
-from autopar.codegen.passes.bucket import is_gather_of_storage, leaving
+from autopar.codegen.passes.bucket import is_gather_of_storage, leaving, reduced_before
 from autopar.codegen.passes.lifetimes import Lifetimes, is_start, is_wait
 from autopar.codegen.passes.order import feeding, is_packing, link, phase_starts, reorder
 from autopar.core.host import ARRIVED, FROM_HOST
@@ -198,11 +198,7 @@ def follow_later(graph: fx.Graph, budget: int, resident: Resident = None) -> Non
     private = leaving(graph)
     starts = [node for node in lifetimes.nodes if is_start(node)]
     order = {node: index for index, node in enumerate(starts)}
-    before = {
-        node: [s for n in link(node) for s in n.all_input_nodes if is_start(s) and s in private]
-        for node in starts
-        if node in private
-    }
+    before = {node: reduced_before(node, private) for node in starts if node in private}
     keys: dict[fx.Node, float] = {}
     for node, sources in before.items():
         if not sources or node.meta.get("phase") != "backward":
