@@ -18,17 +18,18 @@ to the host; where compute stands at the wait for one, these seconds are added t
 A call that sends and multiplies at once (`overlapped_calls.py`) begins when both streams are free,
 and takes both; what it takes longer than its ops is exposed.
 
-In a folded program a node of the block that stands for k counts k times: the blocks between run as
-this one does. Where that would hide more than C and what compute stands for copies, hidden is that.
+In a folded program a block that stands for k runs k times (`unrolled.py`), so that queues grow as
+they do in the whole program; what is exposed of a node is the mean of all times. Hidden is no more
+than C and what compute stands for copies, whatever a node counts for.
 """
 
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -45,6 +46,7 @@ from autopar.cost_model.offload import can_offload, offload_seconds
 from autopar.cost_model.overlapped_calls import call_seconds
 from autopar.cost_model.profile import DeviceProfile
 from autopar.cost_model.streams import Streams
+from autopar.cost_model.unrolled import Turn, unrolled
 from autopar.cost_model.update import update_seconds
 
 __all__ = [
@@ -75,7 +77,7 @@ class Span:
         name: of the node.
         stream: where it runs.
         phase: forward or backward.
-        start_s, duration_s: when, in a program whose nodes all run once.
+        start_s, duration_s: when it runs first, and for how long each time.
         times: how often it runs in the step.
         kind: of a collective; of an op that packs, what for: the "order" of ranks, or a "bucket".
         hidden_s: of the `duration_s` of a collective or a copy, what runs beside compute.
@@ -186,66 +188,129 @@ def simulate(
         Seconds, and what ran when.
     """
     streams = Streams()
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    calls = {node: _call(node, cluster, times) for node in nodes}
     spans: list[Span] = []
     sent: list[tuple[fx.Node, Span]] = []
     copies: list[tuple[fx.Node, Span]] = []
-    for node in graph.nodes:
-        found = _issue(node, streams, cluster, times) if node.op == "call_function" else ()
+    runs: Counter[fx.Node] = Counter()
+    computing = {node: call.seconds for node, call in calls.items() if call.does == "run"}
+    for turn in unrolled(nodes, computing):
+        runs.update(turn.nodes)
+        if turn.number:
+            _again(turn, calls, streams)
+            continue
+        (node,) = turn.nodes
+        found = calls[node].spans(_issue(calls[node], 0, streams))
         spans += found
         for span in found:
             if span.stream != "compute":
                 (sent if isinstance(span.stream, int) else copies).append((node, span))
     streams.wait(streams.comm_free_s)  # what nobody waited for ends before the step does
+    lost = {node: seconds / runs[node] for node, seconds in streams.exposed.items()}
     compute_s = sum(s.duration_s * s.times for s in spans if s.stream == "compute")
-    stood_s = sum(streams.exposed[node] * span.times for node, span in copies)
-    comm, exposed = _by_axis(sent, streams.exposed, compute_s + stood_s, len(cluster.mesh_shape))
+    stood_s = sum(lost.get(node, 0.0) * span.times for node, span in copies)
+    comm, exposed = _by_axis(sent, lost, compute_s + stood_s, len(cluster.mesh_shape))
     return Simulation(
         step_s=compute_s + sum(exposed) + stood_s,
         compute_s=compute_s,
         comm_s=comm,
         exposed_s=exposed,
         optimizer_s=optimizer_seconds(cluster.device, parameter_bytes, optimizer),
-        spans=tuple(_with_hidden(spans, [*sent, *copies], streams.exposed)),
+        spans=tuple(_with_hidden(spans, [*sent, *copies], lost)),
         copy_s=sum(span.duration_s * span.times for _, span in copies),
         exposed_copy_s=stood_s,
     )
 
 
-def _issue(
-    node: fx.Node, streams: Streams, cluster: Cluster, times: OpTimes | None
-) -> Sequence[Span]:
-    """Let a node run, or wait; what it does on its streams."""
-    phase, count = str(node.meta.get("phase", "forward")), int(node.meta.get("times", 1))
-    origin = str(node.meta.get("origin", ""))
+class _Call(NamedTuple):
+    """What a node does on the streams: "run", "send", "wait", "copy", "arrive" or "call" a peer.
+
+    Attributes:
+        seconds: of the op, the collective or the copy.
+        sends: axis, kind, bytes and seconds of a collective.
+        exposed_s: of a call that sends while it computes.
+        taken: share of compute that a collective takes.
+    """
+
+    node: fx.Node
+    does: str
+    seconds: float = 0.0
+    sends: tuple[int, str, int, float] | None = None
+    exposed_s: float = 0.0
+    taken: float = 0.0
+
+    def spans(self, start_s: float) -> Sequence[Span]:
+        """What it does, from then on."""
+        meta = self.node.meta
+        name, origin = self.node.name, str(meta.get("origin", ""))
+        phase, count = str(meta.get("phase", "forward")), int(meta.get("times", 1))
+        found = []
+        if self.does in ("run", "call"):
+            kind = str(meta.get("packs", ""))
+            found.append(
+                Span(name, "compute", phase, start_s, self.seconds, count, kind, origin=origin)
+            )
+        if self.does == "copy":
+            way = "up" if self.node.target is FROM_HOST else "down"
+            found.append(Span(name, way, phase, start_s, self.seconds, count, origin=origin))
+        if self.sends is not None:
+            axis, kind, num_bytes, seconds = self.sends
+            count = (meta.get("overlapped") or meta["collective"])[3]
+            members = meta.get("members", ((origin, num_bytes),))
+            found.append(
+                Span(name, axis, phase, start_s, seconds, count, kind, 0.0, members, origin)
+            )
+        return found
+
+
+def _call(node: fx.Node, cluster: Cluster, times: OpTimes | None) -> _Call:
+    """What a node does, and what that takes."""
     if "overlapped" in node.meta:
-        kind, axis, num_bytes, count = node.meta["overlapped"]
+        kind, axis, num_bytes, _ = node.meta["overlapped"]
         compute_s, comm_s, exposed_s = call_seconds(node, cluster)
-        start = streams.call(node, compute_s, exposed_s)
-        members = ((origin, num_bytes),)
-        return (
-            Span(node.name, "compute", phase, start, compute_s, count, origin=origin),
-            Span(node.name, axis, phase, start, comm_s, count, kind, 0.0, members, origin),
-        )
+        return _Call(node, "call", compute_s, (axis, kind, num_bytes, comm_s), exposed_s)
     if "collective" in node.meta:
-        kind, axis, num_bytes, count = node.meta["collective"]
+        kind, axis, num_bytes, _ = node.meta["collective"]
         seconds = cluster.collective_seconds(CollectiveKind(kind), num_bytes, axis)
-        start = streams.send(node, seconds, cluster.compute_share(axis))
-        members = node.meta.get("members", ((origin, num_bytes),))
-        return (Span(node.name, axis, phase, start, seconds, count, kind, 0.0, members, origin),)
-    if node.args and isinstance(node.args[0], fx.Node) and node.args[0] in streams.ends:
-        streams.wait(streams.ends[node.args[0]])
-        return ()
+        sends = (axis, kind, num_bytes, seconds)
+        return _Call(node, "send", seconds, sends, taken=cluster.compute_share(axis))
+    source = node.args[0] if node.args else None
+    if isinstance(source, fx.Node) and source.op == "call_function" and "collective" in source.meta:
+        return _Call(node, "wait")
     if node.target is ARRIVED:
-        streams.stand_for(node.all_input_nodes[0])
-        return ()
+        return _Call(node, "arrive")
     if node.target in WITH_HOST and can_offload(cluster.device):
-        seconds = node_seconds(node, cluster.device)
-        start, way = streams.copy(node, seconds), "up" if node.target is FROM_HOST else "down"
-        return (Span(node.name, way, phase, start, seconds, count, origin=origin),)
+        return _Call(node, "copy", node_seconds(node, cluster.device))
     found = times.seconds(node) if times is not None else None
-    seconds = node_seconds(node, cluster.device) if found is None else found
-    start, kind = streams.run(seconds), str(node.meta.get("packs", ""))
-    return (Span(node.name, "compute", phase, start, seconds, count, kind, origin=origin),)
+    return _Call(node, "run", node_seconds(node, cluster.device) if found is None else found)
+
+
+def _again(turn: Turn, calls: Mapping[fx.Node, _Call], streams: Streams) -> None:
+    """Run nodes for another block."""
+    if len(turn.nodes) > 1:
+        streams.run(sum(calls[node].seconds for node in turn.nodes))
+    else:
+        _issue(calls[turn.nodes[0]], turn.number, streams)
+
+
+def _issue(call: _Call, number: int, streams: Streams) -> float:
+    """Let a node run, send or wait, for the block of this number; returns when it starts."""
+    node = call.node
+    match call.does:
+        case "run":
+            return streams.run(call.seconds)
+        case "send":
+            return streams.send(node, call.seconds, call.taken, number)
+        case "wait":
+            streams.wait(streams.end_s(node.all_input_nodes[0], number))
+        case "arrive":
+            streams.stand_for(node.all_input_nodes[0], number)
+        case "copy":
+            return streams.copy(node, call.seconds, number)
+        case "call":
+            return streams.call(node, call.seconds, call.exposed_s)
+    return streams.compute_s
 
 
 def _by_axis(
@@ -259,7 +324,7 @@ def _by_axis(
     for node, span in sent:
         assert isinstance(span.stream, int)
         whole[span.stream] += span.duration_s * span.times
-        hidden[span.stream] += (span.duration_s - exposed[node]) * span.times
+        hidden[span.stream] += (span.duration_s - exposed.get(node, 0.0)) * span.times
     total = sum(hidden)
     share = min(1.0, most_s / total) if total > 0 else 1.0
     return tuple(whole), tuple(a - share * h for a, h in zip(whole, hidden, strict=True))
@@ -268,7 +333,7 @@ def _by_axis(
 def _with_hidden(
     spans: Iterable[Span], sent: Iterable[tuple[fx.Node, Span]], exposed: Mapping[fx.Node, float]
 ) -> Iterable[Span]:
-    left = {id(span): max(0.0, span.duration_s - exposed[node]) for node, span in sent}
+    left = {id(span): max(0.0, span.duration_s - exposed.get(node, 0.0)) for node, span in sent}
     return (replace(s, hidden_s=left[id(s)]) if id(s) in left else s for s in spans)
 
 
