@@ -33,7 +33,8 @@ from autopar.core.schedule import closing_action, split_stages
 from autopar.core.timeline import PlannedMove, PlannedOp, rounded
 from autopar.cost_model import Cluster
 from autopar.cost_model.as_emitted import as_emitted, collective_key
-from autopar.cost_model.simulator import Simulation, node_seconds, simulate
+from autopar.cost_model.emitted_ops import node_seconds
+from autopar.cost_model.simulator import Simulation, simulate
 from autopar.cost_model.stages import pipelined_time, transfer_seconds
 from autopar.cost_model.waits import with_waits
 from autopar.decomposing import decomposed

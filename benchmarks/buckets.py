@@ -24,7 +24,10 @@ from autopar.scheduling import scheduled
 from autopar.tracer.trace import trace
 from benchmarks.planner import ROWS, Row, fusion_of
 
-DEFAULT = ["gpt2-1.5b@8", "gpt2-1.5b@32x8", "llama3-8b@8", "llama3-8b@32x8", "llama3-8b@16x8x8"]
+DEFAULT = [
+    *("gpt2-1.5b@8", "gpt2-1.5b@32x8", "gpt2-1.5b@64x8", "gpt2-1.5b@16x8x8"),
+    *("llama3-8b@8", "llama3-8b@32x8", "llama3-8b@16x8x8"),
+]
 
 
 def _widest(plan: Plan) -> tuple[BucketBytes, ...]:

@@ -18,8 +18,9 @@ import autopar
 from autopar.codegen.emit import emit
 from autopar.core.work import is_view
 from autopar.cost_model import Cluster, CollectiveKind, kernel_seconds
+from autopar.cost_model.emitted_ops import node_seconds
 from autopar.cost_model.opdb import OpDatabase
-from autopar.cost_model.simulator import node_seconds, optimizer_seconds, simulate
+from autopar.cost_model.simulator import optimizer_seconds, simulate
 from autopar.solver.read_step import build_step
 from autopar.tracer.trace import trace
 from tests import zoo

@@ -17,7 +17,7 @@ from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.cost_model.simulator import Simulation, simulate
-from autopar.cost_model.unrolled import unrolled
+from autopar.cost_model.unrolled import blocks_of, unrolled
 from autopar.solver.solve import solve
 from autopar.tracer.trace import trace
 
@@ -50,7 +50,7 @@ class Program:
         nodes = [node for node in self.graph.nodes if node.op == "call_function"]
         return [
             f"{node.name}.{turn.number}"
-            for turn in unrolled(nodes, self.seconds)
+            for turn in unrolled(nodes, self.seconds, blocks_of(nodes, self.seconds))
             for node in turn.nodes
         ]
 
@@ -225,3 +225,25 @@ def test_a_folded_program_takes_what_the_whole_one_does(
         assert found.exposed_s == pytest.approx(truth.exposed_s, rel=1e-3, abs=1e-6)
         hidden[passes] = sum(found.hidden_s)
     assert hidden["early", "late"] > 1.2 * hidden[()]
+
+
+def test_small_gradients_of_several_blocks_share_a_bucket() -> None:
+    """As they do in the whole program, so that latency counts once for all of them."""
+    folded, whole = traces(2)
+    cluster = Cluster.from_profile("h100-sxm", nodes=4, devices_per_node=4, mesh_shape=(4, 4))
+    plan = solve(folded, cluster, constraints=Constraints.parse({"data": 16, "zero": 0}))
+    sizes = {(0, "all_reduce"): 4 << 20}
+    own = {}
+    for name, traced in (("folded", folded), ("whole", whole)):
+        there = plan if traced is folded else unfolded(plan, folded, whole)
+        graph = written(traced, there, [0]).program(None, {}, sizes=sizes).joint.graph
+        on = Cluster.from_dict(there.cluster)
+        own[name] = simulate(graph, on)
+        for node in graph.nodes:
+            node.meta.pop("closes_at", None)
+        own[name, "alone"] = simulate(graph, on)
+    comm_s = {name: sum(found.comm_s) for name, found in own.items()}
+    assert comm_s["whole", "alone"] == comm_s["whole"]
+    too_much = comm_s["folded", "alone"] - comm_s["whole"]
+    assert 0 <= comm_s["folded"] - comm_s["whole"] < 0.3 * too_much
+    assert own["folded"].step_s == pytest.approx(own["whole"].step_s, rel=0.02)

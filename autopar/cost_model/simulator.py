@@ -25,40 +25,32 @@ than C and what compute stands for copies, whatever a node counts for.
 
 from __future__ import annotations
 
-import operator
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
-import numpy as np
-import torch
-from torch import Tensor, fx
-from torch.utils import _pytree as pytree
+from torch import fx
 
 from autopar.core.host import ARRIVED, FROM_HOST, WITH_HOST
-from autopar.core.strategy import op_call
-from autopar.core.work import LOOKUPS, global_flops, is_view, op_class
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import CollectiveKind
-from autopar.cost_model.compute import compute_seconds_array
+from autopar.cost_model.emitted_ops import node_seconds
 from autopar.cost_model.offload import can_offload, offload_seconds
 from autopar.cost_model.overlapped_calls import call_seconds
 from autopar.cost_model.profile import DeviceProfile
 from autopar.cost_model.streams import Streams
-from autopar.cost_model.unrolled import Turn, unrolled
+from autopar.cost_model.unrolled import Turn, blocks_of, unrolled
 from autopar.cost_model.update import update_seconds
 
 __all__ = [
     "OpTimes",
     "Simulation",
     "Span",
-    "node_seconds",
     "optimizer_seconds",
     "simulate",
 ]
-
-_COPIES = (torch.ops.aten.clone.default, torch.ops.aten.contiguous.default)
 
 
 class OpTimes(Protocol):
@@ -195,13 +187,17 @@ def simulate(
     copies: list[tuple[fx.Node, Span]] = []
     runs: Counter[fx.Node] = Counter()
     computing = {node: call.seconds for node, call in calls.items() if call.does == "run"}
-    for turn in unrolled(nodes, computing):
+    blocks = blocks_of(nodes, computing)
+    for node in nodes:
+        if blocks[node] > 1 and node.meta.get("closes_at"):
+            calls[node] = _together(calls[node], blocks[node], cluster)
+    for turn in unrolled(nodes, computing, blocks):
         runs.update(turn.nodes)
         if turn.number:
             _again(turn, calls, streams)
             continue
         (node,) = turn.nodes
-        found = calls[node].spans(_issue(calls[node], 0, streams))
+        found = calls[node].spans(_issue(calls[node], turn, streams))
         spans += found
         for span in found:
             if span.stream != "compute":
@@ -231,6 +227,7 @@ class _Call(NamedTuple):
         sends: axis, kind, bytes and seconds of a collective.
         exposed_s: of a call that sends while it computes.
         taken: share of compute that a collective takes.
+        shared: seconds of a bucket with those of 1, 2, … blocks; the last is full.
     """
 
     node: fx.Node
@@ -239,6 +236,7 @@ class _Call(NamedTuple):
     sends: tuple[int, str, int, float] | None = None
     exposed_s: float = 0.0
     taken: float = 0.0
+    shared: tuple[float, ...] = ()
 
     def spans(self, start_s: float) -> Sequence[Span]:
         """What it does, from then on."""
@@ -291,15 +289,32 @@ def _again(turn: Turn, calls: Mapping[fx.Node, _Call], streams: Streams) -> None
     if len(turn.nodes) > 1:
         streams.run(sum(calls[node].seconds for node in turn.nodes))
     else:
-        _issue(calls[turn.nodes[0]], turn.number, streams)
+        _issue(calls[turn.nodes[0]], turn, streams)
 
 
-def _issue(call: _Call, number: int, streams: Streams) -> float:
+def _together(call: _Call, blocks: int, cluster: Cluster) -> _Call:
+    """A reduction that goes out with those of the next blocks, until a bucket is full."""
+    assert call.sends is not None
+    axis, kind, num_bytes, _ = call.sends
+    most = min(blocks, math.ceil(call.node.meta["closes_at"] / max(1, num_bytes)))
+    counts = range(1, most + 1)
+    shared = [cluster.collective_seconds(CollectiveKind(kind), n * num_bytes, axis) for n in counts]
+    full, rest = divmod(blocks, most)
+    mean_s = (full * shared[-1] + (shared[rest - 1] if rest else 0.0)) / blocks
+    sends = (axis, kind, num_bytes, mean_s)
+    return call._replace(seconds=mean_s, sends=sends, shared=tuple(shared))
+
+
+def _issue(call: _Call, turn: Turn, streams: Streams) -> float:
     """Let a node run, send or wait, for the block of this number; returns when it starts."""
-    node = call.node
+    node, number = call.node, turn.number
     match call.does:
         case "run":
             return streams.run(call.seconds)
+        case "send" if call.shared and turn.times > 1:
+            count = number % len(call.shared) + 1
+            if count == len(call.shared) or number + 1 == turn.times:
+                return streams.send(node, call.shared[count - 1], call.taken, number)
         case "send":
             return streams.send(node, call.seconds, call.taken, number)
         case "wait":
@@ -335,48 +350,6 @@ def _with_hidden(
 ) -> Iterable[Span]:
     left = {id(span): max(0.0, span.duration_s - exposed.get(node, 0.0)) for node, span in sent}
     return (replace(s, hidden_s=left[id(s)]) if id(s) in left else s for s in spans)
-
-
-def node_seconds(node: fx.Node, device: DeviceProfile) -> float:
-    """Seconds of one emitted op by the device's curves."""
-    value = node.meta.get("val")
-    outputs = [v for v in pytree.tree_leaves(value) if isinstance(v, Tensor)]
-    if node.target is operator.getitem or not outputs:
-        return 0.0
-    operands = [
-        n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)
-    ]
-    if _shares_storage(outputs, operands):
-        return device.view_overhead_s
-    call = op_call(node, 1)
-    kind = op_class(call)
-    if kind == "view" or node.target in _COPIES:  # a reshape that must copy, for one
-        kind = "memory" if all(_rows_are_runs(x) for x in operands) else "transpose"
-    written = sum(_bytes(x) for x in outputs)
-    lookup = node.target in LOOKUPS
-    moved = 2 * written if lookup else written + sum(_bytes(x) for x in operands)
-    seconds = compute_seconds_array(
-        device,
-        kind,
-        str(outputs[0].dtype).removeprefix("torch."),
-        np.array(0.0 if is_view(node.target) else global_flops(call)),
-        np.array(float(moved)),
-    )
-    return float(seconds)
-
-
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
-
-
-def _shares_storage(outputs: Iterable[Tensor], operands: Iterable[Tensor]) -> bool:
-    held = {x.untyped_storage()._cdata for x in operands}
-    return all(x.untyped_storage()._cdata in held for x in outputs)
-
-
-def _rows_are_runs(x: Tensor) -> bool:
-    """True if the last dim is contiguous, so that a copy reads runs of memory."""
-    return x.dim() == 0 or x.stride(-1) == 1 or x.shape[-1] == 1
 
 
 def optimizer_seconds(

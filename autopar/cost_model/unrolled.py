@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-__all__ = ["Turn", "unrolled"]
+__all__ = ["Turn", "blocks_of", "unrolled"]
 
 _BETWEEN = 0.1  # of a block: what else may be computed in the midst of it
 _ONCE = ("prepare", "finish")  # phases of a step in microbatches that run once
@@ -32,10 +32,11 @@ _AT_ONCE_S = 1e-10  # what is due within is due at once: sums over blocks differ
 
 
 class Turn(NamedTuple):
-    """Nodes that run one behind the other, for the block of this number of those that are equal."""
+    """Nodes that run one behind the other, for the block of this number, out of `times` equal."""
 
     nodes: tuple[fx.Node, ...]
     number: int = 0
+    times: int = 1
 
 
 @dataclass(slots=True)
@@ -78,16 +79,18 @@ class _Event(NamedTuple):
     turn: Turn
 
 
-def unrolled(nodes: Sequence[fx.Node], seconds: Mapping[fx.Node, float]) -> list[Turn]:
+def unrolled(
+    nodes: Sequence[fx.Node], seconds: Mapping[fx.Node, float], times: Mapping[fx.Node, int]
+) -> list[Turn]:
     """Every execution of every node, in order.
 
     Ops of one block that nothing stands between are one turn, but those of the first of the blocks.
 
     Args:
-        nodes: calls of a program in order, with `meta["times"]`.
+        nodes: calls of a program in order.
         seconds: of those that compute.
+        times: as of `blocks_of`.
     """
-    times = _times(nodes, seconds)
     runs = _runs(nodes, seconds, times)
     if not runs:
         return [Turn((node,)) for node in nodes]
@@ -95,8 +98,13 @@ def unrolled(nodes: Sequence[fx.Node], seconds: Mapping[fx.Node, float]) -> list
     return [event.turn for event in sorted(events, key=itemgetter(slice(5)))]
 
 
-def _times(nodes: Iterable[fx.Node], seconds: Mapping[fx.Node, float]) -> dict[fx.Node, int]:
-    """For how many blocks each node counts; what runs once a microbatch counts once here."""
+def blocks_of(nodes: Iterable[fx.Node], seconds: Mapping[fx.Node, float]) -> dict[fx.Node, int]:
+    """For how many blocks each node counts; what runs once a microbatch counts once here.
+
+    Args:
+        nodes: calls of a program, with `meta["times"]`.
+        seconds: of those that compute.
+    """
     counts = {node: int(node.meta.get("times", 1)) for node in nodes}
     least: dict[object, int] = dict.fromkeys(_ONCE, 1)
     for node, count in counts.items():
@@ -215,12 +223,13 @@ class _Unrolling:
         for group in self._groups(positions, offsets, run):
             for position in group:
                 due_s = run.begin_s + offsets[position]
-                yield self._event(due_s, run.before, position, Turn((self.nodes[position],)))
+                turn = Turn((self.nodes[position],), 0, run.times)
+                yield self._event(due_s, run.before, position, turn)
             members = tuple(self.nodes[p] for p in group)
             first = run.begin_s + offsets[group[0]]
             for number in range(1, run.times):
                 due_s, block = first + number * run.seconds, run.before + number
-                yield self._event(due_s, block, group[0], Turn(members, number))
+                yield self._event(due_s, block, group[0], Turn(members, number, run.times))
 
     def _groups(
         self, positions: Sequence[int], offsets: Mapping[int, float], run: _Run

@@ -186,7 +186,18 @@ def _reductions(
             for first, end in itertools.pairwise([0, *ends]):
                 found.append(members[first:end])
                 issued.update(dict.fromkeys(members[first:end], issued[members[end - 1]]))
+            _mark_open(members, ends, _limit(members[0], sizes))
     return [members for members in found if len(members) > 1]
+
+
+def _mark_open(members: Sequence[fx.Node], ends: Sequence[int], limit: int) -> None:
+    """Note the bytes that would close the last bucket, if it is open: of a folded graph's block,
+    the next block's go in there in the whole program.
+    """
+    first = ends[-2] if len(ends) > 1 else 0
+    is_open = sum(map(_size, members[first:])) < limit
+    for index, member in enumerate(members):
+        member.meta["closes_at"] = limit if is_open and index >= first else 0
 
 
 def _levels(graph: fx.Graph, private: Collection[fx.Node]) -> list[list[fx.Node]]:
@@ -354,6 +365,7 @@ def _join(
         start = call(members[0], at, members[0].target, joined, *members[0].args[1:])
         wait = call(members[0], at, c10d.wait_tensor.default, start)
         start.meta["collective"] = (kind, axis, sum(map(_size, members)), times)
+        start.meta["closes_at"] = members[-1].meta.get("closes_at", 0)
         start.meta["members"] = tuple((m.meta.get("origin", ""), _size(m)) for m in members)
         first = 0
         for member in members:
