@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests import handwritten as hw
 
 BUILDERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]]]] = {
     "unet": (hw.UNet, hw.images),
-    "lstm": (hw.Sequence, hw.tokens),
+    "lstm": (hw.Sequence, functools.partial(hw.tokens, length=4)),
     "recommender": (hw.Recommender, hw.clicks),
     "custom function": (hw.Clamped, hw.vectors),
     "weight used twice": (hw.SharedWeight, hw.tokens),

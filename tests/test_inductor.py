@@ -51,7 +51,7 @@ MODES: dict[str, tuple[int, Any]] = {
     "2d": (4, {"tensor": {"mode": "2d", "size": 4}}),
     "hybrid": (4, {"data": 2, "tensor": {"mode": "1d", "size": 2}, "zero": 1}),
 }
-QUICK = [("mlp", "zero3"), ("mlp", "1d"), ("gpt2", "one")]
+QUICK = [("mlp", "1d"), ("gpt2", "one")]
 ALL = [
     (model, mode)
     for model in ("mlp", "gpt2", "llama")
