@@ -76,19 +76,8 @@ def test_a_gather_for_the_next_block_is_sent_beside_each() -> None:
     d = program.op("second", c, 3)
     program.op("after", d)
     assert program.order() == [
-        "a.0",
-        "for_many.0",
-        "b.0",
-        "first.0",
-        "for_many.1",
-        "second.0",
-        "first.1",
-        "for_many.2",
-        "second.1",
-        "first.2",
-        "for_after.0",
-        "second.2",
-        "after.0",
+        *"a.0 for_many.0 b.0 first.0 for_many.1 second.0 first.1".split(),
+        *"for_many.2 second.1 first.2 for_after.0 second.2 after.0".split(),
     ]
 
 
@@ -102,19 +91,8 @@ def test_a_sum_that_is_sent_late_is_sent_among_the_ops_of_the_next_block() -> No
     program.send("of_many", b, times=3)
     program.op("end", d)
     assert program.order() == [
-        "a.0",
-        "first.0",
-        "of_before.0",
-        "second.0",
-        "first.1",
-        "of_many.0",
-        "second.1",
-        "first.2",
-        "of_many.1",
-        "second.2",
-        "after.0",
-        "of_many.2",
-        "end.0",
+        *"a.0 first.0 of_before.0 second.0 first.1 of_many.0 second.1".split(),
+        *"first.2 of_many.1 second.2 after.0 of_many.2 end.0".split(),
     ]
 
 
@@ -125,14 +103,7 @@ def test_two_stacks_of_equal_depth_are_apart() -> None:
     x = program.op("encoder", x, 2)
     x = program.op("between", x)
     x = program.op("decoder", x, 2)
-    assert program.order() == [
-        "a.0",
-        "encoder.0",
-        "encoder.1",
-        "between.0",
-        "decoder.0",
-        "decoder.1",
-    ]
+    assert program.order() == "a.0 encoder.0 encoder.1 between.0 decoder.0 decoder.1".split()
 
 
 def test_what_runs_once_a_microbatch_is_no_block() -> None:

@@ -191,8 +191,9 @@ def _reductions(
 
 
 def _mark_open(members: Sequence[fx.Node], ends: Sequence[int], limit: int) -> None:
-    """Note the bytes that would close the last bucket, if it is open: of a folded graph's block,
-    the next block's go in there in the whole program.
+    """Note what would close the last bucket, if it is open.
+
+    Of a folded graph, the next block's reductions go in there in the whole program.
     """
     first = ends[-2] if len(ends) > 1 else 0
     is_open = sum(map(_size, members[first:])) < limit
