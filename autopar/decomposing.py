@@ -23,7 +23,7 @@ from torch import fx
 from autopar.codegen.passes.alone import cut_out, in_pieces
 from autopar.codegen.passes.sites import Key, Reduction, Site, find_sites, key_of, shape
 from autopar.core.plan import Pieces, Plan
-from autopar.core.timeline import PlannedOp, rounded
+from autopar.core.timeline import PlannedOp
 from autopar.cost_model import Cluster
 from autopar.cost_model.collectives import CollectiveKind
 from autopar.cost_model.simulator import simulate
@@ -47,7 +47,7 @@ class _Group:
 
 
 def decomposed(
-    plan: Plan, before: Trial, run: Callable[[Plan], Trial], cluster: Cluster, turns: int = 1
+    plan: Plan, before: Trial, run: Callable[[Plan], Trial], cluster: Cluster
 ) -> tuple[Plan, Trial]:
     """Cut the collectives of `plan` for which that is faster.
 
@@ -56,11 +56,9 @@ def decomposed(
         before: its program.
         run: emits and simulates a plan.
         cluster: with the plan's mesh.
-        turns: microbatches of a step.
 
     Returns:
-        The plan with its `pieces`, and with their copies in what is predicted of it; and its
-        program. Both as they were given where nothing is cut.
+        The plan with its `pieces`, and its program; both as they were given where nothing is cut.
     """
     best, best_trial = plan, before
     enough_s = _LEAST * before.step_s()
@@ -79,7 +77,7 @@ def decomposed(
             break
         drop = losing or [min(groups, key=lambda group: group.saved_s)] if groups else []
         groups = [group for group in groups if group not in drop]
-    return _priced(best, before, best_trial, turns), best_trial
+    return _noted(best), best_trial
 
 
 def _pieces(groups: Iterable[_Group]) -> tuple[Pieces, ...]:
@@ -174,41 +172,21 @@ def _saved(group: _Group, before: Trial, after: Trial) -> float:
     return taken(before) - taken(after)
 
 
-def _priced(plan: Plan, before: Trial, after: Trial, turns: int) -> Plan:
-    """`plan` with what its pieces add to ops: copies and launches (latency: `as_emitted`)."""
+def _noted(plan: Plan) -> Plan:
+    """`plan` whose collectives know of their pieces; what these take is known of the program."""
     if not plan.pieces:
         return plan
-    # what packing takes is known of the program in the end
-    old, new = before.compute_s(packing=False), after.compute_s(packing=False)
-    change = {origin: new[origin] - old.get(origin, 0.0) for origin in new}
-    added = sum(seconds for seconds in change.values() if seconds > 0)
-    left = max(0.0, sum(change.values())) / added if added else 0.0
-    more = {origin: left * max(0.0, seconds) for origin, seconds in change.items()}
     cut = {(p.node, p.axis, p.kind): p.count for p in plan.pieces}
 
-    def priced(op: PlannedOp) -> PlannedOp:
+    def noted(op: PlannedOp) -> PlannedOp:
         moves = []
         for move in op.moves:
             key = op.name, move.axis, move.kind
             if not move.leaves and key in cut:
                 move = move._replace(pieces=cut[key])
             moves.append(move)
-        seconds = op.compute_s + more.get(op.name, 0.0)
-        return replace(op, compute_s=rounded(seconds), moves=tuple(moves))
+        return replace(op, moves=tuple(moves))
 
     was = plan.predicted
-    ops = tuple(priced(op) for op in was.timeline.ops)
-    pairs = list(zip(ops, was.timeline.ops, strict=True))
-    compute_s = sum((now.compute_s - then.compute_s) * now.times for now, then in pairs)
-    phases = dict(was.phases)
-    for now, then in pairs if phases else ():
-        part = "forward" if now.phase == "forward" else "input"
-        phases[part] += (now.compute_s - then.compute_s) * now.times / turns
-    predicted = replace(
-        was,
-        step_time_s=was.step_time_s + compute_s,
-        compute_time_s=was.compute_time_s + compute_s,
-        timeline=replace(was.timeline, ops=ops),
-        phases=phases,
-    )
-    return replace(plan, predicted=predicted)
+    timeline = replace(was.timeline, ops=tuple(map(noted, was.timeline.ops)))
+    return replace(plan, predicted=replace(was, timeline=timeline))

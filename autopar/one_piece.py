@@ -275,10 +275,10 @@ def _hoped_s(plan: Plan) -> float:
 
 
 def _unseen_s(plan: Plan, program: Plan) -> float:
-    """Seconds of a plan's program that the search does not count: packing, and latency."""
+    """Seconds of a plan's program that the search does not count: of compute, and latency."""
     p, counted_s = program.predicted, plan.predicted.comm_time_s
     more = 1 - counted_s / p.comm_time_s if p.comm_time_s else 0.0
-    return p.packing_s + max(0.0, more) * p.exposed_time_s
+    return max(0.0, p.unseen_compute_s) + max(0.0, more) * p.exposed_time_s
 
 
 def _proved(plan: Plan, bound: float) -> Plan:

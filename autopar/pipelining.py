@@ -296,8 +296,10 @@ def _is_free(plan: Plan) -> bool:
 
 
 def _seconds(plan: Plan | None) -> float:
-    """Seconds without packing, which pipelines have as well, but are not written for until then."""
-    return math.inf if plan is None else plan.predicted.step_time_s - plan.predicted.packing_s
+    """Seconds that searches count: pipelines are not written until then."""
+    if plan is None:
+        return math.inf
+    return plan.predicted.step_time_s - plan.predicted.unseen_compute_s
 
 
 def _limit(plain: Plan | None) -> float:

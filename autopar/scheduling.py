@@ -190,7 +190,7 @@ def _tried(
         code = {name: program.parts[name].module.graph for name in simulated}
         return Trial(graph=program.joint.graph, parts=simulated, last=last, code=code)
 
-    cut, found = decomposed(*bucketed(plan, run), run, cluster, microbatches)
+    cut, found = decomposed(*bucketed(plan, run), run, cluster)
     return _Tried(cut, found, excerpts(found.code, writer.traced, _runs(found, cluster)))
 
 

@@ -56,11 +56,11 @@ class Trial:
             found.update((key, beside[key]) for key in self.parts["finish"].hidden_shares())
         return found
 
-    def compute_s(self, packing: bool = True) -> dict[str, float]:
-        """Seconds of ops by origin, of one execution of each, with those that pack or without."""
+    def compute_s(self) -> dict[str, float]:
+        """Seconds of ops by origin, of one execution of each."""
         found: dict[str, float] = defaultdict(float)
         for span in (span for part in self.parts.values() for span in part.spans):
-            if span.stream == "compute" and (packing or not span.packs):
+            if span.stream == "compute":
                 found[span.origin] += span.duration_s
         return found
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopar.codegen.builder import Builder
 from autopar.codegen.redistribute import emit_redistribution
 from autopar.core.placement import Layout, Partial, Replicate, Shard, format_layout, is_valid
-from autopar.core.redistribute import path
+from autopar.core.redistribute import copied_fractions, path
 from autopar.runtime.lockstep import mesh_coords, run_lockstep
 from tests.bruteforce import check_output, distribute
 
@@ -21,8 +21,26 @@ _SHAPE = (16, 48)
 _PLACEMENTS = (Replicate(), Partial(), Shard(0), Shard(1), Shard(0, 2), Shard(1, 2), Shard(1, 3))
 
 
-def _check(src: Layout, dst: Layout, mesh_shape: tuple[int, ...], mode: FakeTensorMode) -> None:
-    whole = torch.randn(_SHAPE, dtype=torch.float64)
+def _copies(graph: fx.Graph) -> list[int]:
+    """Elements of each copy that a program makes in memory of its own."""
+    found = []
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
+        found.append(node)
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.reshape.default):
+        held, (source, *_) = node.meta["val"], node.all_input_nodes
+        if held.untyped_storage()._cdata != source.meta["val"].untyped_storage()._cdata:
+            found.append(node)
+    return [node.meta["val"].numel() for node in graph.nodes if node in found]
+
+
+def _check(
+    src: Layout,
+    dst: Layout,
+    mesh_shape: tuple[int, ...],
+    mode: FakeTensorMode,
+    shape: tuple[int, ...] = _SHAPE,
+) -> None:
+    whole = torch.randn(shape, dtype=torch.float64)
     parts = distribute(whole, src, mesh_shape)
     graphs = []
     for coords, part in zip(mesh_coords(mesh_shape), parts, strict=True):
@@ -40,6 +58,8 @@ def _check(src: Layout, dst: Layout, mesh_shape: tuple[int, ...], mode: FakeTens
             place.meta["val"] = torch.empty(part.shape, dtype=part.dtype)
         graph.output(emit_redistribution(builder, place, src, dst))
         graphs.append(graph)
+    counted = [num * whole.numel() for num in copied_fractions(src, dst, shape, mesh_shape)]
+    assert counted == _copies(graphs[-1])
     check_output(
         whole, run_lockstep(graphs, [[part] for part in parts], mesh_shape), dst, mesh_shape
     )
@@ -65,6 +85,26 @@ def test_every_way_is_right(mesh_shape: tuple[int, ...]) -> None:
         except Exception as error:
             way = f"{format_layout(src)} -> {format_layout(dst)} over {mesh_shape}"
             raise AssertionError(way) from error
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 4), (1, 4, 12), (4, 2, 8), (12, 4)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(2,), (4,), (2, 2)], ids=str)
+def test_copies_of_small_dims_are_counted(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...]
+) -> None:
+    """A dim of which each rank has one element is none that others stand behind."""
+    mode = FakeTensorMode()
+    placements = (*_PLACEMENTS, Shard(2)) if len(shape) == 3 else _PLACEMENTS
+    layouts = [
+        layout
+        for layout in itertools.product(placements, repeat=len(mesh_shape))
+        if is_valid(layout, shape, mesh_shape)
+    ]
+    pairs = list(itertools.product(layouts, repeat=2))
+    tried = random.Random(0).sample(pairs, min(len(pairs), 100))
+    for src, dst in tried:
+        if path(src, dst, mesh_shape) is not None:
+            _check(src, dst, mesh_shape, mode, shape)
 
 
 def test_only_partial_is_out_of_reach() -> None:

@@ -102,7 +102,9 @@ def test_saved_plan_runs_without_the_solver(tmp_path: Any) -> None:
         assert not [m for m in modules if m.startswith(("pulp", "highspy", "autopar.solver"))]
 
 
-@pytest.mark.parametrize("name", zoo.MODELS)
+@pytest.mark.parametrize(
+    "name", [n if n != "t5" else pytest.param(n, marks=pytest.mark.slow) for n in zoo.MODELS]
+)
 def test_a_model_on_meta_is_planned_like_one_with_values(name: str) -> None:
     model, inputs = zoo.MODELS[name]()
     cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=4)

@@ -36,8 +36,9 @@ class Prediction:
         copy_time_s: of all copies of activations to host memory and back.
         exposed_copy_s: of these, what compute stands still for: as the emitted program is
             simulated, and the search's estimate (`solver/beside.py`) until then.
-        packing_s: of copies into the order of ranks, into buckets and out of these, in the emitted
-            program; the search prices none.
+        packing_s: of copies into the order of ranks and out of it: as the emitted program has them,
+            with those into buckets and out of these; until then those of parameters and gradients.
+        unseen_compute_s: what `compute_time_s` is more than the search has counted.
         bubble_s: what a rank of a pipeline waits for other ranks.
         held: of a stage of a step in microbatches, what it holds when.
     """
@@ -58,6 +59,7 @@ class Prediction:
     copy_time_s: float = 0.0
     exposed_copy_s: float = 0.0
     packing_s: float = 0.0
+    unseen_compute_s: float = 0.0
     bubble_s: float = 0.0
     held: Held | None = None
 

@@ -9,13 +9,22 @@ that codegen emits, on any machine.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from autopar.core.placement import Layout, Placement, Replicate
 
-__all__ = ["Move", "canonical", "canonical_path", "packing_fraction", "path"]
+__all__ = [
+    "Move",
+    "canonical",
+    "canonical_path",
+    "copied_fractions",
+    "packing_fraction",
+    "path",
+    "runs_on",
+]
 
 _STEP_COST = 1e-3  # of the whole tensor's bytes, so that fewer collectives win a tie
 _SLICE_COST = 1e-6
@@ -45,6 +54,109 @@ def packing_fraction(moves: Iterable[Move]) -> float:
     Collectives stack the ranks' parts: only a plain shard of dim 0 is in that order already.
     """
     return max((m.fraction for m in moves if _is_packed(m)), default=0.0)
+
+
+def runs_on(layout: Layout, axis: int) -> int:
+    """Runs per rank of the placement on `axis`, seen from the block that the other axes leave.
+
+    A strided shard of a dim that another axis shards too is ZeRO inside tensor parallelism: one
+    run of the block.
+    """
+    held = layout[axis]
+    shared = any(
+        other != axis and p.is_shard and p.dim == held.dim for other, p in enumerate(layout)
+    )
+    return 1 if shared else held.split
+
+
+class _Lying:
+    """A rank's part of a tensor in memory while it is moved, and what has been copied of it."""
+
+    def __init__(self, sizes: list[float]) -> None:
+        self.sizes = sizes
+        self.dense = True
+        self.outermost = 0  # of a part that is not dense, the dim that is, or -1
+        self.copied: list[float] = []
+
+    def copy(self) -> None:
+        self.copied.append(math.prod(self.sizes))
+        self.dense = True
+
+    def is_first(self, dim: int) -> bool:
+        """True if no elements of other dims are between two of `dim` and those behind it."""
+        return math.prod(self.sizes[:dim]) == 1
+
+    def slice(self, dim: int, runs: int, ranks: int) -> None:
+        self.sizes[dim] /= ranks
+        if runs == 1:
+            self.dense, self.outermost = self.dense and self.is_first(dim), -1
+        elif self.sizes[dim] > runs:
+            self.copy()
+        else:  # single elements are a view with a stride
+            self.dense, self.outermost = False, -1
+
+    def send(self) -> None:
+        """Collectives take what is dense."""
+        if not self.dense:
+            self.copy()
+
+    def hand_out(self, dim: int, runs: int, ranks: int) -> None:
+        """Parts of each rank in the order of ranks; one of them is left."""
+        single = self.outermost == dim and self.sizes[dim] == ranks
+        if runs > 1 or not (self.is_first(dim) if self.dense else single):
+            self.copy()
+        self.sizes[dim] /= ranks
+        self.dense = True
+
+    def join(self, dim: int, runs: int, ranks: int) -> None:
+        """Parts that arrive in the order of ranks, put where they belong."""
+        single = self.sizes[dim] == runs
+        self.sizes[dim] *= ranks
+        if runs > 1 or not (single or self.is_first(dim)):
+            self.copy()
+        else:
+            self.dense, self.outermost = self.is_first(dim), dim
+
+
+def copied_fractions(
+    src: Layout, dst: Layout, shape: Sequence[float], mesh_shape: tuple[int, ...]
+) -> tuple[float, ...]:
+    """What a rank copies on the way to another layout, each copy as a fraction of the whole tensor.
+
+    Collectives stack the ranks' parts: those of a dim with others in front of it are copied into
+    that order, and out of it. A slice of such a dim is copied before it is sent.
+
+    Args:
+        src, dst: layouts; nothing is copied where there is no way.
+        shape: global; the tensor lies in memory as its dims stand.
+        mesh_shape: sizes of the mesh axes.
+    """
+    whole = math.prod(shape)
+    if not whole:
+        return ()
+    part = _Lying([float(n) for n in shape])
+    for placement, size in zip(src, mesh_shape, strict=True):
+        if placement.is_shard:
+            part.sizes[placement.dim] /= size
+    layout = src
+    for move in path(src, dst, mesh_shape) or ():
+        before, ranks = layout, mesh_shape[move.axis]
+        layout = (*layout[: move.axis], move.dst, *layout[move.axis + 1 :])
+        if ranks == 1:
+            continue
+        leaving = move.src.dim, runs_on(before, move.axis), ranks
+        entering = move.dst.dim, runs_on(layout, move.axis), ranks
+        if move.kind == "slice":
+            part.slice(*entering)
+        elif move.kind in ("reduce_scatter", "all_to_all"):
+            part.hand_out(*entering)
+        else:
+            part.send()
+        if move.kind in ("all_gather", "all_to_all"):
+            part.join(*leaving)
+        elif move.kind != "slice":
+            part.dense = True
+    return tuple(num / whole for num in part.copied)
 
 
 def _is_packed(move: Move) -> bool:

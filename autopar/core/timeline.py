@@ -17,12 +17,14 @@ from autopar.core.placement import Layout, parse_placement
 __all__ = [
     "Alternative",
     "Execution",
+    "Packing",
     "PipelineSlot",
     "PlannedMove",
     "PlannedOp",
     "PlannedSpan",
     "Timeline",
     "executed",
+    "is_once",
     "rounded",
 ]
 
@@ -72,7 +74,35 @@ class PlannedMove(NamedTuple):
     @property
     def once(self) -> bool:
         """True for what happens once a step, however many microbatches there are."""
-        return self.of.startswith("gradient of ")
+        return is_once(self.of)
+
+
+def is_once(of: str) -> bool:
+    """True for what happens once a step, however many microbatches there are: `PlannedMove.of`."""
+    return of.startswith("gradient of ")
+
+
+class Packing(NamedTuple):
+    """Seconds of copies around an op's collectives in one step.
+
+    Attributes:
+        at_turns_s: of what it reads and of what leaves at each microbatch.
+        once_s: of gradients on their way to storage.
+    """
+
+    at_turns_s: float = 0.0
+    once_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.at_turns_s + self.once_s
+
+    def plus(self, seconds: float, once: bool) -> Packing:
+        """With more seconds of either."""
+        return Packing(self.at_turns_s + seconds * (not once), self.once_s + seconds * once)
+
+
+_NONE = Packing()
 
 
 class Alternative(NamedTuple):
@@ -107,7 +137,8 @@ class PlannedOp:
         shapes: global shape of each output.
         dtype: of the first output.
         times: executions in one step.
-        compute_s: seconds of one execution.
+        compute_s: seconds of one execution, with its share of `packing`.
+        packing: copies around its collectives, of all executions.
         moves: its collectives.
         live: bytes live while it runs, by `Timeline.kinds`.
         alternative: the best other choice, if there is one.
@@ -130,6 +161,7 @@ class PlannedOp:
     live: tuple[int, ...] = ()
     alternative: Alternative | None = None
     part: str = ""
+    packing: Packing = _NONE
 
     @property
     def comm_s(self) -> float:
@@ -226,7 +258,8 @@ def _row(op: PlannedOp, number: Any) -> list[Any]:
         moves,
         list(op.live),
         other,
-        *([number(op.part)] if op.part else []),
+        *([number(op.part)] if op.part or any(op.packing) else []),
+        *(op.packing if any(op.packing) else []),
     ]
 
 
@@ -252,6 +285,7 @@ def _op(row: Sequence[Any], strings: Sequence[str]) -> PlannedOp:
         live=tuple(live),
         alternative=None if other is None else _parsed(other),
         part=strings[part[0]] if part else "",
+        packing=Packing(*part[1:]),
     )
 
 

@@ -248,6 +248,7 @@ def _predicted(time: RanksTime, memory: Mapping[str, int]) -> Prediction:
         comm_time_s=comm_s,
         hidden_comm_s=tuple(hidden),
         packing_s=sum(p.packing_s for p in slowest),
+        unseen_compute_s=sum(p.unseen_compute_s for p in slowest),
         bubble_s=max(0.0, idle_s),
         peak_memory_bytes=sum(memory.values()),
         memory=dict(memory),

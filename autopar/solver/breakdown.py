@@ -19,7 +19,15 @@ from pathlib import Path
 import numpy as np
 
 from autopar.core.graph import NodeInfo, TracedModel
-from autopar.core.timeline import Alternative, OpPhase, PlannedOp, PlannedSpan, Timeline, rounded
+from autopar.core.timeline import (
+    Alternative,
+    OpPhase,
+    Packing,
+    PlannedOp,
+    PlannedSpan,
+    Timeline,
+    rounded,
+)
 from autopar.core.work import op_class
 from autopar.solver.build import StepProblem
 from autopar.solver.footprint import Schedule
@@ -97,6 +105,8 @@ def _planned(
         state, more_s = others[owner]
         candidate = built.candidates[owner][state]
         alternative = Alternative(candidate.inputs, candidate.outputs, rounded(more_s))
+    times = pricing.blocks.weight(op.name)
+    packing = Packing(*(rounded(s) for s in pricing.packed.get(op.name, Packing())))
     return PlannedOp(
         name=op.name,
         op=str(op.call.target),
@@ -107,12 +117,13 @@ def _planned(
         operands=tuple(pricing.step.label(name) for name, _ in op.operands),
         shapes=tuple(spec.shape for spec in op.call.outputs),
         dtype=str(op.call.outputs[0].dtype).removeprefix("torch.") if op.call.outputs else "",
-        times=pricing.blocks.weight(op.name),
-        compute_s=rounded(pricing.seconds(op)),
+        times=times,
+        compute_s=rounded(pricing.seconds(op) + packing.total_s / times),
         moves=tuple(pricing.planned.get(op.name, ())),
         live=live,
         alternative=alternative,
         part=parts.get(op.name, ""),
+        packing=packing,
     )
 
 

@@ -293,9 +293,13 @@ class _Builder:
             runs[key] = runs.get(key, 0.0) + self.step.blocks.weight(op.name) * waits
         for key, times in uses.items():
             value, op, _ = sample[key]
-            matrix, broken = self._edge(*sample[key]), self._broken(*sample[key])
+            matrix, computed = self._edge(*sample[key]), self._broken(*sample[key])
+            computed = None if computed is None else computed * runs[key]
             may_hide = self.step.may_hide(value, op.name)
-            self.terms.edge(key[0], key[2], matrix, times, may_hide, broken, runs[key])
+            if may_hide:
+                packing = self._packing(*sample[key]) * times
+                computed = packing if computed is None else computed + packing
+            self.terms.edge(key[0], key[2], matrix, times, may_hide, computed)
         self._add_gradient_ends()
         self._add_sends()
         for value in self.step.required:
@@ -342,6 +346,13 @@ class _Builder:
             matrix = np.where(np.array(known), matrix, np.inf)
         return matrix
 
+    def _packing(self, value: Value, op: Op, index: int) -> Array:
+        """Seconds of copies on the way of an operand."""
+        produced = self.built.produced(value)
+        assert produced is not None
+        wanted = [c.inputs[index] for c in self.candidates[self.classes[op.name]]]
+        return self.moves.packing(produced, wanted, self.step.specs[value])
+
     def _broken(self, value: Value, op: Op, index: int) -> Array | None:
         """Seconds of compute where a move of the operand breaks a fused kernel."""
         share, produced = self.step.shares.get(op.name), self.built.produced(value)
@@ -376,4 +387,5 @@ class _Builder:
                 matrix = np.where(known, matrix, np.inf)
             matrix = self.gradient_sums.restrict(matrix, value, "", produced, stored)
             counts = count * self.step.waits.finish
-            self.terms.edge(key[0], key[2], matrix, counts, may_hide=True)
+            packing = self.moves.packing(produced, stored, self.step.specs[value])
+            self.terms.edge(key[0], key[2], matrix, counts, True, packing * counts)

@@ -8,7 +8,9 @@ import numpy as np
 
 from autopar.core.placement import Layout
 from autopar.core.redistribute import canonical, canonical_path
+from autopar.core.strategy import TensorSpec
 from autopar.cost_model import Cluster, CollectiveKind, bucketed_latency
+from autopar.solver.packing import Packing, alike
 from autopar.solver.problem import Array, Indices
 from autopar.solver.step import ALONE, Bucket
 
@@ -40,6 +42,7 @@ class MoveCosts:
         self._inner = _products_of_later(cluster.mesh_shape)
         self._canonical: dict[tuple[Layout, Layout], tuple[tuple[str, float, float], ...]] = {}
         self._links: dict[tuple[str, int], tuple[float, float]] = {}
+        self._packing: dict[tuple[int, ...], Packing] = {}
         self._tables: dict[tuple[tuple[Layout, ...], tuple[Layout, ...], Bucket], Array] = {}
 
     def _price(self, src: Layout, dst: Layout) -> tuple[float, float]:
@@ -122,6 +125,21 @@ class MoveCosts:
             self._fill(at[0].ravel()[i], at[1].ravel()[j])
         found: Array = self._table[0][at] + self._table[1][at] * num_bytes
         return found
+
+    def packing(
+        self, sources: Sequence[Layout], targets: Sequence[Layout], spec: TensorSpec
+    ) -> Array:
+        """Seconds of copies on the way from each source layout to each target layout.
+
+        Args:
+            sources, targets: layouts.
+            spec: of the whole tensor.
+        """
+        shape = alike(spec.shape, self.cluster.num_devices)
+        if shape not in self._packing:
+            self._packing[shape] = Packing(shape, self.cluster)
+        rows, columns = self._numbers(sources), self._numbers(targets)
+        return self._packing[shape].seconds(rows, columns, self._layouts, spec)
 
     def _fill(self, sources: Indices, targets: Indices) -> None:
         """Price pairs of layouts, of those that are alike one."""

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from autopar.core.host import WITH_HOST
 from autopar.core.placement import Layout, Replicate, shard_factor
 from autopar.core.plan import CommBytes
-from autopar.core.redistribute import Move, path
-from autopar.core.timeline import PlannedMove, rounded
+from autopar.core.redistribute import Move, copied_fractions, path
+from autopar.core.timeline import Packing, PlannedMove, is_once, rounded
 from autopar.core.work import is_away
 from autopar.cost_model import (
     Cluster,
@@ -29,6 +29,7 @@ from autopar.solver.footprint import Footprint
 from autopar.solver.offers import Offers
 from autopar.solver.order import parts_of_turns, sums_of_turns, waits_of_parts
 from autopar.solver.overlap import Weights
+from autopar.solver.packing import alike, packing_seconds
 from autopar.solver.step import ALONE, Bucket, Op, Step, Value
 
 __all__ = ["Decision", "Price", "Pricing", "price"]
@@ -62,7 +63,8 @@ class Price:
     `pricing` and `footprint` are what they were found from. `phases` are seconds of the parts of a
     step in microbatches: "prepare" and "finish" once a step; "forward", "input" and "weight" (the
     two parts of the backward) of one microbatch. `hideable_s` are the seconds of collectives that
-    may run beside compute: of parameters and gradients.
+    may run beside compute: of parameters and gradients. `packing_s` are those of the copies on
+    the way of these, a part of `compute_s`.
     """
 
     compute_s: float
@@ -76,6 +78,7 @@ class Price:
     host_bytes: int = 0
     copies: HostCopies = field(default_factory=HostCopies)
     hideable_s: float = 0.0
+    packing_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -118,6 +121,7 @@ class Pricing:
         self.comm_s = 0.0
         self.hideable_s = 0.0
         self.planned: dict[str, list[PlannedMove]] = defaultdict(list)
+        self.packed: dict[str, Packing] = defaultdict(Packing)
         self.flight = step.blocks.traced.flight
         self.sums = sums_of_turns(step)
         self._seconds: dict[str, float] = {}
@@ -153,6 +157,8 @@ class Pricing:
             num_bytes = self.step.specs[value].num_bytes * move.fraction
             shared = bucket.shared(move.kind, position)
             self.add(move.kind, move.axis, num_bytes, times, op, of, shared)
+        if may_hide and of != "result":
+            self.pack(value, target, times, op, of)
         if may_hide:
             self.hideable_s += self.comm_s - before_s
 
@@ -165,6 +171,15 @@ class Pricing:
         self.bytes[axis, kind] += round(num_bytes) * times
         move = PlannedMove(axis, kind, round(num_bytes), times, rounded(seconds), of)
         self.planned[op].append(move)
+
+    def pack(self, value: Value, target: Layout, times: int, op: str, of: str) -> None:
+        """Count what is copied of a parameter or a gradient on the way to a layout."""
+        spec = self.step.specs[value]
+        shape = alike(spec.shape, self.cluster.num_devices)
+        copied = copied_fractions(self.layout(value), target, shape, self.mesh)
+        seconds = packing_seconds(copied, spec, self.cluster) * times
+        if seconds:
+            self.packed[op] = self.packed[op].plus(seconds, is_once(of))
 
     def communicate(self) -> None:
         for op in self.step.ops.values():
@@ -222,7 +237,11 @@ class Pricing:
 
     def compute(self) -> float:
         ops = (op for op in self.step.ops.values() if op.call.target not in WITH_HOST)
-        return sum(self.seconds(op) * self.blocks.weight(op.name) for op in ops)
+        return sum(self.seconds(op) * self.blocks.weight(op.name) for op in ops) + self.packing()
+
+    def packing(self) -> float:
+        """Copies on the way of parameters and gradients."""
+        return sum(packed.total_s for packed in self.packed.values())
 
     def copies(self) -> HostCopies:
         """Copies of activations to host memory and back."""
@@ -275,6 +294,7 @@ def price(
         host_bytes=host_bytes + copies.num_bytes,
         copies=copies,
         hideable_s=pricing.hideable_s,
+        packing_s=pricing.packing(),
     )
 
 
@@ -288,6 +308,9 @@ def _phases(pricing: Pricing) -> dict[str, float]:
         phase = parts[name]
         often = 1 if phase == "prepare" else runs
         seconds[phase] += pricing.seconds(op) * blocks.weight(name) / often
+        packed = pricing.packed.get(name, Packing())
+        seconds[phase] += packed.at_turns_s / often
+        seconds[phase if phase == "prepare" else "finish"] += packed.once_s
         for move in pricing.planned.get(name, ()):
             if move.once and phase != "prepare":
                 seconds["finish"] += move.seconds * move.times

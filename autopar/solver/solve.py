@@ -336,5 +336,6 @@ def _predicted(found: Variant, fit: Fit) -> Prediction:
         host_activation_bytes=price.copies.num_bytes,
         copy_time_s=price.copies.total_s,
         exposed_copy_s=price.copies.exposed_s,
+        packing_s=price.packing_s,
         held=price.footprint.held(),
     )

@@ -4,7 +4,7 @@ Seconds of ops and of collectives that may hide count as much as a search says (
 and what moves between them, are the same for all weights::
 
     node = (inner + compute · (seconds − inner)) · times
-    edge = hideable · moved · times + compute · broken · runs
+    edge = hideable · moved · times + compute · computed
     end  = hideable · moved · times
 
 where `hideable` counts for what may hide alone.
@@ -38,15 +38,14 @@ class _Node:
 class _Edge:
     moved: Array
     times: float | None  # of what may hide; None: `moved` counts as it is, whatever the weights
-    broken: Array | None
-    runs: float
+    computed: Array | None
 
     def weighted(self, weights: Weights) -> Array:
         cost = self.moved
         if self.times is not None:
             cost = cost * weights.hideable * self.times
-        if self.broken is not None:
-            cost = cost + self.broken * weights.compute * self.runs
+        if self.computed is not None:
+            cost = cost + self.computed * weights.compute
         return cost
 
 
@@ -71,13 +70,10 @@ class Terms:
         moved: Array,
         times: float,
         may_hide: bool = False,
-        broken: Array | None = None,
-        runs: float = 0,
+        computed: Array | None = None,
     ) -> None:
-        """Seconds of moves between two nodes, and of compute where a move breaks a kernel."""
-        edge = _Edge(
-            moved if may_hide else moved * times, times if may_hide else None, broken, runs
-        )
+        """Seconds of moves between two nodes, and of compute that a move takes in a step."""
+        edge = _Edge(moved if may_hide else moved * times, times if may_hide else None, computed)
         self.edges.append((i, j, edge))
 
     def end(self, key: Hashable, seconds: Array, may_hide: bool) -> None:
