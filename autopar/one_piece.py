@@ -6,8 +6,8 @@ or for collectives over several axes, the step is solved again with the share th
 faster of the two programs is taken. Where it hides so little that the rule is in doubt, the step is
 solved with all communication counted, too, and under a limit with nothing else where the program of
 the plan without one hides next to nothing. Where it hides about what was counted on, and is still
-slower than the bound, programs of plain data parallelism are simulated, too: the rule does not know
-how each overlaps.
+slower than the bound, programs of plain data parallelism are simulated, too, and of what counts
+nearly as little on other meshes: the rule does not know how each overlaps.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ _HIDDEN = 0.8  # of what was counted on: less, and the step is solved again
 _NEXT_TO_NONE = 0.25  # of it: the plan that counts on nothing serves
 _DOUBTED = 2 / 3  # less, and what counts least tells little of what is fast
 _SLOWER = 0.01  # than the bound: more, and other programs are looked at
+_NEAR = 0.01  # of what counts least: less, and a plan on another mesh may be faster
 _UNSEEN = 0.03  # of the step: what is not counted, that other programs are thought to have as well
 _ALL = 1.0  # of what may hide, exposed
 _STAGES = (0, 1, 3)  # of ZeRO
@@ -46,7 +47,10 @@ _CHOICES = ("mesh_shape", "checkpoint", "offload", "parameters", "nodes")  # wha
 
 @dataclass(frozen=True, slots=True)
 class OnePiece:
-    """Plans a step on the whole batch, as `plan_step` has it; `kernels` as of `Plan.fusion`."""
+    """Plans a step on the whole batch, as `plan_step` has it; `kernels` as of `Plan.fusion`.
+
+    With `only`, on that mesh.
+    """
 
     traced: TracedModel
     cluster: Cluster
@@ -55,6 +59,7 @@ class OnePiece:
     offers: Offers
     kernels: tuple[str, ...]
     searches: KnownVariants | None = None
+    only: tuple[int, ...] | None = None
     free_s: dict[tuple[int, ...], float] = field(default_factory=dict)
     free_t: dict[tuple[int, ...], float] = field(default_factory=dict)
     programs: list[tuple[Plan, Plan]] = field(default_factory=list)
@@ -139,25 +144,29 @@ class OnePiece:
         first = plan or known.plan(limit, counted, doubts=doubts)
         best, hidden = self._program(first), self._hidden(first)
         is_doubtful = plan is None and hidden < _DOUBTED
-        others = [(pinned, counted) for pinned in self._data_parallel()]
-        others += [(self.constraints, _ALL)] * is_doubtful
+        others = [(other, counted, math.inf) for other in self._data_parallel()]
+        others += [(known, _ALL, math.inf)] * is_doubtful
         if hidden < _HIDDEN and not (is_doubtful and hidden < _NEXT_TO_NONE):
-            others.append((self.constraints, 1 - (1 - EXPOSED) * hidden))
+            others.append((known, 1 - (1 - EXPOSED) * hidden, math.inf))
+        near_s = (1 + _NEAR) * first.solver.objective
+        others += [
+            (replace(known, only=cluster.mesh_shape), counted, near_s)
+            for cluster in meshes(self.cluster, self.constraints)
+            if cluster.mesh_shape != first.mesh_shape
+        ]
         unseen_s = min(_unseen_s(first, best), _UNSEEN * best.predicted.step_time_s)
-        for constraints, exposed in others:
+        for planner, exposed, most_s in others:
             now_s = best.predicted.step_time_s
             if now_s - unseen_s <= (1 + _SLOWER) * first.solver.bound:
                 break
-            # searches of other constraints are of other problems
-            pinned = replace(self, constraints=constraints, searches=None, free_s={}, free_t={})
-            pinned = known if constraints is self.constraints else pinned
             # no more than half of what runs on two streams is hidden
-            below_s = now_s if exposed < _ALL else 2 * now_s
+            below_s = min(most_s, now_s if exposed < _ALL else 2 * now_s)
             proved = None if exposed == counted else UNLIMITED
             with suppress(ConstraintError, InfeasiblePlanError, NotBelow):
-                other = self._program(pinned.plan(limit, exposed, below_s, proved_within=proved))
+                other = self._program(planner.plan(limit, exposed, below_s, proved_within=proved))
                 if exposed == counted:
-                    other = _proved(other, first.solver.bound)  # the pins are not the user's
+                    # what was searched is less than the user asked for
+                    other = _proved(other, first.solver.bound)
                 other = replace(other, constraints=self.constraints.to_dict())
                 best = min(best, other, key=lambda p: p.predicted.step_time_s)
         return known._in_full(limit, best) if doubts.founded else best
@@ -174,13 +183,15 @@ class OnePiece:
         best = min(best, self._program(found), key=lambda p: p.predicted.step_time_s)
         return _proved(best, bound)
 
-    def _data_parallel(self) -> Iterator[Constraints]:
-        """Those that split the batch over all devices, if no axis is pinned."""
+    def _data_parallel(self) -> Iterator[OnePiece]:
+        """Plans that split the batch over all devices, if no axis is pinned."""
         free = all(r.name == "free" for r in assign_mesh(self.constraints, self.cluster.mesh_shape))
         if not free or self.constraints.params or not self.traced.training:
             return
         for stage in _STAGES:
-            yield replace(self.constraints, data=self.cluster.num_devices, zero=stage)
+            pinned = replace(self.constraints, data=self.cluster.num_devices, zero=stage)
+            # searches of other constraints are of other problems
+            yield replace(self, constraints=pinned, searches=None, free_s={}, free_t={})
 
     def _program(self, plan: Plan) -> Plan:
         """A plan with what its program hides."""
@@ -213,6 +224,7 @@ class OnePiece:
         """
         found: list[tuple[float, Cluster, StepSearch]] = []
         given = list(reversed(meshes(self.cluster, self.constraints)))
+        given = [c for c in given if self.only in (None, c.mesh_shape)]
         least_s = below_s
         for cluster in sorted(given, key=lambda c: self.free_s.get(c.mesh_shape, 0.0)):
             search = StepSearch(
