@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autopar.codegen.emit import emit
 from autopar.codegen.passes.bucket import fewest_buckets
-from autopar.codegen.passes.lifetimes import is_start
+from autopar.codegen.passes.sends import is_start
 from autopar.core.constraints import Constraints
 from autopar.cost_model import Cluster
 from autopar.solver.solve import solve

@@ -22,7 +22,8 @@ from autopar.codegen.listing import program_text
 from autopar.codegen.partition import split_phases
 from autopar.codegen.passes import PASSES
 from autopar.codegen.passes.decompose import decompose
-from autopar.codegen.passes.lifetimes import Lifetimes, is_start
+from autopar.codegen.passes.lifetimes import Lifetimes
+from autopar.codegen.passes.sends import is_start
 from autopar.codegen.passes.sites import Gather, Reduction, find_sites, key_of
 from autopar.core.constraints import Constraints
 from autopar.core.folding import every_piece, unfolded

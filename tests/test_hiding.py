@@ -18,8 +18,8 @@ from torch import fx, nn
 
 import autopar
 from autopar.codegen.emit import written
-from autopar.codegen.passes.lifetimes import is_start
 from autopar.codegen.passes.order import link
+from autopar.codegen.passes.sends import is_start
 from autopar.core.block_kinds import Checkpoint
 from autopar.core.collector import collect_many, paused_collector
 from autopar.core.constraints import Constraints, assign_mesh

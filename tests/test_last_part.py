@@ -16,8 +16,8 @@ from autopar.codegen.accumulate import PREFIX, add_up
 from autopar.codegen.builder import Builder
 from autopar.codegen.parts import Cutter, Parts
 from autopar.codegen.passes import PASSES
-from autopar.codegen.passes.lifetimes import is_start, is_wait
 from autopar.codegen.passes.overlap import begin_early
+from autopar.codegen.passes.sends import is_start, is_wait
 from autopar.codegen.stage_program import StageProgram, emit_stage
 from autopar.core.constraints import Constraints
 from autopar.core.graph import TracedModel

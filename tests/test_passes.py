@@ -21,8 +21,9 @@ from autopar.codegen.passes import (
     run_last_passes,
     run_passes,
 )
-from autopar.codegen.passes.lifetimes import Lifetimes, is_start, is_wait
+from autopar.codegen.passes.lifetimes import Lifetimes
 from autopar.codegen.passes.order import copied
+from autopar.codegen.passes.sends import is_start, is_wait
 from autopar.codegen.passes.sites import find_sites, key_of
 from autopar.codegen.passes.symmetric import can_be_called
 from autopar.core.blocks import Block, Blocks

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.codegen.passes import PASSES
-from autopar.codegen.passes.lifetimes import Lifetimes, is_start
+from autopar.codegen.passes.lifetimes import Lifetimes
+from autopar.codegen.passes.sends import is_start
 from autopar.codegen.stage_program import TURN, StageProgram, emit_stage
 from autopar.core.constraints import Constraints
 from autopar.core.einsum import contract

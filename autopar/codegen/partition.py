@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.fx.graph import CodeGen
 
-from autopar.codegen.passes.lifetimes import is_start
+from autopar.codegen.passes.sends import is_start
 from autopar.codegen.reuse import write_over_operands
 from autopar.core.einsum import contract, takes_bias
 from autopar.core.late_module import late_module

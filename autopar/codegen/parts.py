@@ -20,9 +20,9 @@ from autopar.codegen.accumulate import PREFIX, accumulated, add_up
 from autopar.codegen.partition import EmptiesItsList, copy_part
 from autopar.codegen.passes import phase_of
 from autopar.codegen.passes.in_place import mark_in_place, reduce_in_place
-from autopar.codegen.passes.lifetimes import is_start
 from autopar.codegen.passes.order import copied, reorder
 from autopar.codegen.passes.overlap import begin_early
+from autopar.codegen.passes.sends import is_start
 
 __all__ = ["Cutter", "Part", "Parts", "behind", "inputs_first"]
 

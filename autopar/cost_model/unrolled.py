@@ -24,10 +24,11 @@ from typing import NamedTuple
 
 from torch import fx
 
+from autopar.core.block_counts import block_counts
+
 __all__ = ["Turn", "blocks_of", "unrolled"]
 
 _BETWEEN = 0.1  # of a block: what else may be computed in the midst of it
-_ONCE = ("prepare", "finish")  # phases of a step in microbatches that run once
 _AT_ONCE_S = 1e-10  # what is due within is due at once: sums over blocks differ by rounding
 
 
@@ -99,20 +100,9 @@ def unrolled(
 
 
 def blocks_of(nodes: Iterable[fx.Node], seconds: Mapping[fx.Node, float]) -> dict[fx.Node, int]:
-    """For how many blocks each node counts; what runs once a microbatch counts once here.
-
-    Args:
-        nodes: calls of a program, with `meta["times"]`.
-        seconds: of those that compute.
-    """
-    counts = {node: int(node.meta.get("times", 1)) for node in nodes}
-    least: dict[object, int] = dict.fromkeys(_ONCE, 1)
-    for node, count in counts.items():
-        if _computes(node, seconds):
-            phase = node.meta.get("phase")
-            least[phase] = min(count, least.get(phase, count))
-    turns = {node: least.get(node.meta.get("phase"), 1) for node in counts}
-    return {node: n // turns[node] if n % turns[node] == 0 else 1 for node, n in counts.items()}
+    """`block_counts` of calls of a program, with the seconds of those that compute."""
+    calls = list(nodes)
+    return block_counts(calls, {node for node in calls if _computes(node, seconds)})
 
 
 def _computes(node: fx.Node, seconds: Mapping[fx.Node, float]) -> bool:

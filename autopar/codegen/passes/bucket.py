@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.codegen.passes.lifetimes import Lifetimes, is_start, is_wait
+from autopar.codegen.passes.lifetimes import Lifetimes
 from autopar.codegen.passes.order import (
     call_like,
     copied,
@@ -34,6 +34,7 @@ from autopar.codegen.passes.order import (
     reorder,
     show_anew,
 )
+from autopar.codegen.passes.sends import is_start, is_wait
 from autopar.codegen.passes.strides import is_contiguous
 
 __all__ = [
@@ -181,7 +182,7 @@ def _reductions(
                 alike[_key(node)].append(node)
         for unsorted in alike.values():
             members = sorted(unsorted, key=issued.__getitem__)
-            room = [budget - int(lifetimes.live[issued[m]]) for m in members]
+            room = [budget - int(lifetimes.beside(m)[issued[m]]) for m in members]
             ends = fewest_buckets([_size(m) for m in members], room, _limit(members[0], sizes))
             for first, end in itertools.pairwise([0, *ends]):
                 found.append(members[first:end])
@@ -303,7 +304,7 @@ def _gathers(
         key = (_key(node), block)
         joined = sum(map(_size, open_[key])) + _size(node)
         between = slice(lifetimes.position[next(iter(open_[key]), node)], lifetimes.position[node])
-        if joined > limit or lifetimes.live[between].max(initial=0) + joined > budget:
+        if joined > limit or lifetimes.beside(node)[between].max(initial=0) + joined > budget:
             closed.append(open_.pop(key))
         open_[key].append(node)
     return [members for members in (*closed, *open_.values()) if len(members) > 1]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.codegen.accumulate import add_up
-from autopar.codegen.passes.lifetimes import is_start, is_wait
+from autopar.codegen.passes.sends import is_start, is_wait
 from autopar.codegen.passes.strides import is_contiguous
 from autopar.codegen.reuse import is_fresh
 from autopar.core.work import is_away, is_view

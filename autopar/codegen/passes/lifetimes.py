@@ -5,6 +5,7 @@ holds what it sends until the wait for it, save an all-reduce, which works on a 
 Placeholders are the caller's and count nothing, but for those that the caller lets go of (`dies` in
 their `meta`); and neither does what is in host memory. Outputs live to the end, but for those that
 `train_step` does not return (their positions are `let_go` in the output's `meta`).
+What blocks of a folded program make counts as often as it is there (`folded_runs`).
 """
 
 from __future__ import annotations
@@ -16,21 +17,13 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from autopar.codegen.passes.folded_runs import Bytes, FoldedRuns
+from autopar.codegen.passes.sends import is_wait
 from autopar.core.work import is_away
 
-__all__ = ["Lifetimes", "is_start", "is_wait"]
+__all__ = ["Lifetimes"]
 
 c10d = torch.ops._c10d_functional
-
-
-def is_start(node: fx.Node) -> bool:
-    """True for a collective, which a wait ends."""
-    return "collective" in node.meta
-
-
-def is_wait(node: fx.Node) -> bool:
-    """True for the wait for a collective."""
-    return node.target is c10d.wait_tensor.default
 
 
 class Lifetimes:
@@ -60,9 +53,13 @@ class Lifetimes:
         for index, node in enumerate(self.nodes):
             self._see(index, node)
         change = np.zeros(len(self.nodes) + 1, dtype=np.int64)
+        self._folded = FoldedRuns(self.nodes, sums=bool(resident))
         for storage, first in self._first.items():
-            change[first] += self._bytes[storage]
-            change[self._last.get(storage, first) + 1] -= self._bytes[storage]
+            num_bytes = self._bytes[storage]
+            for held in self._folded.held(first, self._last.get(storage, first)):
+                change[held.begin] += held.copies * num_bytes
+                change[held.end] -= held.copies * num_bytes
+                self._folded.note(held, num_bytes)
         for storage, made, end in self._added() if resident else ():
             change[made + 1] -= self._bytes[storage]
             change[end + 1] += self._bytes[storage]
@@ -142,10 +139,15 @@ class Lifetimes:
         here = self.position[node]
         return sum(self._bytes[s] for s in self._storages(node) if self._first[s] == here)
 
+    def beside(self, node: fx.Node) -> Bytes:
+        """Live bytes at each position, as most of the blocks that a node stands for find them."""
+        fewer = self._folded.fewer(self.position[node])
+        return self.live if fewer is None else self.live - fewer
+
     def earliest(self, node: fx.Node, first: int, num_bytes: int, budget: int) -> int:
         """Lowest position from which `num_bytes` more may live until `node`; at least `first`."""
         here = self.position[node]
-        over = np.nonzero(self.live[first:here] + num_bytes > budget)[0]
+        over = np.nonzero(self.beside(node)[first:here] + num_bytes > budget)[0]
         return int(first + over[-1] + 1) if len(over) else first
 
     def latest(self, start: fx.Node, last: int, budget: int) -> int:
@@ -155,7 +157,9 @@ class Lifetimes:
         """
         held = {s: self._last[s] for s in self.held(start) if self._last[s] < last}
         for storage, read in held.items():
-            over = np.nonzero(self.live[read + 1 : last] + self._bytes[storage] > budget)[0]
+            over = np.nonzero(self.beside(start)[read + 1 : last] + self._bytes[storage] > budget)[
+                0
+            ]
             last = int(read + 1 + over[0]) if len(over) else last
         for storage, read in held.items():
             if read < last:

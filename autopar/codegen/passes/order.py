@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from autopar.codegen.fakes import fake_call
-from autopar.codegen.passes.lifetimes import is_wait
+from autopar.codegen.passes.sends import is_wait
 from autopar.core.work import is_view
 
 __all__ = [

@@ -20,8 +20,9 @@ from types import MappingProxyType
 from torch import fx
 
 from autopar.codegen.passes.bucket import is_gather_of_storage, leaving, reduced_before
-from autopar.codegen.passes.lifetimes import Lifetimes, is_start, is_wait
+from autopar.codegen.passes.lifetimes import Lifetimes
 from autopar.codegen.passes.order import feeding, is_packing, link, phase_starts, reorder
+from autopar.codegen.passes.sends import is_start, is_wait
 from autopar.core.host import ARRIVED, FROM_HOST
 from autopar.core.work import is_view
 
@@ -209,7 +210,7 @@ def follow_later(graph: fx.Graph, budget: int, resident: Resident = None) -> Non
             continue
         now, then = lifetimes.position[node], lifetimes.position[behind] + 1
         held = sum(map(lifetimes.created, sources))
-        if lifetimes.live[now:then].max() + held > budget:
+        if lifetimes.beside(node)[now:then].max() + held > budget:
             continue
         lifetimes.live[now:then] += held
         moved = {node}

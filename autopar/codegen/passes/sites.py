@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, fx
 
 from autopar.codegen.passes.bucket import is_gather_of_storage
-from autopar.codegen.passes.lifetimes import is_start, is_wait
 from autopar.codegen.passes.order import is_packing
+from autopar.codegen.passes.sends import is_start, is_wait
 from autopar.core.einsum import Equation, flops, parse_equation
 
 __all__ = [

@@ -7,7 +7,7 @@ import operator
 from torch import Tensor, fx
 
 from autopar.codegen.accumulate import add_up
-from autopar.codegen.passes.lifetimes import is_wait
+from autopar.codegen.passes.sends import is_wait
 from autopar.core.work import lays_out_contiguously
 
 __all__ = ["is_contiguous"]
