@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 Resident = Mapping[str, int] | None
+_BEHIND = 2  # collectives, before one that works on what another has made
 _LITTLE = 1e-3  # of the peak
 _BEFORE = 1e-4
 """Of a key: a chain of views stays within the place of its reader."""
@@ -191,9 +192,10 @@ def _behind_gathers(lifetimes: Lifetimes, start: fx.Node, begin: int) -> int:
 
 
 def follow_later(graph: fx.Graph, budget: int, resident: Resident = None) -> None:
-    """Issue a reduction of what another one made, over another axis, behind the next collective.
+    """Issue a reduction of what another one made, over another axis, behind later collectives.
 
-    Gradients only: right behind the first, compute would stand still for all of that.
+    Gradients only: right behind the first, compute would stand still for all of that; and behind
+    the next, for what the first had to queue for.
     """
     lifetimes = Lifetimes(graph, resident)
     private = leaving(graph)
@@ -205,7 +207,8 @@ def follow_later(graph: fx.Graph, budget: int, resident: Resident = None) -> Non
         if not sources or node.meta.get("phase") != "backward":
             continue
         after = max(order[source] for source in sources)
-        behind = next((s for s in starts[after + 1 :] if s is not node and not before.get(s)), None)
+        others = [s for s in starts[after + 1 :] if s is not node and not before.get(s)]
+        behind = others[min(_BEHIND, len(others)) - 1] if others else None
         if behind is None or lifetimes.position[behind] < lifetimes.position[node]:
             continue
         now, then = lifetimes.position[node], lifetimes.position[behind] + 1
