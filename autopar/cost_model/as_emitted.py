@@ -50,9 +50,10 @@ def as_emitted(plan: Plan, parts: Mapping[str, Simulation], turns: int = 1) -> P
         if phases:
             often = 1 if op.part in _ONCE else turns
             once = "prepare" if op.part == "prepare" else "finish"
-            once_s = now.packing.once_s - op.packing.once_s
-            phases[op.part] += ((now.compute_s - op.compute_s) * op.times - once_s) / often
-            phases[once] += once_s
+            # copies of gradients count to the slots of the op that their seconds are shown with
+            at_turns_s = (now.compute_s - op.compute_s) * op.times + op.packing.once_s
+            phases[op.part] += at_turns_s / often
+            phases[once] -= op.packing.once_s
             for before, after in zip(op.moves, now.moves, strict=True):
                 sent_s = (after.seconds - before.seconds) * before.times
                 phases[once if before.once else op.part] += sent_s / (1 if before.once else often)
