@@ -23,9 +23,7 @@ _PLACEMENTS = (Replicate(), Partial(), Shard(0), Shard(1), Shard(0, 2), Shard(1,
 
 def _copies(graph: fx.Graph) -> list[int]:
     """Elements of each copy that a program makes in memory of its own."""
-    found = []
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
-        found.append(node)
+    found = graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.reshape.default):
         held, (source, *_) = node.meta["val"], node.all_input_nodes
         if held.untyped_storage()._cdata != source.meta["val"].untyped_storage()._cdata:

@@ -157,10 +157,10 @@ class Pricing:
             num_bytes = self.step.specs[value].num_bytes * move.fraction
             shared = bucket.shared(move.kind, position)
             self.add(move.kind, move.axis, num_bytes, times, op, of, shared)
-        if may_hide and of != "result":
-            self.pack(value, target, times, op, of)
         if may_hide:
             self.hideable_s += self.comm_s - before_s
+            if of != "result":
+                self.pack(value, target, times, op, of)
 
     def add(
         self, kind: str, axis: int, num_bytes: float, times: int, op: str, of: str, shared: int = 1

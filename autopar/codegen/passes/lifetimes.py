@@ -156,10 +156,9 @@ class Lifetimes:
         What it holds until then is counted from now on.
         """
         held = {s: self._last[s] for s in self.held(start) if self._last[s] < last}
+        beside = self.beside(start)
         for storage, read in held.items():
-            over = np.nonzero(self.beside(start)[read + 1 : last] + self._bytes[storage] > budget)[
-                0
-            ]
+            over = np.nonzero(beside[read + 1 : last] + self._bytes[storage] > budget)[0]
             last = int(read + 1 + over[0]) if len(over) else last
         for storage, read in held.items():
             if read < last:
