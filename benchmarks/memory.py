@@ -1,6 +1,6 @@
 """Peak memory per rank, measured on gloo ranks, beside the predicted one.
 
-    python -m benchmarks.memory [--models gpt2 llama] [--only pipeline] [--json FILE]
+    python -m benchmarks.memory [--models gpt2 llama] [--only pipeline] [--fused] [--json FILE]
     python -m benchmarks.memory --largest [--devices 4] [--gb 16]
 
 The first form runs each plan on four ranks: ZeRO stage × recomputation × microbatches, then
@@ -127,15 +127,16 @@ def measure(parallel: autopar.ParallelModule, inputs: dict[str, Any]) -> tuple[i
     return kept, live.peak_bytes
 
 
-def run_rank(rank: int, device: str, name: str, chosen: Any) -> list[dict[str, Any]]:
+def run_rank(rank: int, device: str, name: str, chosen: Any, fused: bool) -> list[dict[str, Any]]:
     """One rank's part of some rows."""
-    return [_row(name, constraints) for constraints in chosen]
+    return [_row(name, constraints, fused) for constraints in chosen]
 
 
-def _row(name: str, constraints: dict[str, Any]) -> dict[str, Any]:
+def _row(name: str, constraints: dict[str, Any], fused: bool) -> dict[str, Any]:
     model, inputs = build(name)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    parallel = autopar.parallelize(model, mesh, inputs, constraints=constraints, cache=False)
+    options: dict[str, Any] = {"constraints": constraints, "cache": False, "fusion": fused}
+    parallel = autopar.parallelize(model, mesh, inputs, **options)
     split = constraints.get("zero", 0) > 0 or "tensor" in constraints
     ways = math.prod(parallel.plan.mesh_shape) if split else 1
     theory = sum(math.prod(p.shape) * p.element_size() * 3 for p in parallel.parameters()) // ways
@@ -161,12 +162,14 @@ def name_of(constraints: dict[str, Any]) -> str:
     return ", ".join([*parts, f"m={pipeline.get('microbatches', 1)}"])
 
 
-def rows(models: list[str], chosen: list[dict[str, Any]], show: Any) -> list[dict[str, Any]]:
+def rows(
+    models: list[str], chosen: list[dict[str, Any]], fused: bool, show: Any
+) -> list[dict[str, Any]]:
     """Run the plans; a pipeline has one row for each of its ranks."""
     found = []
     for name, first in itertools.product(models, range(0, len(chosen), _AT_ONCE)):
         some = chosen[first : first + _AT_ONCE]
-        ranks = on_ranks(run_rank, WORLD, "cpu", name, some)
+        ranks = on_ranks(run_rank, WORLD, "cpu", name, some, fused)
         for constraints, results in zip(some, zip(*ranks, strict=True), strict=True):
             for row in _of_stages(name, constraints, results):
                 found.append(row)
@@ -204,6 +207,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="*", default=["gpt2"], choices=MODELS)
     parser.add_argument("--only", choices=["grid", "pipeline"], help="a part of the rows")
+    parser.add_argument("--fused", action="store_true", help="with fused kernels, as on GPUs")
     parser.add_argument("--json", type=Path, help="write the rows")
     largest.add_arguments(parser)
     options = parser.parse_args()
@@ -213,7 +217,7 @@ def main() -> None:
         largest.run(options, console)
         return
     chosen = {"grid": grid(), "pipeline": pipelines()}.get(options.only, [*grid(), *pipelines()])
-    found = rows(options.models, chosen, lambda row: console.print(*_line(row)))
+    found = rows(options.models, chosen, options.fused, lambda row: console.print(*_line(row)))
     table = Table(title=f"peak of a rank of {WORLD}, MB (10^6 bytes)")
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column in _COLUMNS[:3] else "right")

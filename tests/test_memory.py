@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from autopar.codegen.fusion import Fusion
 from autopar.codegen.microbatch import localise
+from autopar.codegen.shares import fused_shares
 from autopar.core.constraints import Constraints, assign_mesh
 from autopar.cost_model import Cluster
 from autopar.errors import InfeasiblePlanError
@@ -64,13 +66,17 @@ def test_impossible_limit_names_one_that_does(name: str, checkpoint: str | None)
         ("llama", (2, 2), 4),
     ],
 )
-def test_rows_are_never_below_the_priced_peak(name: str, mesh: tuple[int, ...], turns: int) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_rows_are_never_below_the_priced_peak(
+    name: str, mesh: tuple[int, ...], turns: int, fused: bool
+) -> None:
     model, inputs = zoo.MODELS[name]()
     traced = trace(model, inputs)
+    shares = fused_shares(traced, Fusion.parse(True, torch.device("cuda"))) if fused else None
     if turns > 1:
         traced = localise(traced, split_in_time(traced, CLUSTER, turns), turns).body
     cluster = CLUSTER.with_mesh_shape(mesh, tuple(f"a{i}" for i in range(len(mesh))))
-    step = build_step(traced)
+    step = build_step(traced, shares)
     wanted = Constraints()
     pins = Pins(wanted, assign_mesh(wanted, mesh), traced, step)
     built = build_problem(step, cluster, pins, "adamw")

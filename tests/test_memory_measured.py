@@ -27,11 +27,14 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def peaks(rank: int, world: int, name: str, constraints: Any, **shape: int) -> tuple[int, int]:
+def peaks(
+    rank: int, world: int, name: str, constraints: Any, fusion: bool = False, **shape: int
+) -> tuple[int, int]:
     """Predicted and measured peak of a rank's second step, when AdamW has its states."""
     model, inputs = zoo.MODELS[name](**shape)  # type: ignore[call-arg]
     mesh = init_device_mesh("cpu", (world,))
-    parallel = autopar.parallelize(model.train(), mesh, inputs, constraints=constraints)
+    options: dict[str, Any] = {"constraints": constraints, "fusion": fusion}
+    parallel = autopar.parallelize(model.train(), mesh, inputs, **options)
     del model
     return predicted_of(parallel), measure(parallel, inputs)[1]
 

@@ -19,11 +19,13 @@ from torch.fx.node import map_aggregate
 from autopar.codegen import lowerings as _lowerings  # noqa: F401  (registers the lowerings)
 from autopar.codegen import program_pass
 from autopar.codegen.builder import Builder
+from autopar.codegen.fused_bytes import note_fused_bytes
 from autopar.codegen.fusion import Fusion, fuse
 from autopar.codegen.lowering import LocalCall, lower
 from autopar.codegen.partition import split_phases
 from autopar.codegen.passes import check_passes, run_last_passes, run_passes
 from autopar.codegen.passes.bucket import Sizes
+from autopar.codegen.passes.lifetimes import FUSED_BYTES
 from autopar.codegen.passes.order import copied
 from autopar.codegen.passes.sites import Key
 from autopar.codegen.redistribute import emit_redistribution
@@ -154,6 +156,7 @@ class Emitter:
         self.mesh = plan.mesh_shape
         self.whole: Layout = tuple(Replicate() for _ in self.mesh)
         self.graph = fx.Graph()
+        self._is_noted = False
         self.builder = Builder(
             self.graph,
             mesh_shape=self.mesh,
@@ -241,7 +244,10 @@ class Emitter:
         resident: Mapping[str, int] | None = None,
     ) -> fx.Graph:
         """What is written, behind its passes; the arguments are those of `run_passes`."""
-        return run_passes(
+        if self.fusion.kernels and check_passes(passes) and not self._is_noted:
+            note_fused_bytes(self.graph, self.fusion, self.builder.fake_mode)
+            self._is_noted = True
+        graph = run_passes(
             copied(self.graph),
             passes,
             sizes=self.plan.bucket_sizes() if sizes is None else sizes,
@@ -250,6 +256,9 @@ class Emitter:
             pieces=self.plan.piece_counts() if pieces is None else pieces,
             calls=self.plan.symmetric_calls() if calls is None else calls,
         )
+        for node in graph.nodes:  # the kernels come next
+            node.meta.pop(FUSED_BYTES, None)
+        return graph
 
     def _added_passes(self, graph: fx.Graph, tangents: Collection[str]) -> None:
         """Run the passes of other packages."""

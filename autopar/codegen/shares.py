@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -119,7 +119,7 @@ class _Finder:
     def run(self) -> FusedShares:
         found: FusedShares = {}
         kept: set[str] = set()
-        for call in self.rewriter.calls:
+        for number, call in enumerate(self.rewriter.calls):
             if call._erased:
                 continue
             kernel = self._kernel(call)
@@ -127,7 +127,7 @@ class _Finder:
             if not members or any(global_flops(self.calls[m]) for m in members):
                 kept.update(members)  # as it is, one by one
                 continue
-            found.update(_Shares(self, kernel, members).run())
+            found.update(_Shares(self, kernel, members).run(number))
         for name in self.gone - found.keys() - kept:
             call_ = self.calls[name]  # nobody asks for it any more
             none = (0.0,) * len(call_.operands), (0.0,) * len(call_.outputs)
@@ -209,7 +209,8 @@ class _Shares:
         self.reads = {m: [0.0] * len(calls[m].operands) for m in members}
         self.writes = {m: [0.0] * len(calls[m].outputs) for m in members}
 
-    def run(self) -> FusedShares:
+    def run(self, number: int) -> FusedShares:
+        """Shares of the members, whose kernel gets a number."""
         left = self.kernel.extra
         for value, num_bytes in self.kernel.writes.items():
             left += self._written(value, num_bytes)
@@ -218,7 +219,7 @@ class _Shares:
         root = self.members[-1]  # carries what is no value of the traced graph, and the launch
         self.writes[root][0] += left / self.calls[root].outputs[0].num_bytes
         kind = op_class(op_call(self.kernel.call, 1))
-        inside = self._inside()
+        inside, held = self._inside(), self._held()
         return {
             m: Share(
                 target=str(call.target),
@@ -227,6 +228,8 @@ class _Shares:
                 writes=tuple(self.writes[m]),
                 launches=int(m == root),
                 inside=inside[m],
+                held=held[m],
+                kernel=number,
             )
             for m, call in self.calls.items()
         }
@@ -252,6 +255,32 @@ class _Shares:
                         self.reads[member][index] += num_bytes / whole
                         return 0
         return num_bytes
+
+    def _held(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Ways to the kernel's operands, each from the last op that one leads there from."""
+        left = {self.finder.behind_views(value) for value in self.kernel.reads}
+        found: dict[str, tuple[tuple[int, ...], ...]] = dict.fromkeys(self.members, ())
+        for member in reversed(self.members):
+            ways = self._ways(member, left)
+            found[member] = tuple(ways.values())
+            left -= ways.keys()
+        return found
+
+    def _ways(self, member: str, wanted: set[Value]) -> dict[Value, tuple[int, ...]]:
+        """The shortest way to each value, through ops that are gone."""
+        found: dict[Value, tuple[int, ...]] = {}
+        seen = {member}
+        queue: deque[tuple[str, tuple[int, ...]]] = deque([(member, ())])
+        while queue and len(found) < len(wanted):
+            name, way = queue.popleft()
+            for index, operand in enumerate(self.finder.operands[name]):
+                value = self.finder.behind_views(operand)
+                if value in wanted:
+                    found.setdefault(value, (*way, index))
+                elif value[0] in self.finder.gone and value[0] not in seen:
+                    seen.add(value[0])
+                    queue.append((value[0], (*way, index)))
+        return found
 
     def _inside(self) -> dict[str, tuple[Inside, ...]]:
         """Operands that other members yield; those that join all members have the launches."""

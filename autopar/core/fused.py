@@ -9,11 +9,14 @@ runs alone, and r and w the factors held here,
 
 where all factors are 1 for an op that is not fused. The bytes of the ops of a kernel add up to
 those of the kernel, in any layout that they share.
+
+A value that no kernel writes takes no memory, and what a kernel of the backward computes again need
+not be kept for it. So of an op in a kernel it is also known what must be there when it runs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from torch import fx
@@ -52,6 +55,10 @@ class Share:
         launches: 1 for the op that carries the kernel's launch, more where the kernel is cut, else
             0.
         inside: operands that stay inside the kernel.
+        held: the way to each operand of the kernel that this op answers for: the index of one of
+            its own operands, then of an operand of the op which yields that, and so on.
+        kernel: number of the kernel; equal blocks have those of the first. Shares that differ in
+            nothing else are equal.
     """
 
     target: str
@@ -60,6 +67,8 @@ class Share:
     writes: tuple[float, ...]
     launches: int
     inside: tuple[Inside, ...] = ()
+    held: tuple[tuple[int, ...], ...] = ()
+    kernel: int | None = field(default=None, compare=False)
 
 
 FusedShares: TypeAlias = dict[str, Share]

@@ -15,6 +15,7 @@ from autopar.core.placement import Layout, shard_factor
 from autopar.core.redistribute import packing_fraction
 from autopar.core.work import is_away, lays_out_contiguously
 from autopar.cost_model import ScheduledOp
+from autopar.solver.kernels import PlannedKernels
 from autopar.solver.order import (
     leaving,
     ordered,
@@ -60,6 +61,7 @@ class Buffers:
         self.first, self.backward, self.weight = part_starts(self.step, self.order)
         self.kinds: dict[str, str] = {}
         self.operands = {op.name: self._operands(op) for op in self.order}
+        self.kernels = PlannedKernels(pricing)
         self.last_use = self._last_use()
         self.gradients: dict[str, list[str]] = defaultdict(list)
         self.lasting: set[Value] = set()
@@ -115,7 +117,7 @@ class Buffers:
         last: dict[Value, int] = {}
         hoisted = self.step.is_hoisted
         for position, op in enumerate(self.order):
-            for value in op.operands:
+            for value in self.kernels.reads(op):
                 base = self.base(value)
                 last[base] = max(last.get(base, -1), position)
                 if hoisted(base[0]) and not hoisted(op.name):
@@ -164,7 +166,8 @@ class Buffers:
         for index in range(len(op.call.outputs)):
             value = (op.name, index)
             size = self.pricing.local_bytes(value, candidate.outputs[index])
-            size = 0 if is_away(op.call.target) else size
+            inside = value not in self.last_use and not self.step.is_written(value)
+            size = 0 if is_away(op.call.target) or inside else size
             alloc.append((self.id(value), size))
             self.kinds[self.id(value)] = "activations" if not op.backward else "backward"
             if value in self.lasting:

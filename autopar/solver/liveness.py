@@ -23,6 +23,7 @@ from autopar.core.strategy import TensorSpec
 from autopar.core.work import is_away
 from autopar.cost_model import host_state_bytes, optimizer_state_bytes
 from autopar.solver.build import StepProblem
+from autopar.solver.kernels import KernelRows
 from autopar.solver.order import (
     FoldedSpan,
     folded_spans,
@@ -71,6 +72,7 @@ class Liveness:
         self.ends: dict[Value, int] = {}  # last op that reads it, or anything that shows it
         self.direct: dict[Value, int] = {}  # or that reads it itself
         self._read_ends()
+        self.inside = KernelRows(step, built, self.order)
         self.views: dict[Value, list[Op]] = defaultdict(list)  # that show a value
         for op in self.order:
             if op.view:
@@ -97,7 +99,7 @@ class Liveness:
         reads = [
             (value, end if hoisted(value[0]) and not hoisted(op.name) else p)
             for p, op in enumerate(self.order)
-            for value in op.operands
+            for value in self.step.held(op)
         ]
         reads += [(value, end) for value in self.step.results]
         if self.step.in_turns:
@@ -179,6 +181,7 @@ class Liveness:
             return
         for index, spec in enumerate(op.call.outputs):
             if self.ends.get((op.name, index), -1) < cut:
+                self.inside.add(row, (op.name, index), times, cut)
                 continue
             owner = self.built.classes[op.name]
             layouts = [c.outputs[index] for c in self.built.candidates[owner]]
@@ -186,8 +189,9 @@ class Liveness:
             self._let_go(row, (op.name, index), times, cut)
 
     def _shown_until(self, view: Op) -> int:
-        """Last op that reads what a view shows."""
-        return max(self.ends.get((view.name, i), -1) for i in range(len(view.call.outputs)))
+        """Last op that reads what a view shows, or may."""
+        ends = (self.ends.get((view.name, i), -1) for i in range(len(view.call.outputs)))
+        return max(*ends, self.inside.last_read(view))
 
     def _let_go(self, row: Row, value: Value, times: int, position: int) -> None:
         """Less of a value that is only shown, by a view that has a redistributed copy of it."""
@@ -333,7 +337,11 @@ class Liveness:
             value = (op.name, index)
             if value not in self.ends and value in self.kept:
                 continue  # it becomes the gradient
-            if position == born or self.ends.get(value, -1) >= position:
+            end = self.ends.get(value, -1)
+            written = position == born and self.step.is_written(value)
+            if end < position and not written:
+                self.inside.add(row, value, 1, position)
+            else:
                 row.add(owner, self._bytes(spec, [c.outputs[index] for c in candidates]))
                 if position > born:
                     self._let_go(row, value, 1, position)

@@ -78,13 +78,13 @@ class Row:
             known = self.edges.get((i, j))
             self.edges[i, j] = num_bytes if known is None else known + num_bytes
 
-    def add_row(self, other: Row) -> None:
-        """Count all that another row counts."""
-        self.constant += other.constant
+    def add_row(self, other: Row, times: int = 1) -> None:
+        """Count all that another row counts, some times."""
+        self.constant += times * other.constant
         for node, num_bytes in other.nodes.items():
-            self.add(node, num_bytes)
+            self.add(node, times * num_bytes)
         for (i, j), num_bytes in other.edges.items():
-            self.add_pair(i, j, num_bytes)
+            self.add_pair(i, j, times * num_bytes)
 
     def among(self, keep: Mapping[Hashable, Indices]) -> Row:
         """The row over some of the states of each node."""

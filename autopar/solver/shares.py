@@ -12,6 +12,8 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from networkx.utils import UnionFind
+
 from autopar.core.blocks import Blocks
 from autopar.core.fused import FusedShares, Share
 from autopar.core.graph import Value
@@ -20,7 +22,7 @@ from autopar.core.work import is_view
 if TYPE_CHECKING:
     from autopar.solver.step import Op, Send
 
-__all__ = ["lowest_shares", "shares_of"]
+__all__ = ["held_by", "kernels_of", "lowest_shares", "shares_of"]
 
 
 def shares_of(
@@ -68,6 +70,47 @@ def lowest_shares(
     return found
 
 
+def held_by(op: Op, ops: Mapping[str, Op], share: Share | None) -> tuple[Value, ...]:
+    """Values that must be in memory for an op, or for the kernel that it is the last op of.
+
+    Args:
+        op: of a step.
+        ops: of that step, by name.
+        share: of the op.
+    """
+    if share is None:
+        return op.operands
+    return tuple(_at_end(op, ops, way) for way in share.held)
+
+
+def kernels_of(
+    ops: Mapping[str, Op], shares: Mapping[str, Share], blocks: Blocks
+) -> dict[str, str]:
+    """By op of a fused kernel, one that stands for all of them."""
+    shares = {name: share for name, share in shares.items() if name in ops}  # of a part of a step
+    found: UnionFind = UnionFind(shares)
+    first: dict[Hashable, str] = {}
+    for name, share in shares.items():
+        op, block = ops[name], blocks.place[name][0] if name in blocks.place else None
+        # of equal blocks, and of what is computed again, each has its own
+        if share.kernel is not None:
+            key = share.kernel, block, op.recomputed, op.backward
+            found.union(first.setdefault(key, name), name)
+        for each in share.inside:
+            found.union(name, _behind_views(ops, op.operands[each.index])[0])
+    return {name: found[name] for name in shares}
+
+
+def _at_end(op: Op, ops: Mapping[str, Op], way: Sequence[int]) -> Value:
+    value = op.operands[way[0]]
+    for index in way[1:]:
+        maker = ops.get(_behind_views(ops, value)[0])
+        if maker is None or index >= len(maker.operands):
+            break  # of a part of a step, which begins here
+        value = maker.operands[index]
+    return value
+
+
 def _least(shares: Sequence[Share]) -> Share:
     return replace(
         shares[0],
@@ -75,6 +118,7 @@ def _least(shares: Sequence[Share]) -> Share:
         writes=tuple(map(min, zip(*(s.writes for s in shares), strict=True))),
         launches=min(s.launches for s in shares),
         inside=tuple(x for x in shares[0].inside if all(x in s.inside for s in shares)),
+        held=tuple(way for way in shares[0].held if all(way in s.held for s in shares)),
     )
 
 
@@ -88,7 +132,7 @@ def _fits(share: Share, op: Op) -> bool:
 
 
 def _here(share: Share, op: Op, ops: Mapping[str, Op], sent: set[Value]) -> Share:
-    reads, launches, inside = list(share.reads), share.launches, []
+    reads, launches, inside, held = list(share.reads), share.launches, [], list(share.held)
     for each in share.inside:
         source = ops.get(_behind_views(ops, op.operands[each.index])[0])
         if source is not None and (source.recomputed, source.backward) == (
@@ -99,12 +143,18 @@ def _here(share: Share, op: Op, ops: Mapping[str, Op], sent: set[Value]) -> Shar
         else:
             reads[each.index] = 1.0
             launches += each.launch
+            held.append((each.index,))
     writes = (
         1.0 if not factor and (op.name, i) in sent else factor
         for i, factor in enumerate(share.writes)
     )
     return replace(
-        share, reads=tuple(reads), writes=tuple(writes), launches=launches, inside=tuple(inside)
+        share,
+        reads=tuple(reads),
+        writes=tuple(writes),
+        launches=launches,
+        inside=tuple(inside),
+        held=tuple(held),
     )
 
 

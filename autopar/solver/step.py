@@ -18,6 +18,7 @@ from autopar.core.graph import InputSpec, Value
 from autopar.core.ops import REARRANGING
 from autopar.core.strategy import OpCall, TensorSpec
 from autopar.solver.overlap import ALL, Weights
+from autopar.solver.shares import held_by, kernels_of
 
 __all__ = [
     "ALONE",
@@ -142,6 +143,10 @@ class Step:
     _buckets: dict[Block | None, Bucket] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _held: dict[str, tuple[Value, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _kernels: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def in_turns(self) -> bool:
@@ -193,6 +198,24 @@ class Step:
             members = sum(node.name in self.parameters for node in self.blocks.members[block])
             self._buckets[block] = Bucket(members, ("all_gather",))
         return self._buckets[block]
+
+    def held(self, op: Op) -> tuple[Value, ...]:
+        """Values that must be in memory while an op runs, if no move cuts the kernel it is in."""
+        if op.name not in self._held:
+            self._held[op.name] = held_by(op, self.ops, self.shares.get(op.name))
+        return self._held[op.name]
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """By op of a fused kernel, one that stands for all of them."""
+        if self.shares and not self._kernels:
+            self._kernels.update(kernels_of(self.ops, self.shares, self.blocks))
+        return self._kernels
+
+    def is_written(self, value: Value) -> bool:
+        """False for what stays inside a fused kernel, unless it is redistributed."""
+        share = self.shares.get(value[0])
+        return share is None or value[1] >= len(share.writes) or share.writes[value[1]] > 0
 
     def label(self, name: str) -> str:
         """What people call the producer of a value: a parameter by its FQN, an op by its node."""

@@ -10,7 +10,7 @@ What blocks of a folded program make counts as often as it is there (`folded_run
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -21,7 +21,10 @@ from autopar.codegen.passes.folded_runs import Bytes, FoldedRuns
 from autopar.codegen.passes.sends import is_wait
 from autopar.core.work import is_away
 
-__all__ = ["Lifetimes"]
+__all__ = ["FUSED_BYTES", "Lifetimes"]
+
+FUSED_BYTES = "fused_bytes"
+"""Key in the `meta` of a node: what more (or less) is live from there on, once it is fused."""
 
 c10d = torch.ops._c10d_functional
 
@@ -64,7 +67,8 @@ class Lifetimes:
             change[made + 1] -= self._bytes[storage]
             change[end + 1] += self._bytes[storage]
         scratch = [node.meta.get("scratch", 0) for node in self.nodes]
-        self.live = np.cumsum(change)[:-1] + np.array(scratch, dtype=np.int64)
+        fused = _carried(node.meta.get(FUSED_BYTES) for node in self.nodes)
+        self.live = np.cumsum(change)[:-1] + np.array(scratch, dtype=np.int64) + fused
         if resident:
             phases = (str(node.meta.get("phase")) for node in self.nodes)
             self.live += np.array([resident.get(phase, 0) for phase in phases], dtype=np.int64)
@@ -165,6 +169,15 @@ class Lifetimes:
                 self.live[read + 1 : last] += self._bytes[storage]
                 self._last[storage] = last
         return last
+
+
+def _carried(noted: Iterable[int | None]) -> Bytes:
+    """What is noted at each position, or else at the last one before."""
+    last, found = 0, []
+    for each in noted:
+        last = last if each is None else each
+        found.append(last)
+    return np.array(found, dtype=np.int64)
 
 
 def _read(node: fx.Node) -> list[fx.Node]:
