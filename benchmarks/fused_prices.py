@@ -1,11 +1,12 @@
-"""How near the solver's compute seconds are to those of the program that will run fused.
+"""How near the solver's compute seconds and bytes are to those of the program that will run fused.
 
     python -m benchmarks.fused_prices [--rows gpt2-1.5b@8 llama3-8b@8 …]
 
 Each row is solved twice, in one piece: with ops priced one by one, and with ops priced as they will
 be fused. Each plan's program is emitted, fused and simulated. The error is that of the solver's
 seconds of compute against the simulator's. The solver prices no copies that pack shards, so some of
-it is left.
+it is left. Peak memory stands beside what is live in the program, with parameters, optimizer states
+and the batch.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from rich.table import Table
 
 import autopar
 from autopar.codegen.emit import emit
+from autopar.codegen.passes.lifetimes import Lifetimes
 from autopar.codegen.shares import fused_shares
 from autopar.core.constraints import Constraints
 from autopar.cost_model.simulator import simulate
@@ -33,7 +35,7 @@ PINS: dict[str, Any] = {"checkpoint": "none"}
 
 
 def compare(name: str) -> list[list[str]]:
-    """Solver's and simulator's milliseconds of compute for both prices, as rows of a table."""
+    """Solver's and program's milliseconds of compute and bytes for both prices, as table rows."""
     row = ROWS[name]
     traced = trace_row(row)
     cluster = autopar.Cluster.from_profile(
@@ -52,7 +54,12 @@ def compare(name: str) -> list[list[str]]:
         solver_s = plan.predicted.compute_time_s
         cells = (1e3 * solver_s, 1e3 * simulated.compute_s, 1e3 * simulated.step_s)
         error = solver_s / simulated.compute_s - 1
-        found.append([name, title, *(f"{x:.1f}" for x in cells), f"{error:+.1%}", f"{cpu_s:.1f}"])
+        peak = plan.predicted.peak_memory_bytes
+        beside = sum(plan.predicted.memory[kind] for kind in ("parameters", "optimizer", "inputs"))
+        held = beside + Lifetimes(program.joint.graph).peak_bytes
+        sizes = (f"{peak / 2**30:.1f}", f"{held / 2**30:.1f}", f"{peak / held - 1:+.1%}")
+        seconds = (*(f"{x:.1f}" for x in cells), f"{error:+.1%}")
+        found.append([name, title, *seconds, *sizes, f"{cpu_s:.1f}"])
     return found
 
 
@@ -61,8 +68,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", nargs="*", default=DEFAULT, choices=list(ROWS))
     table = Table(
-        "row", "ops priced", "solver (ms)", "simulator (ms)", "its step (ms)", "error", "CPU (s)"
-    )
+        "row", "ops priced", "solver (ms)", "simulator (ms)", "its step (ms)", "error",
+        "peak (GiB)", "in the program", "error", "CPU (s)",
+    )  # fmt: skip
     for name in parser.parse_args().rows:
         for cells in compare(name):
             table.add_row(*cells)

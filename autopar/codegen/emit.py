@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -156,7 +157,6 @@ class Emitter:
         self.mesh = plan.mesh_shape
         self.whole: Layout = tuple(Replicate() for _ in self.mesh)
         self.graph = fx.Graph()
-        self._is_noted = False
         self.builder = Builder(
             self.graph,
             mesh_shape=self.mesh,
@@ -244,11 +244,8 @@ class Emitter:
         resident: Mapping[str, int] | None = None,
     ) -> fx.Graph:
         """What is written, behind its passes; the arguments are those of `run_passes`."""
-        if self.fusion.kernels and check_passes(passes) and not self._is_noted:
-            note_fused_bytes(self.graph, self.fusion, self.builder.fake_mode)
-            self._is_noted = True
         graph = run_passes(
-            copied(self.graph),
+            copied(self._noted if check_passes(passes) else self.graph),
             passes,
             sizes=self.plan.bucket_sizes() if sizes is None else sizes,
             block_of=self._block,
@@ -259,6 +256,13 @@ class Emitter:
         for node in graph.nodes:  # the kernels come next
             node.meta.pop(FUSED_BYTES, None)
         return graph
+
+    @cached_property
+    def _noted(self) -> fx.Graph:
+        """What is written, with notes of what its kernels will hold."""
+        if self.fusion.kernels:
+            note_fused_bytes(self.graph, self.fusion, self.builder.fake_mode)
+        return self.graph
 
     def _added_passes(self, graph: fx.Graph, tangents: Collection[str]) -> None:
         """Run the passes of other packages."""

@@ -25,7 +25,7 @@ def note_fused_bytes(graph: fx.Graph, fusion: Fusion, fake_mode: FakeTensorMode)
     """Note at the ops of a graph by how much fusing changes what is live while they run.
 
     Args:
-        graph: as it is written; it stays as it is.
+        graph: as it is written; nothing but its `meta` changes.
         fusion: what will be fused.
         fake_mode: that of the graph's values.
     """

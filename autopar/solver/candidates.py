@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from autopar.core.fused import Share
 from autopar.core.placement import Layout, is_valid, shard_factor
@@ -23,7 +24,7 @@ from autopar.solver.rules.joined import joined_rows
 from autopar.solver.rules.own_order import own_order_rows
 from autopar.solver.rules.registry import find_rule, goes_together, replicated, stub_for
 
-__all__ = ["Candidate", "InnerCollective", "Pricer", "expand"]
+__all__ = ["Candidate", "InnerCollective", "Pricer", "expand", "unlike"]
 
 
 class InnerCollective(NamedTuple):
@@ -198,14 +199,8 @@ class Pricer:
             self.cluster.device, share.op_class, _dtype(call), written[:, None] + read,
             np.array(int(inside.launch)),
         )  # fmt: skip
-        numbers: dict[Layout, int] = {}
-        real = [axis for axis, size in enumerate(mesh) if size > 1]
-        before, after = (
-            np.array([numbers.setdefault(tuple(x[i] for i in real), len(numbers)) for x in layouts])
-            for layouts in (sources, targets)
-        )
         joined = np.array([not c.comm for c in candidates])
-        return np.where((before[:, None] != after) & joined, lost, 0.0)
+        return np.where(unlike(sources, targets, mesh) & joined, lost, 0.0)
 
     def inner(self, candidates: Sequence[Candidate]) -> Array:
         """Seconds of the collectives inside each candidate."""
@@ -214,6 +209,19 @@ class Pricer:
     @staticmethod
     def _args(comm: InnerCollective) -> tuple[str, int, float]:
         return comm.kind, comm.axis, comm.num_bytes
+
+
+def unlike(
+    sources: Sequence[Layout], targets: Sequence[Layout], mesh: Sequence[int]
+) -> NDArray[np.bool_]:
+    """(sources, targets), True where two layouts differ on an axis of several devices."""
+    numbers: dict[Layout, int] = {}
+    real = [axis for axis, size in enumerate(mesh) if size > 1]
+    before, after = (
+        np.array([numbers.setdefault(tuple(x[i] for i in real), len(numbers)) for x in layouts])
+        for layouts in (sources, targets)
+    )
+    return np.asarray(before[:, None] != after)
 
 
 def _dtype(call: OpCall) -> str:

@@ -20,6 +20,7 @@ import numpy as np
 
 from autopar.core.placement import Layout, shard_factor
 from autopar.solver.build import StepProblem
+from autopar.solver.candidates import unlike
 from autopar.solver.problem import Array, Row
 from autopar.solver.step import Op, Step, Value, storage_of
 
@@ -132,9 +133,9 @@ class KernelRows:
         for read in self._if_moved.get(value, ()):
             sources = self.built.produced(read.value)
             if read.position >= position and sources is not None:
-                self._add_pair(row, read.value[0], read, num_bytes * self._unlike(
-                    sources, self._wanted(read), sources
-                ))  # fmt: skip
+                moved = unlike(sources, self._wanted(read), self.mesh)
+                shares = num_bytes * self._shares(sources)[:, None] * moved
+                self._add_pair(row, read.value[0], read, shares)
         for kernel, last in self._if_cut.get(value, {}).items():
             if last >= position:
                 row.add_row(self._cut(kernel), num_bytes)
@@ -149,9 +150,7 @@ class KernelRows:
                 owner = self.built.classes[op.name]
                 candidates = self.built.candidates[owner]
                 if any(c.comm for c in candidates):
-                    parts = [
-                        max(map(self._share, c.outputs)) if c.comm else 0.0 for c in candidates
-                    ]
+                    parts = [max(self._shares(c.outputs)) if c.comm else 0.0 for c in candidates]
                     row.add(owner, np.array(parts))
         return self._rows[kernel]
 
@@ -170,16 +169,14 @@ class KernelRows:
                 readers[value].append(_Read(-1, op, index))
         for reads in readers.values():
             for one, other in itertools.pairwise(reads):
-                layouts = self._wanted(one), self._wanted(other)
-                yield one.op.name, other, self._unlike(*layouts, *layouts)
+                yield one.op.name, other, self._larger(self._wanted(one), self._wanted(other))
 
     def _moved_inside(self, read: _Read) -> Iterator[tuple[str, _Read, Array]]:
         """A value that an op has from another one, and the views on its way."""
         maker, sources = self.step.ops.get(read.value[0]), self.built.produced(read.value)
         if maker is None or sources is None:
             return
-        wanted = self._wanted(read)
-        yield maker.name, read, self._unlike(sources, wanted, sources, wanted)
+        yield maker.name, read, self._larger(sources, self._wanted(read))
         if maker.view:
             yield from self._moved_inside(_Read(-1, maker, 0))
 
@@ -187,23 +184,10 @@ class KernelRows:
         candidates = self.built.candidates[self.built.classes[read.op.name]]
         return [c.inputs[read.number] for c in candidates]
 
-    def _unlike(
-        self,
-        sources: Sequence[Layout],
-        wanted: Sequence[Layout],
-        first: Sequence[Layout],
-        second: Sequence[Layout] | None = None,
-    ) -> Array:
-        """Where layouts differ, the larger of the shares that a rank has in two, or in one."""
-        numbers: dict[Layout, int] = {}
-        one, other = (
-            np.array([numbers.setdefault(x, len(numbers)) for x in layouts])
-            for layouts in (sources, wanted)
-        )
-        shares = np.array([self._share(x) for x in first])[:, None]
-        if second is not None:
-            shares = np.maximum(shares, [self._share(x) for x in second])
-        return np.asarray(np.where(one[:, None] != other, shares, 0.0))
+    def _larger(self, one: Sequence[Layout], other: Sequence[Layout]) -> Array:
+        """The larger of the shares that a rank has in two layouts, where they differ."""
+        larger = np.maximum(self._shares(one)[:, None], self._shares(other))
+        return np.asarray(larger * unlike(one, other, self.mesh))
 
-    def _share(self, layout: Layout) -> float:
-        return 1.0 / shard_factor(layout, self.mesh)
+    def _shares(self, layouts: Sequence[Layout]) -> Array:
+        return np.array([1.0 / shard_factor(x, self.mesh) for x in layouts])

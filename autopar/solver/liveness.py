@@ -4,7 +4,7 @@
 
 Node terms are storage, states and buffers born by then and still needed; edge terms are copies
 that a redistribution makes. A buffer counts until the last use of anything that shows it, so a row
-is never below what `price` finds at that op.
+is never below what `price` finds at that op, but for what some cut kernels keep (`kernels.py`).
 
 Bytes in host memory are a row too, `HOST_ROW`, linear in the same choices. It is scaled such that
 the host's limit is the device's, so that whoever keeps rows below the limit keeps both.

@@ -48,7 +48,7 @@ class Column:
 
     @property
     def peak(self) -> float:
-        """Of the rows known so far; never below the bytes of the plan at these ops."""
+        """Of the rows known so far, as `liveness` counts them."""
         return max(self.num_bytes.values())
 
     def within(self, allowed: Allowed) -> bool:
