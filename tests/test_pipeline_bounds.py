@@ -192,8 +192,8 @@ def test_no_stage_takes_less_than_its_blocks_and_what_is_around_them(
         m = shape.microbatches
         inputs = took["I"] if number else took["B"]  # nobody waits for the first one's
         weights = took["B"] - took["I"] if number else 0.0
-        end_s = phases["finish"] + stage.predicted.update_s
-        parts = (phases["prepare"], m * took["F"], m * inputs, m * weights, end_s)
+        once = (phases["finish"], stage.predicted.update_s)
+        parts = (phases["prepare"], m * took["F"], m * inputs, m * weights, *once)
         for part, counts in functionals(m, 2 * shape.size - 1).items():
             seconds = sum(a * b for a, b in zip(counts, parts, strict=True))
             if part == "weights" and not number:
@@ -231,8 +231,8 @@ def test_no_stage_takes_less_than_its_blocks_in_a_row(name: str) -> None:
         phases, m = stage.predicted.phases, shape.microbatches
         inputs = took["I"] if number else took["B"]
         weights = took["B"] - took["I"] if number else 0.0
-        end_s = phases["finish"] + stage.predicted.update_s
-        parts = (phases["prepare"], m * took["F"], m * inputs, m * weights, end_s)
+        once = (phases["finish"], stage.predicted.update_s)
+        parts = (phases["prepare"], m * took["F"], m * inputs, m * weights, *once)
         for part in WIDE:
             counts = functionals(m, shape.size * 2 - 1)[part]
             seconds = sum(a * b for a, b in zip(counts, parts, strict=True))
@@ -319,7 +319,7 @@ def test_the_bound_of_equal_blocks_is_the_time_of_the_schedule(
 ) -> None:
     blocks, one = 3 * p, np.full(3 * p, 1.0)
     shape = PipelineShape(size=p, microbatches=m, schedule=schedule)
-    turn = Turn.exact(m, p, (0 * one, m * one, m * one, m * one, 0 * one))
+    turn = Turn.exact(m, p, (0 * one, m * one, m * one, m * one, 0 * one, 0 * one))
     seconds = [{"F": 3.0, "B": 6.0, "I": 3.0, "W": 3.0}] * p
     hop_s = 0.25
     took = simulate_pipeline(actions(schedule, p, m), seconds).step_s
@@ -339,7 +339,7 @@ def test_no_exchange_of_unequal_neighbours_makes_the_cuts_faster() -> None:
     shape, gained = PipelineShape(size=p, microbatches=m, schedule="automatic"), 0
     for _ in range(24):
         n, once = int(rng.integers(2 * p, 6 * p)), rng.uniform(0.5, 6.0)
-        block = np.array([once, m, m * rng.uniform(1.0, 1.2), m * rng.uniform(0.8, 1.1), once])
+        block = np.array([once, m, m * rng.uniform(1.0, 1.2), m * rng.uniform(0.8, 1.1), once, 0])
         parts = np.repeat(block[:, None], n, axis=1)
         parts[:, -1] *= rng.uniform(1.5, 3.0)
         turn, joint = Turn.exact(m, 2 * p - 1, list(parts)), [False] * n
@@ -358,7 +358,7 @@ def test_no_exchange_of_unequal_neighbours_makes_the_cuts_faster() -> None:
 def test_interleaved_equal_blocks_take_what_the_bound_says(p: int) -> None:
     m, one = 2 * p, np.full(2 * p, 1.0)
     shape = PipelineShape(size=p, microbatches=m, schedule="interleaved", chunks=2)
-    turn = Turn.exact(m, p, (0 * one, m * one, m * one, m * one, 0 * one))
+    turn = Turn.exact(m, p, (0 * one, m * one, m * one, m * one, 0 * one, 0 * one))
     took = simulate_pipeline(
         actions("interleaved", p, m, 2), [{"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}] * 2 * p
     ).step_s
@@ -398,10 +398,11 @@ def test_no_cut_is_faster_than_the_bound_of_unequal_blocks(seed: int, schedule: 
     p, blocks = int(rng.integers(2, 5)), 7
     m = int(rng.integers(p, 3 * p))
     forward, inputs, weights = rng.uniform(0.2, 2.0, (3, blocks))
-    prepare, finish = rng.uniform(0.0, 2.0, (2, blocks))
+    prepare, finish, update = rng.uniform(0.0, 2.0, (3, blocks))
     shape = PipelineShape(size=p, microbatches=m, schedule=schedule)
     ahead = 2 * p - 1 if schedule == "automatic" else p
-    turn = Turn.exact(m, ahead, (prepare, m * forward, m * inputs, m * weights, finish))
+    parts = (prepare, m * forward, m * inputs, m * weights, finish, update)
+    turn = Turn.exact(m, ahead, parts)
     joint = [False, *(bool(x) for x in rng.random(blocks - 1) < 0.2)]
     took: dict[tuple[int, ...], float] = {}
     for starts in itertools.combinations([i for i in range(1, blocks) if not joint[i]], p - 1):
@@ -415,6 +416,7 @@ def test_no_cut_is_faster_than_the_bound_of_unequal_blocks(seed: int, schedule: 
         ends = simulate_pipeline(orders, seconds, 0.1, begin_s=begin_s).finish_s()
         after = np.split(finish, starts)
         took[starts] = max(e + x.sum() for e, x in zip(ends, after, strict=True))
+        took[starts] += max(x.sum() for x in np.split(update, starts))
         alone = least_seconds(shape, turn, 0.1, joint, starts)
         assert alone <= took[starts] * (1 + 1e-12)
     if took:
@@ -434,10 +436,11 @@ def test_no_schedule_of_unequal_stages_is_below_the_bound(schedule: str) -> None
         m = int(rng.choice(turns.get(schedule, np.arange(1, 3 * p))))
         stages = p * chunks
         forward, inputs, weights = rng.uniform(0.0, 2.0, (3, stages))
-        prepare, finish = rng.uniform(0.0, rng.choice([0.1, 10.0]), (2, stages))
+        prepare, finish, update = rng.uniform(0.0, rng.choice([0.1, 10.0]), (3, stages))
         hop_s = float(rng.choice([0.0, 0.3]))
         ahead = 2 * p - 1 if schedule == "automatic" else p
-        turn = Turn.exact(m, ahead, (prepare, m * forward, m * inputs, m * weights, finish))
+        parts = (prepare, m * forward, m * inputs, m * weights, finish, update)
+        turn = Turn.exact(m, ahead, parts)
         shape = PipelineShape(size=p, microbatches=m, schedule=schedule, chunks=chunks)
         seconds = [
             {"F": f, "I": i, "W": w, "B": i + w}
@@ -447,6 +450,7 @@ def test_no_schedule_of_unequal_stages_is_below_the_bound(schedule: str) -> None
         orders = orders_for(schedule, seconds, m, hop_s, begin_s, rng, chunks)
         ends = simulate_pipeline(orders, seconds, hop_s, begin_s=begin_s).finish_s()
         took = max(np.array(ends) + finish.reshape(chunks, p).sum(axis=0))
+        took += update.reshape(chunks, p).sum(axis=0).max()
         found = least_seconds(shape, turn, hop_s, [False] * stages, list(range(1, stages)))
         assert found <= took * (1 + 1e-12), (p, m)
 
@@ -527,7 +531,7 @@ def test_whole_runs_are_bounded_in_what_tells() -> None:
     """What is left out would hardly raise the bound."""
     traced, cluster = stack(14)[2], near_ranks(4, 1e9)
     search = _Search(StepLimits(traced, cluster, Constraints()), UNLIMITED)
-    shapes = Shapes(search.planner, PipelinePin(size=4, microbatches=8), short=True)
+    shapes = Shapes(search.planner, PipelinePin(size=4, microbatches=16), short=True)
     (shape,) = shapes.known
     while not shapes.is_close(shape):
         shapes.closer(shape)

@@ -38,7 +38,7 @@ class Menus:
 
     def turn(self, turns: int, ahead: int) -> Turn:
         found = {name: self.least(w) for name, w in functionals(turns, ahead).items()}
-        found["backward"] = self.least((0, 0, 1, 1, 0))
+        found["backward"] = self.least((0, 0, 1, 1, 0, 0))
         return Turn(found, turns, ahead)
 
     def steps(self, shape: PipelineShape, starts: Sequence[int]) -> list[float]:
@@ -50,27 +50,28 @@ class Menus:
             if shape.schedule == "automatic":
                 loads = [
                     RankLoad(begin_s=p, forward_s=f / m, input_s=i / m, weight_s=w / m)
-                    for p, f, i, w, _ in stages
+                    for p, f, i, w, *_ in stages
                 ]
                 ends: Sequence[float] = soonest(loads, m, [HOP_S] * (shape.size - 1))
                 finish = [s[4] for s in stages]
             else:
                 seconds = [
                     {"F": f / m, "I": i / m, "W": w / m, "B": (i + w) / m}
-                    for _, f, i, w, _ in stages
+                    for _, f, i, w, *_ in stages
                 ]
                 ranks = [stages[r :: shape.size] for r in range(shape.size)]
                 begin = [sum(s[0] for s in each) for each in ranks]
                 orders = actions(shape.schedule, shape.size, m, shape.chunks)
                 ends = simulate_pipeline(orders, seconds, HOP_S, begin_s=begin).finish_s()
                 finish = [sum(s[4] for s in each) for each in ranks]
-            found.append(max(end + more for end, more in zip(ends, finish, strict=True)))
+            update_s = max(sum(s[5] for s in stages[r :: shape.size]) for r in range(shape.size))
+            found.append(max(map(sum, zip(ends, finish, strict=True))) + update_s)
         return found
 
 
 def blocks_that_trade(rng: np.random.Generator, blocks: int) -> Menus:
     """What runs once, in front of the turns or behind them, may save a little at each turn."""
-    plans = rng.uniform(0.2, 2.0, (blocks, 2, 5))
+    plans = rng.uniform(0.2, 2.0, (blocks, 2, 6))
     plans[:, :, 1:4] = plans[:, :1, 1:4] * rng.uniform(1.0, 1.3, (blocks, 2, 1))
     plans[:, :, [0, 4]] *= 2.0
     return Menus(plans)

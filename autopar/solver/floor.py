@@ -72,7 +72,8 @@ class Alone:
     Attributes:
         part: of the step.
         built: its problem.
-        parts: in which parts of a step each node may run: fields of `Weights`.
+        parts: in which parts of a step each node, and the moves of a parameter, may run: fields of
+            `Weights`.
         ends: pairs of nodes between which a gradient is reduced once, behind the turns.
         handed_bytes: that a device holds at least of what backward ops of others read.
     """
@@ -89,11 +90,17 @@ class Alone:
         shares = {pair: self._counts(weights, *pair) for pair in problem.edges}
         edges = {pair: share * problem.edges[pair] for pair, share in shares.items() if share}
         held = {n for pair in edges for n in pair}
-        costs = {n: self._counts(weights, n) * cost for n, cost in problem.costs.items()}
+        costs = {n: self._of_node(weights, n) * cost for n, cost in problem.costs.items()}
         return ChoiceProblem({n: c for n, c in costs.items() if n in held or c.any()}, edges)
 
+    def _of_node(self, weights: Weights, node: Hashable) -> float:
+        """What a node counts, at least."""
+        if node in self.part.parameters:
+            return weights.update  # all that it costs by itself
+        return self._counts(weights, node)
+
     def _counts(self, weights: Weights, *nodes: Hashable) -> float:
-        """What a node counts, or a pair of them, at least."""
+        """What moves between nodes count, or what ops do, at least."""
         if frozenset(nodes) in self.ends:
             return weights.finish  # reduced once
         return min(getattr(weights, part) for n in nodes for part in self.parts[str(n)])
@@ -237,7 +244,8 @@ class Floors:
             for name, value in part.gradients.items()
             if all(read != name for read, _ in part.ops[value[0]].operands)
         }
-        parts = {str(name): self._parts_of(part, before, str(name)) for name in built.problem.costs}
+        names = map(str, built.problem.costs)
+        parts = {name: self._parts_of(part, before, ends, name) for name in names}
         return Alone(part, built, parts, ends, self._handed(part))
 
     def _handed(self, part: Step) -> float:
@@ -255,12 +263,18 @@ class Floors:
         whole = sum(part.specs[value].num_bytes for value in found)
         return whole / self.offers.cluster.num_devices
 
-    def _parts_of(self, part: Step, before: Collection[str], name: str) -> Sequence[str]:
-        """Parts of a step that a node may run in: fields of `Weights`."""
+    def _parts_of(
+        self, part: Step, before: Collection[str], ends: Collection[frozenset[Hashable]], name: str
+    ) -> Sequence[str]:
+        """Parts of a step that a node may run in: fields of `Weights`.
+
+        Of a parameter, those of its moves: gathers, and reductions that are not known apart.
+        """
         if part.is_hoisted(name):
             return ("prepare",)
         if name in part.parameters:
-            return ("prepare", "finish")
+            apart = name not in part.gradients or frozenset((part.gradients[name][0], name)) in ends
+            return ("prepare",) if apart else ("prepare", "finish")
         if name not in self._fed or name not in part.ops:
             return Weights._fields
         if not part.ops[name].backward:

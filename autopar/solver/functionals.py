@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 __all__ = ["Weights", "functionals", "left_out"]
 
+_LITTLE = 0.125  # of what runs once, what turns count that may take longer for it
+
 
 class Weights(NamedTuple):
     """What a second of each part of a step counts.
@@ -16,6 +18,7 @@ class Weights(NamedTuple):
         inputs: of their backwards, up to what goes to the block before.
         weights: of the rest of them.
         finish: of what runs once, behind the turns: gradients.
+        update: of the optimizer, once all ranks are done.
     """
 
     prepare: float
@@ -23,6 +26,7 @@ class Weights(NamedTuple):
     inputs: float
     weights: float
     finish: float
+    update: float
 
 
 def left_out(microbatches: int, ahead: int) -> int:
@@ -39,14 +43,16 @@ def functionals(microbatches: int, ahead: int) -> dict[str, Weights]:
     """What is bounded of each block, by name; arguments as for `left_out`."""
     late, once = 1 - left_out(microbatches, ahead) / microbatches, 1 / microbatches
     return {
-        "step": Weights(1, 1, 1, 1, 1),
-        "end": Weights(0, 1, 1, 1, 1),
-        "after": Weights(0, late, 1, 1, 1),
-        "first": Weights(1, late, 1, 1, 1),
-        "forward": Weights(0, 1, 0, 0, 0),
-        "inputs": Weights(0, 0, 1, 0, 0),
-        "weights": Weights(0, 0, 0, 1, 0),
-        "onward": Weights(0, 1, 1, 0, 0),
-        "turns": Weights(0, 1, 1, 1, 0),
-        "one turn": Weights(1, once, once, once, 1),
+        "step": Weights(1, 1, 1, 1, 1, 1),
+        "end": Weights(0, 1, 1, 1, 1, 1),
+        "after": Weights(0, late, 1, 1, 1, 1),
+        "first": Weights(1, late, 1, 1, 1, 1),
+        "forward": Weights(0, 1, 0, 0, 0, 0),
+        "inputs": Weights(0, 0, 1, 0, 0, 0),
+        "weights": Weights(0, 0, 0, 1, 0, 0),
+        "onward": Weights(0, 1, 1, 0, 0, 0),
+        "turns": Weights(0, 1, 1, 1, 0, 0),
+        "one turn": Weights(1, once, once, once, 1, 1),
+        "reduced": Weights(0, 1, 1, 1, 1, 0),
+        "soon": Weights(1, _LITTLE, _LITTLE, _LITTLE, _LITTLE, 1),
     }

@@ -139,9 +139,9 @@ class _Master:
         parts = zip(*(plan.seconds(self.turns) for plan in plans), strict=True)
         rows = [
             self._no_less(part, rank, seconds)
-            for part, seconds in zip(program.parts[rank], parts, strict=True)
+            for part, seconds in zip(program.parts[rank][:-1], parts, strict=True)
         ]
-        self._no_less(program.update, rank, [plan.update_s for plan in plans])
+        self._no_less(program.update, rank, [plan.update_s for plan in plans])  # of all ranks
         return rows
 
     def _no_less(
@@ -156,7 +156,7 @@ class _Master:
         program, loads = self.program, [plan.load for plan in self.options[rank]]
         ahead = [min(self.most[rank], most_held(load, self.turns)) for load in loads]
         if min(ahead) < self.most[rank]:
-            _, _, inputs, weights, finish = program.parts[rank]
+            _, _, inputs, weights, finish, _ = program.parts[rank]
             left = program.variable(f"left_{rank}")
             left_s = [(self.turns - n) * x.forward_s for n, x in zip(ahead, loads, strict=True)]
             self._no_less(left, rank, left_s)

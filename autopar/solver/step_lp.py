@@ -1,8 +1,9 @@
 """What the step of a pipeline takes at least, as a linear program in what its stages do.
 
-With P, F, I, W and E the seconds of a stage in a step of m microbatches (in front of the turns,
-its forwards, input and weight gradients, and behind the turns), summed over the stages of rank r
-where it has several, b when the rank begins, and h a transfer,
+With P, F, I, W, E and U the seconds of a stage in a step of m microbatches (in front of the turns,
+its forwards, input and weight gradients, behind the turns, and of the update, when all ranks are
+there), summed over the stages of rank r where it has several, b when the rank begins, and h a
+transfer,
 
     b_r >= P_r                       b_r >= b_(r-1) + F_(r-1) / m + h
     T >= b_r + F_r + I_r + W_r + E_r
@@ -22,8 +23,8 @@ and where backwards run whole, e when the last one of a rank is done,
     e_r >= b_r + F_r + I_r + W_r         e_(r-1) >= e_r + (I_(r-1) + W_(r-1)) / m + h
     T >= e_r + E_r
 
-of first stages again. T and an update behind it are minimised. What holds for orders of which more
-is left open holds for others, too.
+of first stages again. T and the longest U are minimised. What holds for orders of which more is
+left open holds for others, too.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from typing import TypeAlias
 
 import pulp
 
-from autopar.core.flights import Waits
+from autopar.solver.functionals import Weights
 from autopar.solver.highs import HiGHS
 
 __all__ = ["Line", "StepLP"]
@@ -72,9 +73,9 @@ class StepLP:
         unit: seconds that a step is near to, which the program counts in.
 
     Attributes:
-        parts: seconds of each stage, as of `Waits`.
+        parts: seconds of each stage, as of `functionals.Weights`.
         begun, returns, done: of each rank, b, g and d; the last two where they are known.
-        update: seconds behind all else, 0 unless more is required.
+        update: of all ranks, seconds behind all else.
     """
 
     def __init__(self, line: Line, unit: float) -> None:
@@ -83,7 +84,7 @@ class StepLP:
         self.lp = pulp.LpProblem("step", pulp.LpMinimize)
         self.step = self.variable("step")
         self.parts = [
-            [self.variable(f"{part}_{stage}") for part in Waits._fields]
+            [self.variable(f"{part}_{stage}") for part in Weights._fields]
             for stage in range(line.ranks * line.chunks)
         ]
         self.update = self.variable("update")
@@ -128,6 +129,7 @@ class StepLP:
                 forward = {self.parts[r - 1][1]: 1 / self.line.microbatches}
                 self.later(begun[r], {begun[r - 1]: 1.0}, forward, hop=self._hops[r - 1])
             self.later(self.step, {begun[r]: 1.0}, self._of_rank(r, 1, 2, 3, 4))
+            self.later(self.update, self._of_rank(r, 5))
         return begun
 
     def _split(self, begun: Sequence[pulp.LpVariable], ahead: Sequence[int]) -> None:
@@ -135,7 +137,7 @@ class StepLP:
         returns = self.returns = [self.variable(f"returns_{r}") for r in range(len(begun))]
         done = self.done = [self.variable(f"done_{r}") for r in range(len(begun))]
         for r in range(last, -1, -1):
-            _, forward, inputs, weights, finish = self.parts[r]
+            _, forward, inputs, weights, finish, _ = self.parts[r]
             left = {returns[r]: 1.0, forward: 1 - ahead[r] / m, inputs: 1.0}
             if r == last:
                 self.later(returns[r], {begun[r]: 1.0, forward: 1 / m})
@@ -155,7 +157,7 @@ class StepLP:
             self.later(end, {begun[r]: 1.0}, self._of_rank(r, 1, 2, 3))
             self.later(self.step, {end: 1.0}, self._of_rank(r, 4))
             if r:
-                _, _, inputs, weights, _ = self.parts[r - 1]
+                _, _, inputs, weights, *_ = self.parts[r - 1]
                 backward = {inputs: 1 / m, weights: 1 / m}
                 self.later(ended[r - 1], {end: 1.0}, backward, hop=self._hops[r - 1])
 

@@ -61,7 +61,7 @@ class Turn:
         m = microbatches
         forward, backward = work.at_turns(devices, m)
         none = 0 * forward
-        exact = cls.exact(m, ahead, (none, m * forward, none, m * backward, none))
+        exact = cls.exact(m, ahead, (none, m * forward, none, m * backward, none, none))
         found = {**exact.found, "weights": none}  # how a backward would be split is not known
         return replace(exact, found=found)
 
