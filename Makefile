@@ -18,7 +18,7 @@ help:
 	@echo "make venv       create $(VENV) with torch and all that is needed"
 	@echo "make check      ruff, format, mypy, import contracts"
 	@echo "make test       check, then the tests"
-	@echo "make test-slow  the long sweeps"
+	@echo "make test-slow  the long sweeps and the slow cases"
 	@echo "make demo       train on four gloo ranks and compare with one process"
 	@echo "make format     rewrite the code in ruff's format"
 

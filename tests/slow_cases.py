@@ -1,0 +1,51 @@
+"""The cases that `make test` leaves to `make test-slow`, beside those that are marked in the code.
+
+    pytest -m "slow or not slow" --junitxml=durations.xml
+    python -m tests.slow_cases durations.xml
+
+lists in `slow_cases.txt` the cases that took long, but for the quickest one of each test, which
+stands for the others, and the tests of one case that took longest of all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+LISTED = Path(__file__).with_suffix(".txt")
+
+_CASE_S = 4.0  # beside a quicker case of the same test
+_TEST_S = 30.0  # with no other case
+
+
+def listed() -> set[str]:
+    """Node ids of the cases that are listed."""
+    return set(LISTED.read_text().splitlines())
+
+
+def slow_cases(seconds: Iterable[tuple[str, float]]) -> list[str]:
+    """Node ids of those that are to be listed, of all cases with their seconds."""
+    tests = defaultdict[str, list[tuple[float, str]]](list)
+    for case, took in seconds:
+        tests[case.split("[")[0]].append((took, case))
+    found: list[str] = []
+    for cases in tests.values():
+        (least_s, quickest), *others = sorted(cases)
+        found += [case for took, case in others if took > _CASE_S]
+        found += [quickest] if not others and least_s > _TEST_S else []
+    return sorted(found)
+
+
+def _seconds(path: str) -> Iterable[tuple[str, float]]:
+    for case in ElementTree.parse(path).iter("testcase"):
+        module = case.attrib["classname"].replace(".", "/")
+        yield f"{module}.py::{case.attrib['name']}", float(case.attrib["time"])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("durations", help="what pytest's --junitxml wrote of all cases")
+    LISTED.write_text("\n".join(slow_cases(_seconds(parser.parse_args().durations))) + "\n")

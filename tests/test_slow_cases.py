@@ -1,0 +1,23 @@
+"""Which cases are left to `make test-slow`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.slow_cases import listed, slow_cases
+
+
+def test_the_quickest_case_of_each_test_stays() -> None:
+    seconds = [
+        *(("a.py::one[x]", 9.0), ("a.py::one[y]", 5.0), ("a.py::one[z]", 2.0)),
+        *(("a.py::two[x]", 5.0), ("a.py::three", 29.0), ("b.py::three", 31.0)),
+        *(("b.py::two[x]", 32.0), ("b.py::two[y]", 31.0)),
+    ]
+    assert slow_cases(seconds) == ["a.py::one[x]", "a.py::one[y]", "b.py::three", "b.py::two[x]"]
+
+
+def test_cases_of_all_listed_files_are_there() -> None:
+    """Those of a file that is collected are checked as that is done (`conftest.py`)."""
+    root = Path(__file__).parent.parent
+    assert listed()
+    assert all((root / case.split("::")[0]).is_file() for case in listed())
