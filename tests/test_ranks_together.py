@@ -152,3 +152,19 @@ def test_no_plan_of_a_model_is_below_the_bound() -> None:
     alone_s = least_seconds(shape, turn, 0.0, planner.work.joint)
     found_s = planner.together(shape, turn, 0.0, 2 * step_s, None)
     assert alone_s * (1 + 1e-3) < found_s <= step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "gpipe"])
+def test_of_known_seconds_the_bound_is_the_time_of_the_order(schedule: str) -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(8):
+        p, m = int(rng.integers(2, 4)), int(rng.integers(1, 4))
+        shape = PipelineShape(size=p, microbatches=p * m, schedule=schedule, chunks=2)
+        menus, starts = Menus(rng.uniform(0.2, 2.0, (2 * p, 1, 6))), list(range(1, 2 * p))
+        (step_s,) = menus.steps(shape, starts)
+        without = Menus(menus.plans * [0, 1, 1, 1, 0, 0])  # of what runs once only sums are known
+        (least_s,) = without.steps(shape, starts)
+        _, found_s = bound_of(menus, shape, 2 * step_s, starts)
+        assert least_s * (1 - 1e-5) <= found_s <= step_s * (1 + 1e-9)
+        _, found_s = bound_of(without, shape, 2 * step_s, starts)
+        assert found_s == pytest.approx(least_s, rel=1e-5)

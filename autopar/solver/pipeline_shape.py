@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.core.list_schedule import most_ahead
-from autopar.core.schedule import AUTOMATIC, SCHEDULES
+from autopar.core.schedule import AUTOMATIC, SCHEDULES, actions
 from autopar.errors import ConstraintError
 from autopar.solver.cuts import least_done
 from autopar.solver.problem import Array
@@ -57,6 +57,7 @@ __all__ = [
 _WHOLE_BACKWARD = ("gpipe", "1f1b", "interleaved")
 _ONE_BY_ONE = ("1f1b", "zero-bubble")  # each rank begins with one forward less than the one before
 _OPEN = 250  # runs of all ranks among which cuts are soon found
+_ACTIONS = 6000  # of all ranks, among which the longest way is soon found
 _NEAR = 1e-3  # of a limit, to which it is lowered for fewer
 
 
@@ -136,13 +137,17 @@ def least_seconds(
 def line_of(shape: PipelineShape, hop_s: float) -> Line:
     """What is known of the order in which the ranks of a shape work."""
     early = shape.schedule in (*_ONE_BY_ONE, AUTOMATIC) and shape.chunks == 1
+    whole = shape.schedule in _WHOLE_BACKWARD
+    few = 2 * shape.num_stages * shape.microbatches <= _ACTIONS
+    given = (shape.schedule, shape.size, shape.microbatches, shape.chunks)
     return Line(
         ranks=shape.size,
         microbatches=shape.microbatches,
         transfer_s=[hop_s] * (shape.size - 1),
         chunks=shape.chunks,
         ahead=_early(shape) if early else None,
-        whole=shape.schedule in _WHOLE_BACKWARD,
+        whole=whole,
+        orders=actions(*given) if whole and few and shape.chunks > 1 else (),
     )
 
 

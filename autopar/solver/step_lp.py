@@ -23,19 +23,22 @@ and where backwards run whole, e when the last one of a rank is done,
     e_r >= b_r + F_r + I_r + W_r         e_(r-1) >= e_r + (I_(r-1) + W_(r-1)) / m + h
     T >= e_r + E_r
 
-of first stages again. T and the longest U are minimised. What holds for orders of which more is
-left open holds for others, too.
+of first stages again. Where the orders of all ranks are known, with several stages on each, every
+action ends no sooner than the one before it on its rank and the one whose result it reads, by its
+own seconds. T and the longest U are minimised. What holds for orders of which more is left open
+holds for others, too.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import pulp
 
+from autopar.core.schedule import Action, Orders
 from autopar.solver.functionals import Weights
 from autopar.solver.highs import HiGHS
 
@@ -55,6 +58,7 @@ class Line:
         ahead: forwards that each rank may begin ahead of its first gradient, with one stage a rank;
             None where nothing is known.
         whole: backwards run whole.
+        orders: of each rank, with whole backwards; empty where nothing is known.
     """
 
     ranks: int
@@ -63,6 +67,7 @@ class Line:
     chunks: int = 1
     ahead: Sequence[int] | None = None
     whole: bool = False
+    orders: Orders = ()
 
 
 class StepLP:
@@ -96,6 +101,8 @@ class StepLP:
             self._split(self.begun, line.ahead)
         if line.whole:
             self._whole(self.begun)
+        if line.orders:
+            self._ordered(self.begun, line.orders)
 
     def variable(self, name: str) -> pulp.LpVariable:
         """Another variable, no less than 0."""
@@ -161,6 +168,26 @@ class StepLP:
                 backward = {inputs: 1 / m, weights: 1 / m}
                 self.later(ended[r - 1], {end: 1.0}, backward, hop=self._hops[r - 1])
 
+    def _ordered(self, begun: Sequence[pulp.LpVariable], orders: Orders) -> None:
+        m, ranks = self.line.microbatches, self.line.ranks
+        hops = [*self._hops, min(self._hops, default=0.0)]  # at last around to the first rank
+        actions = [action for order in orders for action in order]
+        ended = {a: self.variable(f"{a.kind}_{a.stage}_{a.microbatch}") for a in actions}
+        for r, order in enumerate(orders):
+            before = begun[r]
+            for action in order:
+                _, forward, inputs, weights, *_ = self.parts[action.stage]
+                backward = {inputs: 1 / m, weights: 1 / m}
+                took = {forward: 1 / m} if action.kind == "F" else backward
+                self.later(ended[action], {before: 1.0}, took)
+                source = _source(action, len(self.parts))
+                if source is not None:
+                    hop = hops[min(action.stage, source.stage) % ranks] if ranks > 1 else 0.0
+                    sent = source.stage != action.stage
+                    self.later(ended[action], {ended[source]: 1.0}, took, hop=hop * sent)
+                before = ended[action]
+            self.later(self.step, {before: 1.0}, self._of_rank(r, 4))
+
     def solve(self, **options: float) -> bool:
         """Minimise the step; options as for `HiGHS`. False if no solution was found."""
         self.lp.setObjective(pulp.LpAffineExpression({self.step: 1.0, self.update: 1.0}))
@@ -178,3 +205,12 @@ class StepLP:
         if not self.lp.isMIP():
             return self.step_s
         return float(self.lp.solverModel.getInfo().mip_dual_bound) * self.unit
+
+
+def _source(action: Action, num_stages: int) -> Action | None:
+    """The action whose result a forward or a whole backward reads."""
+    if action.kind == "F":
+        return replace(action, stage=action.stage - 1) if action.stage else None
+    if action.stage + 1 == num_stages:
+        return replace(action, kind="F")
+    return replace(action, stage=action.stage + 1)
