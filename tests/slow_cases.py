@@ -1,10 +1,12 @@
 """The cases that `make test` leaves to `make test-slow`, beside those that are marked in the code.
 
-    pytest -m "slow or not slow" --junitxml=durations.xml
+    : > tests/slow_cases.txt
+    pytest --junitxml=durations.xml
     python -m tests.slow_cases durations.xml
 
 lists in `slow_cases.txt` the cases that took long, but for the quickest one of each test, which
-stands for the others, and the tests of one case that took longest of all.
+stands for the others, and the tests of one case that took longest of all. It is emptied first, and
+what the code marks is left out, as a case that does not run in `make test` stands for none.
 """
 
 from __future__ import annotations

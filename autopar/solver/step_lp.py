@@ -169,7 +169,7 @@ class StepLP:
                 self.later(ended[r - 1], {end: 1.0}, backward, hop=self._hops[r - 1])
 
     def _ordered(self, begun: Sequence[pulp.LpVariable], orders: Orders) -> None:
-        m, ranks = self.line.microbatches, self.line.ranks
+        m = self.line.microbatches
         hops = [*self._hops, min(self._hops, default=0.0)]  # at last around to the first rank
         actions = [action for order in orders for action in order]
         ended = {a: self.variable(f"{a.kind}_{a.stage}_{a.microbatch}") for a in actions}
@@ -182,7 +182,7 @@ class StepLP:
                 self.later(ended[action], {before: 1.0}, took)
                 source = _source(action, len(self.parts))
                 if source is not None:
-                    hop = hops[min(action.stage, source.stage) % ranks] if ranks > 1 else 0.0
+                    hop = hops[min(action.stage, source.stage) % self.line.ranks]
                     sent = source.stage != action.stage
                     self.later(ended[action], {ended[source]: 1.0}, took, hop=hop * sent)
                 before = ended[action]
