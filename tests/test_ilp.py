@@ -6,13 +6,14 @@ import itertools
 import math
 import subprocess
 import sys
+from collections.abc import Hashable
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.solver.eliminate import minimise
+from autopar.solver.eliminate import _order, minimise
 from autopar.solver.ilp import Infeasible, Prepared, solve_problem
 from autopar.solver.messages import MessagePassing
 from autopar.solver.problem import Array, ChoiceProblem, evaluate
@@ -78,6 +79,35 @@ def test_elimination_gives_up_before_its_tables_are_too_large() -> None:
         problem.add_edge(i, j, np.ones((10, 10)))
     assert minimise(problem, max_entries=10_000) is None
     assert minimise(problem, max_entries=10_000_000) is not None
+
+
+def slow_order(problem: ChoiceProblem) -> list[Hashable]:
+    """Least weighted fill-in first, then the smallest table; all of it found anew for each node."""
+    states = {node: len(costs) for node, costs in problem.costs.items()}
+    pairs = {frozenset(edge) for edge in problem.edges}
+    order: list[Hashable] = []
+    while len(order) < len(states):
+        efforts: dict[Hashable, tuple[int, int]] = {}
+        for node in states.keys() - set(order):
+            around = [n for n in states if n not in order and frozenset((n, node)) in pairs]
+            missing = (p for p in itertools.combinations(around, 2) if frozenset(p) not in pairs)
+            fill = sum(states[a] * states[b] for a, b in missing)
+            efforts[node] = fill, math.prod(states[n] for n in (node, *around))
+        node = min((n for n in states if n in efforts), key=efforts.__getitem__)
+        around = [n for n in states if n not in order and frozenset((n, node)) in pairs]
+        pairs |= {frozenset(pair) for pair in itertools.combinations(around, 2)}
+        order.append(node)
+    return order
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nodes_are_eliminated_in_the_order_of_the_least_fill(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    problem = ChoiceProblem({n: np.zeros(int(rng.integers(1, 5))) for n in range(14)})
+    for i, j in itertools.combinations(range(14), 2):
+        if rng.random() < 0.25:
+            problem.add_edge(i, j, np.zeros((len(problem.costs[i]), len(problem.costs[j]))))
+    assert _order(problem, 1 << 40) == slow_order(problem)
 
 
 @given(problems(), st.integers(1, 3))

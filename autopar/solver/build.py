@@ -359,7 +359,7 @@ class _Builder:
         if share is None or produced is None:
             return None
         targets = self.candidates[self.classes[op.name]]
-        return self.offers.pricer.broken(op.call, share, produced, index, targets)
+        return self.offers.broken(op.call, share, produced, index, targets)
 
     def _add_gradient_ends(self) -> None:
         """The cost of bringing each gradient to its parameter's storage.

@@ -12,6 +12,7 @@ in the order of the least fill-in, weighted by the states that it joins.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -93,27 +94,38 @@ def _order(problem: ChoiceProblem, max_entries: int) -> list[Hashable] | None:
 
     def effort(node: Hashable) -> tuple[int, int]:
         others = list(around[node])
-        fill = sum(
-            states[a] * states[b]
-            for k, a in enumerate(others)
-            for b in others[:k]
-            if b not in around[a]
-        )
-        return fill, math.prod(states[n] for n in others) * states[node]
+        fill = 0
+        for k, a in enumerate(others):
+            beside = around[a]
+            for b in others[:k]:
+                if b not in beside:
+                    fill += states[a] * states[b]
+        return fill, math.prod([states[n] for n in others]) * states[node]
 
+    place = {node: k for k, node in enumerate(states)}
     efforts = {node: effort(node) for node in states}
+    queue = [(*efforts[node], place[node], node) for node in states]
+    heapq.heapify(queue)
     order: list[Hashable] = []
     entries = 0
-    while efforts:
-        node = min(efforts, key=efforts.__getitem__)
+    while queue:
+        *least, _, node = heapq.heappop(queue)
+        if efforts.get(node) != tuple(least):
+            continue  # eliminated, or another effort by now
         entries += efforts.pop(node)[1]
         if entries > max_entries:
             return None
         order.append(node)
-        others = around.pop(node)
+        others = list(around.pop(node))
+        near = dict.fromkeys(others)
         for other in others:
             del around[other][node]
-            around[other].update((n, None) for n in others if n != other)
-        near = {n: None for other in others for n in (other, *around[other])}
-        efforts.update((n, effort(n)) for n in near)
+        for k, a in enumerate(others):
+            for b in others[:k]:
+                if b not in around[a]:
+                    around[a][b] = around[b][a] = None
+                    near.update((n, None) for n in around[a] if n in around[b])
+        for n in near:
+            efforts[n] = effort(n)
+            heapq.heappush(queue, (*efforts[n], place[n], n))
     return order

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -14,7 +15,12 @@ from autopar.solver.packing import Packing, alike
 from autopar.solver.problem import Array, Indices
 from autopar.solver.step import ALONE, Bucket
 
-__all__ = ["MoveCosts"]
+__all__ = ["KEPT", "MoveCosts"]
+
+KEPT = 1 << 12
+"""Entries of a matrix that is kept for the next one who asks: larger ones would fill the memory."""
+
+_Key: TypeAlias = tuple[tuple[Layout, ...], tuple[Layout, ...], float, Bucket]
 
 
 class MoveCosts:
@@ -44,6 +50,7 @@ class MoveCosts:
         self._links: dict[tuple[str, int], tuple[float, float]] = {}
         self._packing: dict[tuple[int, ...], Packing] = {}
         self._tables: dict[tuple[tuple[Layout, ...], tuple[Layout, ...], Bucket], Array] = {}
+        self._matrices: dict[_Key, Array] = {}
 
     def _price(self, src: Layout, dst: Layout) -> tuple[float, float]:
         """`(a, b)` of a + b · bytes; infinite where there is no way."""
@@ -113,6 +120,18 @@ class MoveCosts:
             num_bytes: of the whole tensor.
             bucket: what the tensor's moves may be joined with; see `Cluster.bucketed_seconds`.
         """
+        if len(sources) * len(targets) > KEPT:
+            return self._matrix(sources, targets, num_bytes, bucket)
+        key = tuple(sources), tuple(targets), num_bytes, bucket
+        known = self._matrices.get(key)
+        if known is None:
+            known = self._matrices[key] = self._matrix(sources, targets, num_bytes, bucket)
+            known.setflags(write=False)
+        return known
+
+    def _matrix(
+        self, sources: Sequence[Layout], targets: Sequence[Layout], num_bytes: float, bucket: Bucket
+    ) -> Array:
         if not num_bytes:  # nothing is sent of an empty tensor, and takes no time
             known = self.matrix(sources, targets, 1.0)
             return np.where(np.isfinite(known), 0.0, np.inf)

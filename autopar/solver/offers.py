@@ -7,7 +7,7 @@ several classes, in several stages of a pipeline, in the steps of several schedu
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -18,7 +18,7 @@ from autopar.core.placement import Layout
 from autopar.core.strategy import OpCall
 from autopar.cost_model import Cluster
 from autopar.solver.candidates import Candidate, Pricer, expand
-from autopar.solver.moves import MoveCosts
+from autopar.solver.moves import KEPT, MoveCosts
 from autopar.solver.problem import Array
 from autopar.solver.rules.joined import joined_of
 from autopar.solver.rules.own_order import orders_of
@@ -50,6 +50,7 @@ class Offers:
         self.moves = MoveCosts(cluster)
         self._offers: dict[Hashable, Offer] = {}
         self._seconds: dict[Hashable, float] = {}
+        self._broken: dict[Hashable, Array] = {}
         self._calls: dict[int, tuple[OpCall, Hashable]] = {}
         self._others: dict[tuple[int, ...], Offers] = {}
 
@@ -94,6 +95,25 @@ class Offers:
                     seconds += float(lost[0, 0])
             self._seconds[key] = seconds
         return self._seconds[key]
+
+    def broken(
+        self,
+        call: OpCall,
+        share: Share,
+        sources: Sequence[Layout],
+        index: int,
+        candidates: Sequence[Candidate],
+    ) -> Array:
+        """`Pricer.broken`, kept."""
+        targets = tuple((c.inputs[index], bool(c.comm)) for c in candidates)
+        key = self._likeness(call), share, tuple(sources), index, targets
+        if key not in self._broken:
+            found = self.pricer.broken(call, share, sources, index, candidates)
+            if found.size > KEPT:
+                return found
+            found.setflags(write=False)
+            self._broken[key] = found
+        return self._broken[key]
 
     def _likeness(self, call: OpCall) -> Hashable:
         """`likeness` of an op that is asked for again and again; it is kept."""

@@ -37,6 +37,7 @@ class Packing:
         self._table = np.full((64, 64), -1, dtype=np.intp)
         self._copies: list[tuple[float, ...]] = []
         self._number: dict[tuple[float, ...], int] = {}
+        self._seconds: dict[tuple[int, TensorSpec], float] = {}
 
     def seconds(
         self, rows: Indices, columns: Indices, layouts: Sequence[Layout], spec: TensorSpec
@@ -56,8 +57,14 @@ class Packing:
                 self._copies.append(found)
             self._table[row, column] = self._number[found]
         numbers, inverse = np.unique(self._table[at], return_inverse=True)
-        seconds = [packing_seconds(self._copies[n], spec, self.cluster) for n in numbers]
+        seconds = [self._seconds_of(n, spec) for n in numbers.tolist()]
         return np.array(seconds)[inverse.reshape(len(rows), len(columns))]
+
+    def _seconds_of(self, number: int, spec: TensorSpec) -> float:
+        key = number, spec
+        if key not in self._seconds:
+            self._seconds[key] = packing_seconds(self._copies[number], spec, self.cluster)
+        return self._seconds[key]
 
 
 def alike(shape: Sequence[int], devices: int) -> tuple[int, ...]:

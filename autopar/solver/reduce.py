@@ -67,8 +67,17 @@ class _Reducer:
             self.adjacent[i][j] = matrix
             self.adjacent[j][i] = matrix.T
         self.kept: dict[Hashable, Indices] = {n: np.arange(len(c)) for n, c in self.costs.items()}
+        # neighbours with which some states are impossible
+        self.strict: dict[Hashable, set[Hashable]] = {n: set() for n in self.costs}
+        for (i, j), matrix in problem.edges.items():
+            self._note_strict(i, j, matrix)
         self.folds: list[Fold] = []
         self.offset = 0.0
+
+    def _note_strict(self, i: Hashable, j: Hashable, matrix: Array) -> None:
+        if not np.isfinite(matrix).all():
+            self.strict[i].add(j)
+            self.strict[j].add(i)
 
     def restrict(self, node: Hashable, keep: Indices) -> None:
         """Keep only some states of a node."""
@@ -81,8 +90,8 @@ class _Reducer:
 
     def drop_impossible(self, node: Hashable) -> bool:
         alive = np.isfinite(self.costs[node])
-        for matrix in self.adjacent[node].values():
-            alive &= np.isfinite(matrix).any(axis=1)
+        for other in self.strict[node]:
+            alive &= np.isfinite(self.adjacent[node][other]).any(axis=1)
         if alive.all() or not alive.any():
             return False
         self.restrict(node, np.flatnonzero(alive))
@@ -136,34 +145,51 @@ class _Reducer:
                 joined = joined + self.adjacent[i][j]
             self.adjacent[i][j] = joined
             self.adjacent[j][i] = joined.T
-        for other in neighbours:
-            del self.adjacent[other][node]
-        del self.adjacent[node], self.costs[node]
+            self._note_strict(i, j, joined)
+        self._remove(node)
         numbers = tuple(self.kept[other] for other in neighbours)
         self.folds.append((node, neighbours, numbers, best))
         return True
 
     def settle(self, node: Hashable) -> bool:
         """Make what a node's only state costs with its neighbours a part of their costs."""
-        self.offset += float(self.costs.pop(node)[0])
-        for other, matrix in self.adjacent.pop(node).items():
+        self.offset += float(self.costs[node][0])
+        for other, matrix in self.adjacent[node].items():
             self.costs[other] = self.costs[other] + matrix[0]
-            del self.adjacent[other][node]
+        self._remove(node)
         self.folds.append((node, (), (), np.asarray(0)))
         return True
 
+    def _remove(self, node: Hashable) -> None:
+        for other in self.adjacent.pop(node):
+            del self.adjacent[other][node]
+            self.strict[other].discard(node)
+        del self.costs[node], self.strict[node]
+
     def run(self, changed_nodes: Iterable[Hashable]) -> None:
+        """Fold what can be folded; states are compared where nothing else is left to do."""
         pending = dict.fromkeys(changed_nodes)
-        while pending:
-            node = next(iter(pending))
-            del pending[node]
-            if node not in self.costs:
-                continue
-            around = list(self.adjacent[node])
-            changed = self.drop_impossible(node)
-            changed |= self.drop_dominated(node)
-            if self.fold(node):
-                changed = True
+        compared: dict[Hashable, None] = {}  # once nothing is pending
+        while pending or compared:
+            if pending:
+                node = next(iter(pending))
+                del pending[node]
+                if node not in self.costs:
+                    continue
+                around = list(self.adjacent[node])
+                changed = self.drop_impossible(node)
+                if self.fold(node):
+                    compared.pop(node, None)
+                    changed = True
+                else:
+                    compared[node] = None
+            else:
+                node = next(iter(compared))
+                del compared[node]
+                around = list(self.adjacent[node])
+                changed = self.drop_dominated(node)
+                if changed:
+                    self.fold(node)
             if changed:
                 pending.update(dict.fromkeys(n for n in around if n in self.costs))
 
@@ -193,21 +219,21 @@ def _gain(costs: Array, matrices: Sequence[Array]) -> Array:
         own = costs[:, None] - costs[None, :]
         own[np.isnan(own)] = 0.0
         np.fill_diagonal(own, -np.inf)
+        gain = np.full(own.shape, -np.inf)
         most = own
         for matrix in matrices:
-            suits = matrix.argmin(axis=1)
-            theirs = matrix[:, suits].T
-            difference = theirs.diagonal()[:, None] - theirs
+            theirs = matrix.take(matrix.argmin(axis=1), axis=1)
+            difference = theirs.diagonal() - theirs
             difference[np.isnan(difference)] = np.inf
-            most = most + difference
+            most = most + difference.T
+            if (most < 0).all():
+                return gain
         s, r = np.nonzero(most >= 0)
-        gain = np.full(own.shape, -np.inf)
-        if not len(s):
-            return gain
         total = own[s, r]
         for matrix in matrices:
-            difference = matrix[s] - matrix[r]
-            difference[np.isinf(matrix[s])] = np.inf
+            mine = matrix.take(s, axis=0)
+            difference = mine - matrix.take(r, axis=0)
+            difference[np.isinf(mine)] = np.inf
             total = total + np.minimum.reduce(difference, axis=1)
         gain[s, r] = np.where(np.isnan(total), -np.inf, total)
     return gain
