@@ -19,7 +19,7 @@ from autopar.codegen.fusion import Fusion
 from autopar.codegen.shares import fused_shares
 from autopar.codegen.stages import moved_plan, staged_as_planned
 from autopar.core.apart import split_repeats
-from autopar.core.block_kinds import kinds_of
+from autopar.core.block_kinds import labels_of
 from autopar.core.blocks import Block, block_of
 from autopar.core.constraints import Constraints
 from autopar.core.folding import every_instance
@@ -177,7 +177,7 @@ def _stand_in(plan: Plan, param: str) -> str:
             for r in repeats
             for n in range(r.first - r.period, r.instances().stop)
         )
-        repeats = split_repeats(repeats, kinds_of(plan.checkpoint, blocks))
+        repeats = split_repeats(repeats, labels_of(plan.checkpoint, blocks))
     for name in (*timeline.alternatives, *planned):
         held |= dict.fromkeys(every_instance({name: name}, repeats), name)
     return held[param]

@@ -1,4 +1,4 @@
-"""Equal blocks of a folded graph that are recomputed in different ways are told apart.
+"""Equal blocks of a folded graph that are recomputed or placed in different ways are told apart.
 
 A folded graph holds one period of a run of equal blocks for many. Where the first so many of these
 are of one kind and the others of another, it must hold one of each, and before each of them another
@@ -9,7 +9,7 @@ what the last A hands on is kept as B wants it, on the device, in host memory or
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
 from autopar.core.blocks import Block
@@ -19,7 +19,7 @@ from autopar.core.graph import Repeat, TracedModel
 __all__ = ["split_repeats", "told_apart"]
 
 
-def told_apart(traced: TracedModel, kinds: Mapping[Block, str]) -> TracedModel:
+def told_apart(traced: TracedModel, kinds: Mapping[Block, Hashable]) -> TracedModel:
     """The folded graph with a stand-in for each run of blocks of one kind.
 
     Args:
@@ -37,15 +37,17 @@ def told_apart(traced: TracedModel, kinds: Mapping[Block, str]) -> TracedModel:
     return replace(extended(traced, periods), repeats=repeats)
 
 
-def split_repeats(repeats: tuple[Repeat, ...], kinds: Mapping[Block, str]) -> tuple[Repeat, ...]:
+def split_repeats(
+    repeats: tuple[Repeat, ...], kinds: Mapping[Block, Hashable]
+) -> tuple[Repeat, ...]:
     """The repeats of the graph in which blocks of these kinds are told apart."""
     return tuple(made for repeat in repeats for made in _split(repeat, kinds)[1])
 
 
-def _split(repeat: Repeat, kinds: Mapping[Block, str]) -> tuple[list[int], list[Repeat]]:
+def _split(repeat: Repeat, kinds: Mapping[Block, Hashable]) -> tuple[list[int], list[Repeat]]:
     """Periods that the graph holds of those that the folded one stands for, and its repeats."""
 
-    def of(period: int) -> list[str]:
+    def of(period: int) -> list[Hashable]:
         start = repeat.first + period * repeat.period
         blocks = (Block(repeat.container, start + i) for i in range(repeat.period))
         return [kinds[block] for block in blocks if block in kinds]

@@ -1,20 +1,22 @@
 """Which blocks are recomputed, and how: one kind for all of them, or one for each run of blocks.
 
 A plan holds `"full"`, or `{"model.layers.0-10": "full", "model.layers.11-31": "none"}`, which names
-every block. A pin may name some of them, by FQN, by such a run or by a glob; the first key that
-matches a block counts, and blocks that no key matches are free. What each kind computes again is
-said in `recompute.py`; "host" is "full" with what a block keeps for it in host memory.
+every block. Runs of one kind that follow each other are placed apart: the second begins a section.
+A pin may name some of them, by FQN, by such a run or by a glob; the first key that matches a block
+counts, and blocks that no key matches are free. What each kind computes again is said in
+`recompute.py`; "host" is "full" with what a block keeps for it in host memory.
 """
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
+import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from autopar.core.blocks import Block
+from autopar.core.blocks import Block, section_of
 from autopar.errors import ConstraintError
 
 __all__ = [
@@ -24,11 +26,13 @@ __all__ = [
     "as_checkpoint",
     "checkpoint_text",
     "kinds_of",
+    "labels_of",
     "moved_checkpoint",
     "parse_checkpoint",
     "pinned_kinds",
     "pins_among",
     "read_checkpoint",
+    "sections_of",
 ]
 
 Recomputation = Literal["none", "selective", "full", "host"]
@@ -70,19 +74,52 @@ def kinds_of(checkpoint: Checkpoint, blocks: Iterable[Block]) -> dict[Block, str
     }
 
 
-def as_checkpoint(kinds: Mapping[Block, str]) -> Checkpoint:
-    """How a plan says the kinds of all blocks, given in order."""
-    if len(set(kinds.values())) <= 1:
-        return next(iter(kinds.values()), "none")
+def as_checkpoint(
+    kinds: Mapping[Block, str], sections: Mapping[Block, Hashable] | None = None
+) -> Checkpoint:
+    """How a plan says the kinds of all blocks, given in order.
+
+    Args:
+        kinds: of the blocks.
+        sections: what blocks that are placed alike have in common; default: all are.
+    """
     runs: list[tuple[str, int, int, str]] = []
+    apart = False
+    last: Block | None = None
     for block, kind in kinds.items():
-        if runs and runs[-1][0] == block.container and runs[-1][3] == kind:
-            container, first, last, _ = runs[-1]
-            if last + 1 == block.number:
-                runs[-1] = container, first, block.number, kind
+        follows = last is not None and last == Block(block.container, block.number - 1)
+        if last is not None and follows and runs[-1][3] == kind:
+            if sections is None or sections[last] == sections[block]:
+                runs[-1] = (*runs[-1][:2], block.number, kind)
+                last = block
                 continue
+            apart = True
         runs.append((block.container, block.number, block.number, kind))
-    return {_name(container, first, last): kind for container, first, last, kind in runs}
+        last = block
+    if len(set(kinds.values())) <= 1 and not apart:
+        return next(iter(kinds.values()), "none")
+    return {_name(container, first, end): kind for container, first, end, kind in runs}
+
+
+def sections_of(checkpoint: Checkpoint) -> tuple[Block, ...]:
+    """The blocks that sections begin with, but for the first one of each container."""
+    if isinstance(checkpoint, str):
+        return ()
+    runs = sorted((run, kind) for key, kind in checkpoint.items() if (run := _run(key)))
+    return tuple(
+        Block(container, first)
+        for (before, known), ((container, first, _), kind) in itertools.pairwise(runs)
+        if before[0] == container and before[2] + 1 == first and known == kind
+    )
+
+
+def labels_of(checkpoint: Checkpoint, blocks: Iterable[Block]) -> dict[Block, tuple[str, int]]:
+    """The kind of each block, and how many sections of its container have begun before it."""
+    starts = sections_of(checkpoint)
+    return {
+        block: (kind, section_of(block, starts))
+        for block, kind in kinds_of(checkpoint, blocks).items()
+    }
 
 
 def moved_checkpoint(checkpoint: Checkpoint, container: str, by: int) -> Checkpoint:

@@ -3,13 +3,14 @@
 Repeated layers (`model.layers.0`, `.1`, …) whose ops, shapes, arguments and wiring are equal form
 a class; their nodes at the same position share decision variables. Layers that differ (the first
 one, whose input is the embedding; alternating kinds) make classes of their own. Where the graph is
-folded (`TracedModel.repeats`), the nodes of one block count for those that it stands for.
+folded (`TracedModel.repeats`), the nodes of one block count for those that it stands for. Equal
+blocks of two sections (`TracedModel.sections`) share no choice.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from copy import copy
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -21,7 +22,7 @@ from torch.fx.node import map_aggregate
 from autopar.core.graph import InputSpec, Repeat, TracedModel, node_info, tensor_meta
 from autopar.core.ops import unsalted
 
-__all__ = ["Block", "Blocks", "block_of", "members_by"]
+__all__ = ["Block", "Blocks", "block_of", "members_by", "section_of"]
 
 Owner = TypeVar("Owner", bound=Hashable)
 
@@ -40,6 +41,11 @@ def block_of(path: str) -> Block | None:
     """`("model.layers", 3)` for a module or parameter under `model.layers.3`."""
     match = _BLOCK.match(path)
     return Block(match.group(1), int(match.group(2))) if match else None
+
+
+def section_of(block: Block, starts: Iterable[tuple[str, int]]) -> int:
+    """How many sections of a block's container have begun before it, of those that begin so."""
+    return sum(block.container == name and first <= block.number for name, first in starts)
 
 
 def members_by(
@@ -179,7 +185,9 @@ class Blocks:
         owners: dict[Any, Block] = {}
         representative: dict[str, str] = {}
         for block, nodes in self.members.items():
-            signature = (block.container, tuple(self.describe(block, node) for node in nodes))
+            section = section_of(block, self.traced.sections)
+            described = tuple(self.describe(block, node) for node in nodes)
+            signature = (block.container, section, described)
             owner = owners.setdefault(signature, block)
             for node, twin in zip(nodes, self.members[owner], strict=True):
                 representative[node.name] = twin.name

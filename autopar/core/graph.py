@@ -162,7 +162,8 @@ class TracedModel:
         tied: FQNs that share storage with a parameter, `(alias, owner)`.
         state_values: tensors lifted from the code, by FQN.
         repeats: blocks that the graph holds once for many; empty for a graph to run. A container
-            has several where its blocks are recomputed in several ways.
+            has several where its blocks are recomputed or placed in several ways.
+        sections: container and number of the blocks from which on equal blocks are placed apart.
         reduce_dtype: of sums of gradients over ranks; None where it is the solver's choice.
         precision: what its parameters and inputs are cast to: "fp32" (nothing), "bf16", "fp16".
         microbatches: how often the graph runs in a step; `hoisted` nodes run once, before.
@@ -191,6 +192,7 @@ class TracedModel:
     reduce_dtype: str | None = None
     beside: tuple[int, ...] = ()
     numbers: tuple[int, ...] = ()
+    sections: tuple[tuple[str, int], ...] = ()
 
     @property
     def graph(self) -> fx.Graph:

@@ -20,7 +20,7 @@ from torch import fx
 
 from autopar.core.apart import told_apart
 from autopar.core.away import sent_away
-from autopar.core.block_kinds import Checkpoint, kinds_of
+from autopar.core.block_kinds import Checkpoint, kinds_of, labels_of, sections_of
 from autopar.core.blocks import Blocks
 from autopar.core.graph import NodeInfo, TracedModel
 from autopar.core.late_module import late_module
@@ -41,7 +41,8 @@ _KEPT_BY_SELECTIVE = (
 def recomputed(traced: TracedModel, checkpoint: Checkpoint) -> TracedModel:
     """The step with the copies that each block's kind of recomputation asks for.
 
-    A folded graph gets a stand-in for each run of equal blocks of one kind (`told_apart`).
+    A folded graph gets a stand-in for each run of equal blocks of one kind, or of one section of
+    these (`told_apart`).
 
     Args:
         traced: the step; returned as it is where no block is recomputed.
@@ -53,7 +54,9 @@ def recomputed(traced: TracedModel, checkpoint: Checkpoint) -> TracedModel:
     if checkpoint == "none" or not traced.training:
         return traced
     if not isinstance(checkpoint, str):
-        traced = told_apart(traced, kinds_of(checkpoint, Blocks(traced).every()))
+        blocks = Blocks(traced).every()
+        traced = told_apart(traced, labels_of(checkpoint, blocks))
+        traced = replace(traced, sections=sections_of(checkpoint))
     graph = fx.Graph()
     twins: dict[fx.Node, fx.Node] = {}
     results = graph.graph_copy(traced.graph, twins)

@@ -1,8 +1,8 @@
-"""Mixtures: the first blocks recomputed one way, those behind them in a cheaper way.
+"""Mixtures: the first blocks as in one plan, those behind them as in one that takes less time.
 
-Uniform plans leave steps in the frontier of time and memory. Under a limit L, of two plans met,
-one of a cheaper kind that is too large, `(t, m)`, and one of a stronger kind that fits, `(t', m')`,
-a mixture takes about
+Plans that recompute and place all equal blocks alike leave steps in the frontier of time and
+memory. Under a limit L, of two plans met, one that is too large, `(t, m)`, and one that recomputes
+as much or more and fits, `(t', m')`, a mixture takes about
 
     t' + (t - t') * (L - m') / (m - m')
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -27,32 +27,43 @@ from autopar.core.block_kinds import (
     Checkpoint,
     as_checkpoint,
     kinds_of,
+    labels_of,
     pinned_kinds,
+    sections_of,
 )
-from autopar.core.blocks import Block, Blocks
+from autopar.core.blocks import Block, Blocks, section_of
 from autopar.core.graph import TracedModel
 from autopar.errors import ConstraintError
 from autopar.solver.found import Fit, Met
-from autopar.solver.placed import Placed
+from autopar.solver.placed import Labels, Placed
 from autopar.solver.problem import Assignment
 from autopar.solver.variant import Variant
 
-__all__ = ["Make", "free_blocks", "mixtures", "uniform_checkpoints"]
+__all__ = ["Make", "Mixer", "Point", "free_blocks", "mixtures", "uniform_checkpoints"]
 
 _WORTH = 5e-3  # of the seconds of the best plan: what a mixture must promise to save
 _NEARLY = 0.03  # by how much more a pair of kinds may promise to take than the best pair
 _PRICED = 8  # mixtures that are priced to find how many blocks must be recomputed
+_ROUNDING = 1e-9  # relative, of seconds
 _PRICES = 4  # of a byte, at which plans of all kinds are looked for
 
 Make = Callable[[object, Checkpoint], Variant]
 
 
-class _Point(NamedTuple):
+class Point(NamedTuple):
     """A plan that the search of a kind has met."""
 
     kind: str
     variant: Variant
     met: Met
+
+    @classmethod
+    def of(cls, variant: Variant, block: Block) -> Point:
+        """The best plan of a search, and how it recomputes a block."""
+        fit = variant.search.memory.best
+        assert fit is not None
+        met = Met(fit.solution.chosen, fit.solution.objective, fit.peak)
+        return cls(kinds_of(variant.checkpoint, [block])[block], variant, met)
 
 
 def uniform_checkpoints(
@@ -74,8 +85,9 @@ def uniform_checkpoints(
     if isinstance(pinned, str):
         return [pinned]
     blocks = Blocks(traced).every()
-    fixed = pinned_kinds(pinned, blocks)
-    found = [as_checkpoint({b: fixed.get(b, kind) for b in blocks}) for kind in free]
+    fixed, starts = pinned_kinds(pinned, blocks), sections_of(pinned)
+    sections = {b: section_of(b, starts) for b in blocks}
+    found = [as_checkpoint({b: fixed.get(b, kind) for b in blocks}, sections) for kind in free]
     return [checkpoint for i, checkpoint in enumerate(found) if checkpoint not in found[:i]]
 
 
@@ -94,6 +106,7 @@ def mixtures(
     free: Sequence[Block],
     make: Make,
     below_s: float = math.inf,
+    apart: bool = False,
 ) -> list[Variant]:
     """Mixtures of two of the kinds tried, searched; none where none promises to be faster.
 
@@ -103,6 +116,7 @@ def mixtures(
         free: blocks whose kind is open, in the order in which they run.
         make: the variant of a checkpoint, with the optimizer in some place.
         below_s: seconds that the plan must stay below to be of use.
+        apart: mix plans of one kind, too, which differ in placements alone.
     """
     found: list[Variant] = []
     seen: list[object] = []
@@ -117,7 +131,8 @@ def mixtures(
             # kinds that were not searched, as a cheaper one fits without a limit, may mix better
             known = [v.checkpoint for v in alike]
             others = [kind for kind in kinds if kind not in known]
-            found += _mixtures(alike, others, free, partial(make, held), best, below_s)
+            given = alike, others, free, partial(make, held), best, below_s
+            found += _mixtures(*given, apart)
     return found
 
 
@@ -128,12 +143,14 @@ def _mixtures(
     make: Callable[[Checkpoint], Variant],
     best: Variant,
     below_s: float,
+    apart: bool,
 ) -> list[Variant]:
     """Those with the optimizer in one place, if they promise to be faster than the best other."""
-    pairs = _promising(tried, others, free, make, min(below_s, best.seconds * (1 - _WORTH)))
+    least_s = min(below_s, best.seconds * (1 - _WORTH))
+    pairs = _promising(tried, others, free, make, least_s, apart)
     priced = []
     for cheap, strong in pairs:
-        mixer = _Mixer(cheap, strong, free, make)
+        mixer = Mixer(cheap, strong, free, make)
         mixture = mixer.fewest() or mixer.fewest_as_strong()
         if mixture is not None:
             priced.append((mixture.fit.solution.objective, mixture, mixer))
@@ -162,7 +179,8 @@ def _promising(
     free: Sequence[Block],
     make: Callable[[Checkpoint], Variant],
     below_s: float,
-) -> list[tuple[_Point, _Point]]:
+    apart: bool,
+) -> list[tuple[Point, Point]]:
     """For each two kinds, the plans between which a mixture comes below the limit soonest.
 
     Pairs that promise as much as the best, or nearly so, come back. One block more than would fit
@@ -172,7 +190,7 @@ def _promising(
     Args:
         tried: variants.
         others: kinds that compute more than all of these, of which variants are made at need.
-        free, make, below_s: see `mixtures`.
+        free, make, below_s, apart: see `mixtures`.
     """
     block, least = free[-1], 1 / len(free)
     order: tuple[str, ...] = RECOMPUTATIONS
@@ -181,9 +199,9 @@ def _promising(
     def free_s(variant: Variant) -> float:
         return variant.search.memory.approximate().bound
 
-    def points(variants: Iterable[Variant]) -> list[_Point]:
+    def points(variants: Iterable[Variant]) -> list[Point]:
         return [
-            _Point(kinds_of(variant.checkpoint, [block])[block], variant, met)
+            Point(kinds_of(variant.checkpoint, [block])[block], variant, met)
             for variant in variants
             for met in variant.search.memory.met()
         ]
@@ -200,20 +218,36 @@ def _promising(
     variants += [make(kind) for kind in others if may_help(least_s)]
     _meet(variants, limit)
     known = points(variants)
-    large = [p for p in known if p.met.peak > limit]
-    small = [p for p in known if p.met.peak <= limit]
-    found: dict[tuple[str, str], tuple[float, _Point, _Point]] = {}
-    for cheap in large:
-        for strong in small:
-            if order.index(cheap.kind) >= order.index(strong.kind):
-                continue
-            share = (limit - strong.met.peak) / (cheap.met.peak - strong.met.peak) + least
-            seconds = strong.met.seconds + (cheap.met.seconds - strong.met.seconds) * share
-            kinds = cheap.kind, strong.kind
-            if seconds < found.get(kinds, (below_s,))[0]:
-                found[kinds] = seconds, cheap, strong
+    pairs = [(c, s) for c, s in _pairs(known, limit) if order.index(c.kind) < order.index(s.kind)]
+    if apart:
+        sure = [p._replace(met=_sure(p.met, p.variant)) for p in known]
+        pairs += [(c, s) for c, s in _pairs(sure, limit) if c.kind == s.kind]
+    found: dict[tuple[str, str], tuple[float, Point, Point]] = {}
+    for cheap, strong in pairs:
+        share = (limit - strong.met.peak) / (cheap.met.peak - strong.met.peak) + least
+        seconds = strong.met.seconds + (cheap.met.seconds - strong.met.seconds) * share
+        kinds = cheap.kind, strong.kind
+        if seconds < found.get(kinds, (below_s,))[0]:
+            found[kinds] = seconds, cheap, strong
     most_s = min((row[0] for row in found.values()), default=0.0) * (1 + _NEARLY)
     return [(cheap, strong) for seconds, cheap, strong in found.values() if seconds <= most_s]
+
+
+def _pairs(points: Sequence[Point], limit: float) -> Iterator[tuple[Point, Point]]:
+    """Plans that are too large, each with each one that fits."""
+    large = [p for p in points if p.met.peak > limit]
+    return itertools.product(large, (p for p in points if p.met.peak <= limit))
+
+
+def _sure(met: Met, variant: Variant) -> Met:
+    """A plan met; one that seems to fit but is faster than the best that does holds more.
+
+    Where both plans are of one kind, it would be taken for the other of a pair.
+    """
+    limit = variant.search.memory.limit
+    if met.peak <= limit and met.seconds < variant.seconds * (1 - _ROUNDING):
+        return met._replace(peak=limit + 1.0)
+    return met
 
 
 def _meet(variants: Sequence[Variant], limit: float) -> None:
@@ -242,7 +276,7 @@ def _price(met: Sequence[Met], limit: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Mixture:
-    """The step with so many blocks of the stronger kind, and a plan of it."""
+    """The step with so many blocks as in the stronger plan, and a plan of it."""
 
     number: int
     variant: Variant
@@ -250,37 +284,54 @@ class _Mixture:
     fit: Fit
 
 
-class _Mixer:
-    """Mixes two plans of two kinds."""
+class Mixer:
+    """Mixes two plans, with the first so many blocks as in the stronger one.
+
+    Args:
+        cheap, strong: the plans.
+        free: blocks that may be recomputed or placed apart, in the order in which they run.
+        make: the variant of a checkpoint.
+    """
 
     def __init__(
         self,
-        cheap: _Point,
-        strong: _Point,
+        cheap: Point,
+        strong: Point,
         free: Sequence[Block],
         make: Callable[[Checkpoint], Variant],
     ) -> None:
         self.cheap = cheap
         self.strong = strong
         self.free = free
-        blocks = Blocks(strong.variant.traced).every()
-        self.kinds = kinds_of(strong.variant.checkpoint, blocks)
+        self.blocks = Blocks(strong.variant.traced).every()
+        known = labels_of(strong.variant.checkpoint, self.blocks)
+        self.kinds = {block: kind for block, (kind, _) in known.items()}
+        self.sections = {block: section for block, (_, section) in known.items()}
         self.make = make
         self.limit = strong.variant.search.memory.limit
 
-    def fewest(self) -> _Mixture | None:
-        """Of the mixtures that fit, placed as the two are, that which recomputes fewest blocks."""
+    def _labels(self, number: int) -> Labels:
+        """Whose placements each block has, with so many as in the stronger plan."""
+        cheap = dict.fromkeys(self.blocks, "cheap")
+        return cheap | dict.fromkeys(self.free[:number], "strong")
+
+    def both(self) -> Placed:
+        """How the two plans place the nodes of each block."""
         placed = Placed()
-        placed.add(self.cheap.variant, self.cheap.met.chosen)
-        placed.add(self.strong.variant, self.strong.met.chosen)
+        placed.add(self.cheap.variant, self.cheap.met.chosen, self._labels(0))
+        placed.add(self.strong.variant, self.strong.met.chosen, self._labels(len(self.free)))
+        return placed
+
+    def fewest(self) -> _Mixture | None:
+        """Of the mixtures that fit, placed as the two are, that with fewest of the stronger."""
         ends = (0, self.cheap.met.peak), (len(self.free), self.strong.met.peak)
-        return self._between(*ends, placed)
+        return self._between(*ends, self.both())
 
     def fewest_as_strong(self) -> _Mixture | None:
         """The same with all blocks placed as in the plan of the stronger kind."""
         placed = Placed()
-        placed.add(self.strong.variant, self.strong.met.chosen)
-        chosen = placed.carried_to(self.cheap.variant)
+        placed.add(self.strong.variant, self.strong.met.chosen, self._labels(len(self.free)))
+        chosen = placed.carried_to(self.cheap.variant, self._labels(0))
         fit = self.cheap.variant.search.of(chosen) if chosen is not None else None
         if fit is None or fit.peak <= self.strong.met.peak:
             return None
@@ -293,7 +344,7 @@ class _Mixer:
         if best is None:
             return None
         placed = Placed()
-        placed.add(known.variant, best.solution.chosen)
+        placed.add(known.variant, best.solution.chosen, self._labels(known.number))
         each = (self.cheap.met.peak - self.strong.met.peak) / len(self.free)
         if best.peak + each > self.limit:
             return None
@@ -314,7 +365,7 @@ class _Mixer:
                 break
             each = max((most - least) / (high - low), 1.0)
             guess = low + math.ceil((most - self.limit) / each)
-            mixture = self._priced(min(max(guess, low + 1), high - 1), placed)
+            mixture = self.priced(min(max(guess, low + 1), high - 1), placed)
             if mixture is None:
                 break
             if mixture.fit.peak <= self.limit:
@@ -323,16 +374,19 @@ class _Mixer:
                 low, most = mixture.number, mixture.fit.peak
         return found
 
-    def _priced(self, number: int, placed: Placed) -> _Mixture | None:
-        """The mixture with a number of blocks of the stronger kind; None if it cannot be so."""
+    def priced(self, number: int, placed: Placed) -> _Mixture | None:
+        """The mixture with so many blocks as in the stronger plan; None if it cannot be so."""
         kinds = dict(self.kinds)
         kinds |= dict.fromkeys(self.free[:number], self.strong.kind)
         kinds |= dict.fromkeys(self.free[number:], self.cheap.kind)
+        labels = self._labels(number)
+        alike = self.cheap.kind == self.strong.kind  # then nothing but placements tells them apart
+        apart = {b: (alike and labels[b], self.sections[b]) for b in self.blocks}
         try:
-            variant = self.make(as_checkpoint(kinds))
+            variant = self.make(as_checkpoint(kinds, apart))
         except ConstraintError:
             return None  # blocks of a folded graph that cannot be told apart
-        chosen = placed.carried_to(variant)
+        chosen = placed.carried_to(variant, labels)
         if chosen is None:
             return None
         fit = variant.search.of(chosen)

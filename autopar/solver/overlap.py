@@ -69,10 +69,15 @@ ALL = Weights()
 
 
 class Found(NamedTuple):
-    """The best plan of one sum, and the seconds that no plan is below in it."""
+    """The best plan of one sum, and the seconds that no plan is below in it.
+
+    `alike` has the best of those that recompute and place equal blocks alike, as all do that the
+    bound is of, where that is another.
+    """
 
     variant: Variant
     bound: float
+    alike: Variant | None = None
 
 
 class NotBelow(Exception):
@@ -102,6 +107,7 @@ def least(
     stop: Callable[[Found], bool] = lambda found: False,
     first: float = 0.0,
     below_s: float = math.inf,
+    mixed: Callable[[Found, Found, float], Found | None] | None = None,
 ) -> Least:
     """The plan of the least seconds, and a bound of them.
 
@@ -114,6 +120,8 @@ def least(
             they are not worth it.
         first: t of the sum to begin with: where the greatest bound is looked for.
         below_s: seconds that the plan must stay below.
+        mixed: asked for a plan between two: one that has more to hide than compute hides, and one
+            that has less; with t of the sum that bounds plans best.
 
     Raises:
         NotBelow: none is.
@@ -122,6 +130,7 @@ def least(
     bound, greatest, last = best.bound, first, first
     if bound >= below_s:
         raise NotBelow(bound, first)
+    plans = {_line(best, exposed): best}
     low, high = _sides(_line(best, exposed), first, None, None)
     limited = _is_limited(best)
     for turn in range((_LIMITED if limited else _MOST) - 1):
@@ -142,6 +151,7 @@ def least(
         if found.bound > bound:
             bound, greatest = found.bound, t
         line = _line(found, exposed)
+        plans[line] = found
         # no sum is greater than one between both lines, or the last, where no new plan costs less
         ends = (
             low is not None
@@ -153,6 +163,10 @@ def least(
             best = found
         if ends:
             break
+    if mixed and low and high and bound < _seconds(best, exposed) * (1 - _NEAR):
+        between = mixed(plans[low], plans[high], greatest)
+        if between is not None and _seconds(between, exposed) < _seconds(best, exposed):
+            best = between
     return Least(best.variant, bound, greatest)
 
 
@@ -248,8 +262,8 @@ def _seconds(found: Found, exposed: float) -> float:
 
 
 def _line(found: Found, exposed: float) -> _Line:
-    """Value at 0 and slope of a plan's sum."""
-    price = _price(found)
+    """Value at 0 and slope of a sum of the plan that places equal blocks alike."""
+    price = _price(found if found.alike is None else Found(found.alike, found.bound))
     at_0 = price.total_s - (1.0 - exposed) * price.hideable_s
     return at_0, (1.0 - exposed) * price.hideable_s - price.compute_s
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
-from autopar.core.block_kinds import kinds_of
+from autopar.core.blocks import Block
 from autopar.solver.problem import Assignment
 from autopar.solver.variant import Variant
 
-__all__ = ["Placed"]
+__all__ = ["Labels", "Placed"]
+
+Labels: TypeAlias = Mapping[Block, str]
+"""Which blocks are placed alike."""
 
 _PERIOD = re.compile(r"_period\d+$")  # ends the name of a node that stands for other blocks
 
@@ -29,22 +32,22 @@ class _Role(NamedTuple):
 
 
 class Placed:
-    """How plans place each node of a step, by the kind of the node's block."""
+    """How plans place each node of a step, by the label of the node's block."""
 
     def __init__(self) -> None:
         self.places: dict[_Role, dict[str, Any]] = defaultdict(dict)
 
-    def add(self, variant: Variant, chosen: Assignment) -> None:
+    def add(self, variant: Variant, chosen: Assignment, labels: Labels) -> None:
         """Those of a plan; the last one added counts for nodes outside of blocks."""
-        for name, role, kind in _roles(variant):
+        for name, role, label in _roles(variant, labels):
             owner = variant.built.classes[name]
-            self.places[role][kind] = variant.built.states(owner)[chosen[owner]]
+            self.places[role][label] = variant.built.states(owner)[chosen[owner]]
 
-    def carried_to(self, variant: Variant) -> Assignment | None:
+    def carried_to(self, variant: Variant, labels: Labels) -> Assignment | None:
         """The assignment of a mixture that places its nodes so; None where a state is missing."""
         members: dict[str, list[tuple[_Role, str]]] = defaultdict(list)
-        for name, role, kind in _roles(variant):
-            members[variant.built.classes[name]].append((role, kind))
+        for name, role, label in _roles(variant, labels):
+            members[variant.built.classes[name]].append((role, label))
         chosen: dict[Hashable, int] = {}
         for owner, roles in members.items():
             states = variant.built.states(owner)
@@ -55,24 +58,23 @@ class Placed:
         return chosen
 
     def _wanted(self, roles: Sequence[tuple[_Role, str]]) -> Iterator[Any]:
-        """States for a class, best first: of its kind, of another, of what is computed again."""
-        for role, kind in roles:
-            if kind in self.places.get(role, ()):
-                yield self.places[role][kind]
+        """States for a class, best first: of its label, of another, of what is computed again."""
+        for role, label in roles:
+            if label in self.places.get(role, ()):
+                yield self.places[role][label]
         for role, _ in roles:
             for like in (role, _Role(role.name, False)):
                 yield from self.places.get(like, {}).values()
 
 
-def _roles(variant: Variant) -> Iterator[tuple[str, _Role, str]]:
-    """Each node of the problem with its role and the kind of its block; "" outside of blocks."""
+def _roles(variant: Variant, labels: Labels) -> Iterator[tuple[str, _Role, str]]:
+    """Each node of the problem with its role and the label of its block; "" outside of blocks."""
     known = variant.traced.nodes()
     blocks = variant.step.blocks
-    kinds = kinds_of(variant.checkpoint, blocks.members)
     nodes = variant.graph.nodes()
     for name in variant.built.classes:
         node = nodes.get(name)
         origin = name if node is None else node.meta.get("again", name)
         role = _Role(origin if origin in known else _PERIOD.sub("", origin), origin != name)
         place = blocks.place.get(name)
-        yield name, role, kinds[place[0]] if place is not None else ""
+        yield name, role, labels[place[0]] if place is not None else ""

@@ -212,15 +212,19 @@ class StepSearch:
         def stop(found: Found) -> bool:
             if doubts is None:
                 return False
-            return doubts(self._as_plan(*found))
+            return doubts(self._as_plan(found.variant, found.bound))
+
+        def mixed(waiting: Found, hidden: Found, t: float) -> Found | None:
+            return self.search.mixed(waiting, hidden, t, self.exposed)
 
         if self.counts_all:
-            (best, bound), t = self.search(ALL, below_s=below_s), 0.0
+            (best, bound, _), t = self.search(ALL, below_s=below_s), 0.0
         else:
             if not self._has_glanced:
                 self.glance(below_s)
             try:
-                best, bound, t = least(self.search, self.exposed, stop, self.first, below_s)
+                given = (self.search, self.exposed, stop, self.first, below_s)
+                best, bound, t = least(*given, mixed)
             except NotBelow as error:
                 known_s = self._proved(error.t, error.bound, min(below_s, enough_s))
                 raise NotBelow(known_s, error.t) from error

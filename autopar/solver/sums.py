@@ -11,14 +11,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from autopar.core.blocks import Block
 from autopar.cost_model import Offloaded, offload_seconds
 from autopar.errors import ConstraintError
 from autopar.solver.exclude import Excluded, exclude
 from autopar.solver.fit import UNLIMITED
+from autopar.solver.hiding_mixture import between
 from autopar.solver.known import Variants, may_leave, variants_of
 from autopar.solver.mixed_bound import least_mixed
 from autopar.solver.mixture import free_blocks, mixtures, uniform_checkpoints
-from autopar.solver.overlap import Found, NotBelow, Weights
+from autopar.solver.overlap import Found, NotBelow, Weights, weights_at
 from autopar.solver.variant import Variant
 
 __all__ = ["SumSearch"]
@@ -84,17 +86,47 @@ class SumSearch:
         cluster = self.variants.offers.cluster
         tried = self._known.pop(weights, None) or self._begun(weights, enough_s, below_s)
         self._finish(tried, enough_s, below_s)
+        alike = min(tried, key=lambda f: f.seconds)
         price = max(found.search.memory.price for found in tried)
         self._told.append(_Told(weights.t, tried[0].search.memory.approximate().bound, price))
-        if self.without is None and len(tried) > 1 and _fastest(tried) > enough_s:
+        limited = self.variants.limit < UNLIMITED
+        # stages of pipelines are solved many times, and each mixture takes a search
+        apart = limited and self.variants.ports is None
+        if self._may_mix and (apart or len(tried) > 1) and _fastest(tried) > enough_s:
             uniform = uniform_checkpoints(traced, wanted.checkpoint, may_leave(cluster, wanted))
-            free = free_blocks(traced, wanted.checkpoint)
+            free = self._apart() if apart else free_blocks(traced, wanted.checkpoint)
             make = partial(self.variants.make, weights)
-            tried += mixtures(tried, uniform, free, make, below_s)
+            tried += mixtures(tried, uniform, free, make, below_s, apart)
         best = min(tried, key=lambda f: f.seconds)
         if best.search.memory.best is None:
             raise _nothing(tried, below_s, weights.t)
-        return Found(best, min(found.search.memory.bound for found in tried))
+        bound = min(found.search.memory.bound for found in tried)
+        return Found(best, bound, None if alike.search.memory.best is None else alike)
+
+    def mixed(self, waiting: Found, hidden: Found, t: float, exposed: float) -> Found | None:
+        """A plan with some blocks as in one plan, and some as in another (`hiding_mixture`).
+
+        Args:
+            waiting: has more to hide than compute hides.
+            hidden: has less.
+            t: of the sum in which the mixture counts.
+            exposed: share of the seconds that may hide, which does not.
+        """
+        first, second = (found.alike or found.variant for found in (waiting, hidden))
+        held = first.search.optimizer
+        if not self._may_mix or held is not second.search.optimizer:
+            return None
+        make = partial(self.variants.make, weights_at(t, exposed), held)
+        return between(first, second, self._apart(), make, exposed)
+
+    @property
+    def _may_mix(self) -> bool:
+        return self.without is None and self.variants.traced.training
+
+    def _apart(self) -> list[Block]:
+        """Blocks that may be placed apart, or recomputed so, in the order in which they run."""
+        pin = self.variants.wanted.checkpoint
+        return free_blocks(self.variants.traced, None if isinstance(pin, str) else pin)
 
     def of_any(self, weights: Weights, bound: float, enough_s: float) -> float:
         """What no plan of a sum is below, that of mixtures among them.
