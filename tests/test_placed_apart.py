@@ -80,11 +80,8 @@ def test_each_section_has_a_stand_in_and_choices_of_its_own() -> None:
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma", marks=pytest.mark.slow)])
 def test_a_folded_graph_in_sections_costs_what_the_whole_one_does(name: str) -> None:
     folded, whole = (trace(MODELS[name](12), TEXT, training=True, fold=fold) for fold in (1, 0))
-    said = {"model.layers.0-5": "none", "model.layers.6-11": "none"}
-    if name == "gemma":
-        said = {key.replace("model.layers", "layers"): kind for key, kind in said.items()}
-        container = Blocks(whole).every()[0].container
-        said = {key.replace("layers", container): kind for key, kind in said.items()}
+    container = Blocks(whole).every()[0].container
+    said = {f"{container}.0-5": "none", f"{container}.6-11": "none"}
     pins = Constraints(checkpoint=said)
     short, long = (solve(t, cluster(2, 4), constraints=pins) for t in (folded, whole))
     assert short.checkpoint == long.checkpoint == said
