@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from autopar.core.collector import collect_many
 from autopar.core.constraints import Constraints, assign_mesh
@@ -45,6 +46,9 @@ _TOLD = ("solver", "constraints", "memory_limit_bytes")  # what it does not
 _CHOICES = ("mesh_shape", "checkpoint", "offload", "parameters", "nodes")  # what a program follows
 
 
+_Searches: TypeAlias = list[tuple[Cluster, StepSearch]]
+
+
 @dataclass(frozen=True, slots=True)
 class OnePiece:
     """Plans a step on the whole batch, as `plan_step` has it; `kernels` as of `Plan.fusion`.
@@ -61,8 +65,22 @@ class OnePiece:
     searches: KnownVariants | None = None
     only: tuple[int, ...] | None = None
     free_s: dict[tuple[int, ...], float] = field(default_factory=dict)
-    free_t: dict[tuple[int, ...], float] = field(default_factory=dict)
+    told_t: dict[tuple[int, ...], float] = field(default_factory=dict)  # by the latest search
+    begun: dict[object, _Searches] = field(default_factory=dict)
     programs: list[tuple[Plan, Plan]] = field(default_factory=list)
+
+    def soon(self, limit: int) -> Plan | None:
+        """A plan within a limit that is soon found, with what its program hides, if there is one.
+
+        The searches that have begun are gone on with.
+
+        Raises:
+            ConstraintError: the constraints cannot hold.
+        """
+        given = limit, EXPOSED, math.inf, UNLIMITED
+        found = self.begun[(*given, self.only)] = self._begun(*given, glance=True)
+        first = found[0][1].soon()
+        return None if first is None else self._program(self._finished(first))
 
     def plan(
         self,
@@ -87,7 +105,8 @@ class OnePiece:
         best: Plan | None = None
         bound = math.inf
         refused: list[InfeasiblePlanError] = []
-        searches = self._begun(limit, exposed, below_s, proved_within)
+        given = limit, exposed, below_s, proved_within
+        searches = self.begun.pop((*given, self.only), None) or self._begun(*given)
         for cluster, search in searches:
             to_beat_s = min(below_s, self._to_beat_s(cluster, best))
             free_s = self.free_s.get(cluster.mesh_shape, 0.0)
@@ -109,7 +128,9 @@ class OnePiece:
             bound = min(bound, max(known_s, free_s))  # a limit makes nothing faster
             if limit >= UNLIMITED and exposed <= EXPOSED:
                 # less memory, more pins and more that is exposed make no step faster
-                self.free_s[cluster.mesh_shape], self.free_t[cluster.mesh_shape] = known_s, t
+                self.free_s[cluster.mesh_shape] = known_s
+            if exposed < _ALL:
+                self.told_t[cluster.mesh_shape] = t
         if best is None and math.isfinite(bound):
             raise NotBelow(bound)
         if best is None:
@@ -191,7 +212,10 @@ class OnePiece:
         for stage in _STAGES:
             pinned = replace(self.constraints, data=self.cluster.num_devices, zero=stage)
             # searches of other constraints are of other problems
-            yield replace(self, constraints=pinned, searches=None, free_s={}, free_t={})
+            known_t = dict(self.told_t)
+            yield replace(
+                self, constraints=pinned, searches=None, free_s={}, told_t=known_t, begun={}
+            )
 
     def _program(self, plan: Plan) -> Plan:
         """A plan with what its program hides."""
@@ -215,12 +239,17 @@ class OnePiece:
         return self._program(plan).predicted.hidden_time_s / hoped_s if hoped_s > 0 else 1.0
 
     def _begun(
-        self, limit: int, exposed: float, below_s: float, proved_within: int | None
-    ) -> list[tuple[Cluster, StepSearch]]:
+        self,
+        limit: int,
+        exposed: float,
+        below_s: float,
+        proved_within: int | None,
+        glance: bool = False,
+    ) -> _Searches:
         """A search on each mesh, that first which says what others must beat.
 
         Few axes are soon searched. Under a limit, that goes first where a plan that is soon found
-        is the fastest.
+        is the fastest; with `glance`, one is looked for where there is but one mesh, too.
         """
         found: list[tuple[float, Cluster, StepSearch]] = []
         given = list(reversed(meshes(self.cluster, self.constraints)))
@@ -237,11 +266,11 @@ class OnePiece:
                 exposed=exposed,
                 known=None if limit >= UNLIMITED else self.searches,
                 proved_within=proved_within,
-                # a limit does not move the greatest sum far
-                first=self.free_t.get(cluster.mesh_shape, 0.0) if exposed <= EXPOSED else 0.0,
+                # neither a limit nor a share that is exposed moves the greatest sum far
+                first=self.told_t.get(cluster.mesh_shape, 0.0) if exposed < _ALL else 0.0,
             )
             seconds = self.free_s.get(cluster.mesh_shape, 0.0)
-            if limit < UNLIMITED and len(given) > 1 and seconds < least_s:
+            if limit < UNLIMITED and (glance or len(given) > 1) and seconds < least_s:
                 try:
                     seconds = search.glance(least_s)
                 except (InfeasiblePlanError, NotBelow):
@@ -255,12 +284,12 @@ class OnePiece:
     def _solved(
         self, search: StepSearch, below_s: float, doubts: _Doubts | None, enough_s: float
     ) -> Solved:
-        def finished(found: Plan) -> Plan:
-            return replace(found, constraints=self.constraints.to_dict(), fusion=self.kernels)
-
-        asked = None if doubts is None else lambda found: doubts(finished(found), below_s)
+        asked = None if doubts is None else lambda found: doubts(self._finished(found), below_s)
         solved = search.run(below_s, asked, enough_s)
-        return replace(solved, plan=finished(solved.plan))
+        return replace(solved, plan=self._finished(solved.plan))
+
+    def _finished(self, plan: Plan) -> Plan:
+        return replace(plan, constraints=self.constraints.to_dict(), fusion=self.kernels)
 
 
 @dataclass(slots=True)

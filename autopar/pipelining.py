@@ -21,6 +21,7 @@ from autopar.core.units import format_bytes
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError
 from autopar.fitting_cuts import FittingCuts
+from autopar.one_piece import OnePiece
 from autopar.pipeline_shapes import Shapes
 from autopar.solver.pipeline_shape import PipelineShape
 from autopar.solver.solve import fits
@@ -88,6 +89,12 @@ class _Search:
         return self.known.planner(self.limit)
 
     @cached_property
+    def whole(self) -> OnePiece:
+        """Of plans in one piece; what is begun for one of them is gone on with for the next."""
+        whole = self.known.whole
+        return whole if whole.searches is not None else replace(whole, searches={})
+
+    @cached_property
     def cuts(self) -> FittingCuts:
         return FittingCuts(self.planner)
 
@@ -117,7 +124,7 @@ class _Search:
         if plain is not None:
             plain = self._plain(plain)
         if not first:
-            found = self._climb(shapes, _limit(plain))
+            found = self._climb(shapes, _limit(plain or self.whole.soon(self.limit)))
         elif _seconds(found) >= _limit(plain):
             found = None
         if not small and (found is None or _seconds(found) >= free.solver.bound * (1 - _GAIN)):
@@ -174,7 +181,7 @@ class _Search:
 
     def _plain(self, plan: Plan | None = None) -> Plan:
         """The plan in one piece, maybe the given one."""
-        return self.known.whole.best(self.limit, plan)
+        return self.whole.best(self.limit, plan)
 
     def _may_pipeline(self) -> bool:
         """A training step, and devices that no pin speaks of."""
@@ -202,9 +209,10 @@ class _Search:
             planned += shape not in self.cuts.large and not shapes.is_open(shape)
             best = _faster(best, found)
         if best is None and self.cuts.large:
-            known_s = (
-                limit_s if math.isfinite(limit_s) else _limit(self.known.free_program(self.limit))
-            )
+            known_s = limit_s
+            if not fits(self.known.free(self.limit), self.cluster, self.limit):
+                # what is slower than the plan in one piece without a limit is weighed with it
+                known_s = min(limit_s, _limit(self.known.free_program(self.limit)))
             best = self._limited(shapes, known_s)
         far_s = min(limit_s, _seconds(best) * (1 - _PROVED))
         shapes.close_least(far_s, short=self.cuts.is_short)

@@ -139,11 +139,11 @@ class StageBounds:
         key = (shape.size, shape.microbatches, self.limit)
         if key not in self._within:
             body, cluster = self.micro(shape.microbatches)[1].body, self.rank_cluster(shape.size)
-            places = (
-                self._floors(body, shape, parts=True, optimizer=place)
+            floors = self._floors(body, shape, parts=True)
+            held = (
+                HeldFloors([floors.held_as(place)], self.work.held, self.work.like)
                 for place in places_of(cluster, self.constraints, self.optimizer)
             )
-            held = (HeldFloors([each], self.work.held, self.work.like) for each in places)
             self._within[key] = runs_within(held, shape.size, self.limit)
         return self._within[key]
 
@@ -181,14 +181,12 @@ class StageBounds:
         shape: PipelineShape,
         parts: bool,
         cluster: Cluster | None = None,
-        optimizer: object = None,
     ) -> Floors:
         cluster = cluster or self.rank_cluster(shape.size)
         inside = replace(self.constraints, pipeline=None, params={})
         meshed = with_roles(cluster, assign_mesh(inside, cluster.mesh_shape))
         offers = self.offers.over(meshed)
-        held = self.optimizer if optimizer is None else optimizer
-        return Floors(body, inside, held, offers, self.ahead(shape.size), parts)
+        return Floors(body, inside, self.optimizer, offers, self.ahead(shape.size), parts)
 
     def _floored(
         self, body: TracedModel, shape: PipelineShape, parts: bool, cluster: Cluster | None = None

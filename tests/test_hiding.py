@@ -113,6 +113,12 @@ class _Line(NamedTuple):
     total_s: float
 
 
+def _searched(best: SimpleNamespace, limited: bool) -> Any:
+    """A search that has found a plan, which a limit has bound or not."""
+    memory = SimpleNamespace(best=best, free=None if limited else best, has_limit=limited)
+    return SimpleNamespace(search=SimpleNamespace(memory=memory))
+
+
 @pytest.mark.parametrize(("limited", "stops"), [(True, True), (True, False), (False, True)])
 def test_sums_end_with_the_first_where_its_plan_is_doubtful(limited: bool, stops: bool) -> None:
     plans = [_Line(1.0, 4.0, 5.0), _Line(3.0, 1.0, 5.5)]
@@ -124,8 +130,7 @@ def test_sums_end_with_the_first_where_its_plan_is_doubtful(limited: bool, stops
             key=lambda p: weights.compute * p.compute_s + weights.hideable * p.hideable_s,
         )
         best = SimpleNamespace(price=found)
-        memory = SimpleNamespace(best=best, free=None if limited else best)
-        variant: Any = SimpleNamespace(search=SimpleNamespace(memory=memory))
+        variant = _searched(best, limited)
         seen.append(weights)
         enough.append(enough_s)
         return Found(variant, 0.7 if len(seen) == 1 else 0.6)
@@ -150,9 +155,8 @@ def test_sums_end_where_a_search_finds_none_less_than_known_plans() -> None:
 
     def search(weights: Weights, enough_s: float, below_s: float) -> Found:
         best = SimpleNamespace(price=plans[min(len(asked), 2)])
-        memory = SimpleNamespace(best=best, free=best)
         asked.append(enough_s)
-        variant: Any = SimpleNamespace(search=SimpleNamespace(memory=memory))
+        variant = _searched(best, limited=False)
         return Found(variant, 0.5)
 
     found = least(search, EXPOSED)
@@ -170,8 +174,7 @@ def test_later_sums_must_be_below_the_best_plan(below_s: float, asked_s: list[fl
         asked.append(below_s)
         if len(asked) > 1:
             raise NotBelow(4.1)
-        memory = SimpleNamespace(best=SimpleNamespace(price=plan), free=None)
-        variant: Any = SimpleNamespace(search=SimpleNamespace(memory=memory))
+        variant = _searched(SimpleNamespace(price=plan), limited=True)
         return Found(variant, 1.8)
 
     found = least(search, EXPOSED, below_s=below_s)
@@ -199,8 +202,7 @@ def test_the_greatest_bound_is_found_from_anywhere(seed: int, first: float, limi
         seen.append(weights.t)
         found = min(plans, key=lambda p: value(p, weights))
         best = SimpleNamespace(price=found)
-        memory = SimpleNamespace(best=best, free=None if limited else best)
-        variant: Any = SimpleNamespace(search=SimpleNamespace(memory=memory))
+        variant = _searched(best, limited)
         return Found(variant, value(found, weights))
 
     found = least(search, EXPOSED, first=first)
@@ -298,6 +300,23 @@ def test_all_is_counted_where_programs_without_a_limit_hide_nothing(
     assert seen == {1.0}
     assert plan.solver.exposed == 1.0
     assert plan.solver.bound <= plan.solver.objective
+
+
+@pytest.mark.parametrize("mesh", [(8,), (2, 4)])
+def test_a_plan_that_is_soon_found_fits_and_its_search_is_gone_on_with(
+    mesh: tuple[int, ...],
+) -> None:
+    """With one mesh or several; nothing is begun twice."""
+    whole = _two_products(mesh_shape=mesh)
+    limit = whole.plan(UNLIMITED).predicted.peak_memory_bytes - 1
+    soon = whole.soon(limit)
+    assert soon is not None and soon.predicted.peak_memory_bytes <= limit
+    (begun,) = whole.begun.values()
+    found = whole.plan(limit)
+    assert begun and not whole.begun
+    assert found.predicted.peak_memory_bytes <= limit
+    assert found.solver.objective <= soon.solver.objective * (1 + 1e-9)
+    assert whole.soon(1) is None  # nothing fits
 
 
 def test_a_rule_that_is_in_doubt_on_one_mesh_is_on_others() -> None:

@@ -1,4 +1,4 @@
-"""The two-stream simulator: by hand, as laws over random programs, and on emitted programs."""
+"""The simulator of streams: by hand, as laws over random programs, and on emitted programs."""
 
 from __future__ import annotations
 
@@ -126,6 +126,29 @@ def test_the_communication_stream_is_one_queue() -> None:
     assert found.step_s == pytest.approx(a + b)
     assert found.exposed_s == pytest.approx((a - OP_S, b))
     assert found.hidden_s == pytest.approx((OP_S, 0.0))
+
+
+def test_links_inside_nodes_and_between_them_send_at_once() -> None:
+    """Groups of an axis have a stream of their own: only what is on one link queues."""
+    script = Script()
+    far = script.send(64 * MIB, axis=0)
+    near = script.send(MIB, axis=1)
+    script.wait(near)
+    for _ in range(199):
+        script.compute()
+    script.wait(far)
+    two_nodes = Cluster.from_profile("h100-sxm", nodes=2, devices_per_node=4, mesh_shape=(2, 4))
+    far_s, near_s = (
+        two_nodes.collective_seconds(CollectiveKind.ALL_REDUCE, n * MIB, axis)
+        for n, axis in ((64, 0), (1, 1))
+    )
+    assert [two_nodes.link(axis) for axis in (0, 1)] == ["inter", "intra"]
+    assert near_s < far_s < 199 * OP_S
+    found = simulate(script.graph, two_nodes)
+    assert found.exposed_s == pytest.approx((0.0, near_s))
+    one_node = simulate(script.graph, CLUSTER)
+    assert [CLUSTER.link(axis) for axis in (0, 1)] == ["intra", "intra"]
+    assert one_node.exposed_s == pytest.approx((sent_seconds(64 * MIB), sent_seconds(MIB, 1)))
 
 
 def test_a_collective_that_nobody_waits_for_still_ends_within_the_step() -> None:

@@ -53,12 +53,14 @@ class AxisStrategy(NamedTuple):
         outputs: one per tensor output.
         variant: which lowering runs it; "" calls the op on the local tensors.
         comm: collectives inside the lowering.
+        copied: tensors whose local part it copies, once each time: operand i, or output `~i`.
     """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     variant: str = ""
     comm: tuple[Communication, ...] = ()
+    copied: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -283,10 +283,14 @@ class Cluster:
             raise ClusterError(f"{kind} of {num_bytes} bytes: num_bytes must not be negative")
         return a + b * num_bytes if num_bytes > 0 else 0.0
 
+    def link(self, axis: int) -> str:
+        """What collectives on a mesh axis use: "intra", or "inter" where they leave a node."""
+        geometry = axis_geometry(self.mesh_shape, axis, self.devices_per_node)
+        return "intra" if geometry.num_nodes == 1 else "inter"
+
     def compute_share(self, axis: int) -> float:
         """Share of a device's compute that a collective on a mesh axis takes while it runs."""
-        geometry = axis_geometry(self.mesh_shape, axis, self.devices_per_node)
-        if geometry.num_nodes == 1:
+        if self.link(axis) == "intra":
             return self.intra.compute_share
         return max(self.intra.compute_share, self.inter.compute_share)
 

@@ -1,15 +1,17 @@
-"""Seconds of a step by simulating its emitted program on two streams, compute and communication.
+"""Seconds of a step by simulating its emitted program on streams of compute and communication.
 
 The host issues nodes in order. An op runs when the compute stream is free. A collective starts when
-everything issued before it on the compute stream is done and the communication stream is free (the
-event that torch's process groups record). A wait stops the compute stream until its collective has
-ended. With C the seconds of ops, and I those in which the compute stream stands at waits, or makes
-no headway as a collective takes its share of the device::
+everything issued before it on the compute stream is done (the event that torch's process groups
+record) and its link is free: inside nodes and between them are two, as the groups of a mesh axis
+have streams of their own. A wait stops the compute stream until its collective has ended. With C
+the seconds of ops, and I those in which the compute stream stands at waits, or makes no headway as
+a collective takes its share of the device::
 
     total = C + I        exposed = I        hidden = (seconds of collectives) - I
 
-The communication stream is busy for the whole of such a stop, so every second of it belongs to one
-collective, and no collective hides behind another: hidden communication is at most C.
+The link is busy for the whole of such a stop, so every second of it belongs to one collective. What
+one hides behind another, on another link, is counted no more than C can hide: hidden communication
+is at most C.
 
 Copies of activations to host memory and back have a stream each way. One starts when everything
 issued before it is done and its stream is free, and one that comes back no sooner than it has gone
@@ -202,7 +204,7 @@ def simulate(
         for span in found:
             if span.stream != "compute":
                 (sent if isinstance(span.stream, int) else copies).append((node, span))
-    streams.wait(streams.comm_free_s)  # what nobody waited for ends before the step does
+    streams.finish()  # what nobody waited for ends before the step does
     lost = {node: seconds / runs[node] for node, seconds in streams.exposed.items()}
     compute_s = sum(s.duration_s * s.times for s in spans if s.stream == "compute")
     stood_s = sum(lost.get(node, 0.0) * span.times for node, span in copies)
@@ -227,6 +229,7 @@ class _Call(NamedTuple):
         sends: axis, kind, bytes and seconds of a collective.
         exposed_s: of a call that sends while it computes.
         taken: share of compute that a collective takes.
+        link: that a collective uses.
         shared: seconds of a bucket with those of 1, 2, … blocks; the last is full.
     """
 
@@ -236,6 +239,7 @@ class _Call(NamedTuple):
     sends: tuple[int, str, int, float] | None = None
     exposed_s: float = 0.0
     taken: float = 0.0
+    link: str = ""
     shared: tuple[float, ...] = ()
 
     def spans(self, start_s: float) -> Sequence[Span]:
@@ -267,15 +271,17 @@ def _call(node: fx.Node, cluster: Cluster, times: OpTimes | None) -> _Call:
     if "overlapped" in node.meta:
         kind, axis, num_bytes, _ = node.meta["overlapped"]
         compute_s, comm_s, exposed_s = call_seconds(node, cluster)
-        return _Call(node, "call", compute_s, (axis, kind, num_bytes, comm_s), exposed_s)
+        sends = (axis, kind, num_bytes, comm_s)
+        return _Call(node, "call", compute_s, sends, exposed_s, link=cluster.link(axis))
     if "collective" in node.meta:
         kind, axis, num_bytes, _ = node.meta["collective"]
         seconds = cluster.collective_seconds(CollectiveKind(kind), num_bytes, axis)
-        sends = (axis, kind, num_bytes, seconds)
-        return _Call(node, "send", seconds, sends, taken=cluster.compute_share(axis))
+        sends, taken = (axis, kind, num_bytes, seconds), cluster.compute_share(axis)
+        return _Call(node, "send", seconds, sends, taken=taken, link=cluster.link(axis))
     source = node.args[0] if node.args else None
     if isinstance(source, fx.Node) and source.op == "call_function" and "collective" in source.meta:
-        return _Call(node, "wait")
+        awaited = source.meta["collective"][1]
+        return _Call(node, "wait", link=cluster.link(awaited))
     if node.target is ARRIVED:
         return _Call(node, "arrive")
     if node.target in WITH_HOST and can_offload(cluster.device):
@@ -314,17 +320,17 @@ def _issue(call: _Call, turn: Turn, streams: Streams) -> float:
         case "send" if call.shared and turn.times > 1:
             count = number % len(call.shared) + 1
             if count == len(call.shared) or number + 1 == turn.times:
-                return streams.send(node, call.shared[count - 1], call.taken, number)
+                return streams.send(node, call.link, call.shared[count - 1], call.taken, number)
         case "send":
-            return streams.send(node, call.seconds, call.taken, number)
+            return streams.send(node, call.link, call.seconds, call.taken, number)
         case "wait":
-            streams.wait(streams.end_s(node.all_input_nodes[0], number))
+            streams.wait(node.all_input_nodes[0], call.link, number)
         case "arrive":
             streams.stand_for(node.all_input_nodes[0], number)
         case "copy":
             return streams.copy(node, call.seconds, number)
         case "call":
-            return streams.call(node, call.seconds, call.exposed_s)
+            return streams.call(node, call.link, call.seconds, call.exposed_s)
     return streams.compute_s
 
 

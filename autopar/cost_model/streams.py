@@ -1,5 +1,8 @@
 """Clocks of the streams of a simulated step: compute, communication, each way to the host.
 
+Collectives inside a node and between nodes use different links, and process groups have streams of
+their own: each link is a stream. On one link they run one behind the other.
+
 A collective may take a share s of the device's compute while it runs (`LinkProfile.compute_share`).
 Ops beside it then get on at the rate 1 - s, and what they lose counts as the collective's exposed
 seconds.
@@ -10,7 +13,7 @@ A node may run several times; each time has a number.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from torch import fx
@@ -34,59 +37,61 @@ class Streams:
     """Clocks of the streams, and the collectives and copies in flight.
 
     Attributes:
-        compute_s, comm_free_s: when the compute and the communication stream are free.
+        compute_s: when the compute stream is free.
         exposed: seconds that compute lost to a collective or a copy, all times together.
     """
 
     def __init__(self) -> None:
-        self.compute_s = self.comm_free_s = 0.0
+        self.compute_s = 0.0
         self.exposed: dict[fx.Node, float] = defaultdict(float)
         self._ends: dict[tuple[fx.Node, int], float] = {}
         self._latest: dict[fx.Node, float] = {}
-        self._links: dict[object, list[_Busy]] = {TO_HOST: [], FROM_HOST: []}
-        self._sending: deque[_Busy] = deque()  # in order; no two at once
+        self._copying: dict[object, list[_Busy]] = {TO_HOST: [], FROM_HOST: []}
+        self._free: dict[Hashable, float] = defaultdict(float)  # when each link is
+        self._sending: dict[Hashable, deque[_Busy]] = defaultdict(deque)  # in order, by link
 
     def run(self, seconds: float) -> float:
         """Run an op; returns when it starts."""
-        start, now_s, left_s = self.compute_s, self.compute_s, seconds
+        start = now_s = self.compute_s
+        left_s = seconds
         self._forget()
-        for busy in self._sending:
-            begin_s = max(now_s, busy.start_s)
-            if now_s + left_s <= begin_s:
-                break
-            if not busy.taken or busy.end_s <= now_s:
-                continue
-            left_s -= begin_s - now_s
-            beside_s = busy.end_s - begin_s
-            if left_s < beside_s * (1 - busy.taken):
-                beside_s = left_s / (1 - busy.taken)
-            left_s -= beside_s * (1 - busy.taken)
-            self.exposed[busy.node] += beside_s * busy.taken
-            now_s = begin_s + beside_s
-        self.compute_s = now_s + max(0.0, left_s)
+        slowing = [b for sending in self._sending.values() for b in sending if b.taken]
+        while left_s > 0 and any(b.end_s > now_s for b in slowing):
+            beside = [b for b in slowing if b.start_s <= now_s < b.end_s]
+            rate = 1.0 - min(1.0, sum(b.taken for b in beside))
+            until_s = min(t for b in slowing for t in (b.start_s, b.end_s) if t > now_s)
+            done_s = rate * (until_s - now_s)
+            lasts_s = until_s - now_s if done_s < left_s else left_s / rate
+            for b in beside:
+                self.exposed[b.node] += lasts_s * b.taken
+            left_s = left_s - done_s if done_s < left_s else 0.0
+            now_s = now_s + lasts_s if left_s == 0.0 else until_s
+        self.compute_s = now_s + left_s
         return start
 
-    def send(self, node: fx.Node, seconds: float, taken: float, number: int = 0) -> float:
+    def send(
+        self, node: fx.Node, link: Hashable, seconds: float, taken: float, number: int = 0
+    ) -> float:
         """Start a collective that takes a share of compute; returns when it starts."""
-        start = max(self.compute_s, self.comm_free_s)
-        self.comm_free_s = start + seconds
+        start = max(self.compute_s, self._free[link])
+        self._free[link] = start + seconds
         self._end(node, number, start + seconds)
-        self._sending.append(_Busy(start, start + seconds, node, taken))
+        self._sending[link].append(_Busy(start, start + seconds, node, taken))
         return start
 
-    def call(self, node: fx.Node, compute_s: float, exposed_s: float) -> float:
+    def call(self, node: fx.Node, link: Hashable, compute_s: float, exposed_s: float) -> float:
         """Run an op that sends while it computes; returns when it starts."""
-        self.wait(self.comm_free_s)
+        self._wait(link, self._free[link])
         start = self.run(compute_s + exposed_s)
-        self.comm_free_s = self.compute_s
+        self._free[link] = self.compute_s
         self.exposed[node] += exposed_s
         return start
 
     def copy(self, node: fx.Node, seconds: float, number: int = 0) -> float:
         """Start a copy to or from host memory; returns when it starts."""
-        link, there_s = self._links[node.target], self._latest.get(node.all_input_nodes[0], 0.0)
-        start = max(self.compute_s, link[-1].end_s if link else 0.0, there_s)
-        link.append(_Busy(start, start + seconds, node))
+        way, there_s = self._copying[node.target], self._latest.get(node.all_input_nodes[0], 0.0)
+        start = max(self.compute_s, way[-1].end_s if way else 0.0, there_s)
+        way.append(_Busy(start, start + seconds, node))
         self._end(node, number, start + seconds)
         return start
 
@@ -104,24 +109,36 @@ class Streams:
         """
         end_s = self.end_s(copy, number)
         now = self.compute_s
-        for back in self._links[FROM_HOST]:
+        for back in self._copying[FROM_HOST]:
             if back.end_s > now and now < end_s:
-                self._expose(self._links[TO_HOST], now, min(back.start_s, end_s))
+                self._expose(self._copying[TO_HOST], now, min(back.start_s, end_s))
                 self._expose([back], now, end_s)
                 now = back.end_s
         self.compute_s = max(self.compute_s, end_s)
 
-    def wait(self, end_s: float) -> None:
-        """Stop the compute stream until `end_s`; who was sending meanwhile is exposed."""
+    def wait(self, start: fx.Node, link: Hashable, number: int = 0) -> None:
+        """Stop the compute stream until a collective has ended.
+
+        What its link sends meanwhile is exposed: that one, and those that it stood behind.
+        """
+        self._wait(link, self.end_s(start, number))
+
+    def finish(self) -> None:
+        """Stop until all collectives have ended."""
+        for link, end_s in sorted(self._free.items(), key=lambda each: each[1]):
+            self._wait(link, end_s)
+
+    def _wait(self, link: Hashable, end_s: float) -> None:
         self._forget()
         if end_s > self.compute_s:
-            self._expose(self._sending, self.compute_s, end_s)
+            self._expose(self._sending[link], self.compute_s, end_s)
             self.compute_s = end_s
 
     def _forget(self) -> None:
         """Let go of what has ended, which nobody can wait for again."""
-        while self._sending and self._sending[0].end_s <= self.compute_s:
-            self._sending.popleft()
+        for sending in self._sending.values():
+            while sending and sending[0].end_s <= self.compute_s:
+                sending.popleft()
 
     def _expose(self, busy: Iterable[_Busy], from_s: float, to_s: float) -> None:
         for b in busy:

@@ -15,6 +15,7 @@ from autopar.core.placement import Layout, shard_factor
 from autopar.core.redistribute import packing_fraction
 from autopar.core.work import is_away, lays_out_contiguously
 from autopar.cost_model import ScheduledOp
+from autopar.solver.candidates import scratch_bytes
 from autopar.solver.kernels import PlannedKernels
 from autopar.solver.order import (
     leaving,
@@ -240,6 +241,12 @@ class Buffers:
         """Redistributed operands, which live while the op runs; of a view, a buffer."""
         return 0 if op.view else sum(o.num_bytes for o in self.operands[op.name])
 
+    def _transient(self, op: Op) -> int:
+        """What is there while an op runs: copies, and what its lowering needs."""
+        chosen = self.pricing.decision.candidates[op.name]
+        scratch = round(float(scratch_bytes(op.call, [chosen], self.pricing.mesh)[0]))
+        return self._copies(op) + self._packed_gradients(op) + scratch
+
     @cached_property
     def ops(self) -> tuple[ScheduledOp, ...]:
         """What each op allocates and frees, without sums of gradients."""
@@ -263,7 +270,7 @@ class Buffers:
                     name=op.name,
                     alloc=(*given, *alloc, *self._reduced_gradients(op)),
                     free=tuple(dict.fromkeys((*ending[position], *unread))),
-                    transient_bytes=self._copies(op) + self._packed_gradients(op),
+                    transient_bytes=self._transient(op),
                     arriving_bytes=self._arriving(op),
                 )
             )

@@ -24,7 +24,7 @@ from autopar.solver.rules.joined import joined_rows
 from autopar.solver.rules.own_order import own_order_rows
 from autopar.solver.rules.registry import find_rule, goes_together, replicated, stub_for
 
-__all__ = ["Candidate", "InnerCollective", "Pricer", "expand", "unlike"]
+__all__ = ["Candidate", "InnerCollective", "Pricer", "expand", "scratch_bytes", "unlike"]
 
 
 class InnerCollective(NamedTuple):
@@ -36,12 +36,13 @@ class InnerCollective(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """One way to run an op on the whole mesh."""
+    """One way to run an op on the whole mesh; `copied` as of `AxisStrategy`."""
 
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
     variants: tuple[str, ...]
     comm: tuple[InnerCollective, ...]
+    copied: tuple[int, ...] = ()
 
 
 _warned: set[str] = set()
@@ -87,7 +88,9 @@ def expand(call: OpCall, mesh_shape: Sequence[int]) -> list[Candidate]:
             for axis, row in enumerate(rows)
             for c in row.comm
         )
-        found.setdefault((inputs, outputs, variants), Candidate(inputs, outputs, variants, comm))
+        copied = max((row.copied for row in rows), key=len, default=())  # once for all axes
+        each = Candidate(inputs, outputs, variants, comm, copied)
+        found.setdefault((inputs, outputs, variants), each)
     return list(found.values())
 
 
@@ -159,6 +162,7 @@ class Pricer:
         alone = compute_seconds_array(
             self.cluster.device, kind, _dtype(call), local_flops, local_bytes
         )
+        alone += self._copies(call, candidates)
         if share is None:
             return alone
         moved = np.array([_shared_traffic(call, c, share, mesh) for c in candidates])
@@ -166,6 +170,15 @@ class Pricer:
         shared = kernel_seconds(self.cluster.device, share.op_class, _dtype(call), moved, launches)
         broken = np.array([bool(c.comm) for c in candidates])
         return np.where(broken, alone, np.minimum(alone, shared))
+
+    def _copies(self, call: OpCall, candidates: Sequence[Candidate]) -> Array:
+        """Seconds of what the lowering of each candidate copies around the op."""
+        if not any(candidate.copied for candidate in candidates):
+            return np.zeros(len(candidates))
+        found = (_copied_bytes(call, c, self.cluster.mesh_shape) for c in candidates)
+        moved = np.array([2.0 * (sum(before) + sum(behind)) for before, behind in found])
+        launches = np.array([len(candidate.copied) for candidate in candidates])
+        return kernel_seconds(self.cluster.device, "memory", _dtype(call), moved, launches)
 
     def broken(
         self, call: OpCall, share: Share, sources: Sequence[Layout], index: int,
@@ -241,6 +254,28 @@ def _shared_traffic(
         for factor, spec, layout in zip(factors, specs, layouts, strict=True)
         if factor
     )
+
+
+def _copied_bytes(
+    call: OpCall, candidate: Candidate, mesh: tuple[int, ...]
+) -> tuple[list[float], list[float]]:
+    """Bytes of the copies of operands, and of outputs, around a local op."""
+    before, behind = [], []
+    for i in candidate.copied:
+        if i >= 0:
+            before.append(call.operands[i].num_bytes / shard_factor(candidate.inputs[i], mesh))
+        else:
+            behind.append(call.outputs[~i].num_bytes / shard_factor(candidate.outputs[~i], mesh))
+    return before, behind
+
+
+def scratch_bytes(call: OpCall, candidates: Sequence[Candidate], mesh: tuple[int, ...]) -> Array:
+    """Bytes that the lowering of each candidate needs beside its operands and its outputs.
+
+    While the op runs, copies of its operands; then the output that the next copy is made of.
+    """
+    found = (_copied_bytes(call, c, mesh) if c.copied else ([], []) for c in candidates)
+    return np.array([max(sum(before), max(behind, default=0.0)) for before, behind in found])
 
 
 def _traffic(call: OpCall, candidate: Candidate, mesh: tuple[int, ...]) -> float:

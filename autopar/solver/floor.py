@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -143,6 +144,12 @@ class Floors:
         self.blocks = _Alone(self.step.blocks)
         self.cells = Cells(body)
         self._fed = dependents(body, "input", "seed")  # what is not, may run once a step
+
+    def held_as(self, optimizer: object) -> Floors:
+        """The same with the optimizer in another place."""
+        other = copy(self)
+        other.optimizer = optimizer
+        return other
 
     def of(self, blocks: Sequence[str]) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
         """Lower bounds of blocks (FQNs, `core/cells.py`), and of what is around each.

@@ -23,6 +23,7 @@ from autopar.core.strategy import TensorSpec
 from autopar.core.work import is_away
 from autopar.cost_model import host_state_bytes, optimizer_state_bytes
 from autopar.solver.build import StepProblem
+from autopar.solver.candidates import scratch_bytes
 from autopar.solver.kernels import KernelRows
 from autopar.solver.order import (
     FoldedSpan,
@@ -333,6 +334,9 @@ class Liveness:
             return
         owner = self.built.classes[op.name]
         candidates = self.built.candidates[owner]
+        scratch = scratch_bytes(op.call, self.built.candidates[owner], self.mesh)
+        if position == born and scratch.any():
+            row.add(owner, scratch)
         for index, spec in enumerate(op.call.outputs):
             value = (op.name, index)
             if value not in self.ends and value in self.kept:

@@ -83,6 +83,11 @@ class MetPlans:
         self.relaxed.rest()
 
     @property
+    def has_limit(self) -> bool:
+        """True if some plans may be too large."""
+        return self.limit < UNLIMITED
+
+    @property
     def target(self) -> float:
         """Seconds of the best plan known, of this problem or of another one."""
         return min(self.beat, self.best.solution.objective if self.best else math.inf)

@@ -41,14 +41,13 @@ def least_mixed(
         return 0.0  # blocks that run in no order of their own
     wanted = replace(given.wanted, params={})  # pins make no plan faster
     kinds = uniform_checkpoints(traced, given.wanted.checkpoint)
-    graphs = [recomputed(traced, kind) for kind in kinds]
+    graphs = (recomputed(traced, kind) for kind in kinds)
+    floors = [Floors(g, wanted, optimizer, given.offers, 1, False, weights) for g in graphs]
 
     def places() -> Iterator[HeldFloors]:
         for held in places_of(cluster, given.wanted, optimizer):
-            floors = [
-                Floors(graph, wanted, held, given.offers, 1, False, weights) for graph in graphs
-            ]
-            yield HeldFloors(floors, work.held, work.like, saving=True)
+            kept = [each.held_as(held) for each in floors]
+            yield HeldFloors(kept, work.held, work.like, saving=True)
 
     try:
         runs = runs_within(places(), 1, given.limit, ["step"], price, enough_s)

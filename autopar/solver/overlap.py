@@ -132,12 +132,12 @@ def least(
         raise NotBelow(bound, first)
     plans = {_line(best, exposed): best}
     low, high = _sides(_line(best, exposed), first, None, None)
-    limited = _is_limited(best)
+    limited, in_steps = _is_limited(best), best.variant.search.memory.has_limit
     for turn in range((_LIMITED if limited else _MOST) - 1):
         now_s = _seconds(best, exposed)
         if (low is not None and low[1] <= 0) or bound >= now_s * (1 - _NEAR):
             break
-        t = _next(low, high, last, limited)
+        t = _next(low, high, last, in_steps)
         if abs(t - last) < _SAME or (limited and turn == 0 and stop(best)):
             break
         last = t
@@ -172,7 +172,7 @@ def least(
 
 def promising(
     soon: Callable[[Weights, float], Variant | None], exposed: float, first: float, below_s: float
-) -> tuple[float, float]:
+) -> tuple[float, Variant | None]:
     """With which sum a search under a memory limit is to begin: the greatest, as far as is seen.
 
     Args:
@@ -180,29 +180,32 @@ def promising(
         exposed, first, below_s: as for `least`.
 
     Returns:
-        t of the sum, and the least seconds of the plans that were seen, infinite without any.
+        t of the sum, and the search with the fastest plan that was seen.
 
     Raises:
         NotBelow: no plan is below `below_s`.
     """
     low: _Line | None = None
     high: _Line | None = None
-    t, greatest, least_s = first, (-math.inf, first), math.inf
+    t, greatest = first, (-math.inf, first)
+    seen: list[Found] = []
     for _ in range(_GLANCES):
         variant = soon(weights_at(t, exposed), below_s)
         if variant is None:
             break
         found = Found(variant, 0.0)
-        line, least_s = _line(found, exposed), min(least_s, _seconds(found, exposed))
+        line = _line(found, exposed)
+        seen.append(found)
         greatest = max(greatest, (_value(line, t), t))
         if not _is_limited(found):
             break
         low, high = _sides(line, t, low, high)
-        then = _next(low, high, t, limited=False)
+        then = _next(low, high, t, in_steps=True)
         if _value(line, then) <= greatest[0] * (1 + _NEAR):
             break
         t = then
-    return greatest[1], least_s
+    best = min(seen, key=lambda found: _seconds(found, exposed), default=None)
+    return greatest[1], None if best is None else best.variant
 
 
 def _sides(
@@ -212,16 +215,16 @@ def _sides(
     return (line, high) if t == 0 or line[1] > 0 else (low, line)
 
 
-def _next(low: _Line | None, high: _Line | None, last: float, limited: bool) -> float:
+def _next(low: _Line | None, high: _Line | None, last: float, in_steps: bool) -> float:
     """t of the sum to look at: where the lines on both sides of the greatest bound cross.
 
-    Where only the lower one is known, that is looked for at the end, or upwards from the last t
-    under a limit: each sum takes a search then, and the greatest is not far.
+    Where only the lower one is known, that is looked for at the end, or upwards from the last t, as
+    under a limit: sums that count next to no compute take long searches of all recomputation.
     """
     if low is None:
         return 0.0
     if high is None:
-        return min(_LAST, 2 * last or _NEXT) if limited else _LAST
+        return min(_LAST, 2 * last or _NEXT) if in_steps else _LAST
     return _crossing(low, high)
 
 

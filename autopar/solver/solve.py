@@ -176,18 +176,24 @@ class StepSearch:
         self.counts_all = bool(traced.hoisted) or ports is not None
         self.exposed = 1.0 if self.counts_all else exposed
         self.first = first
+        self._seen: Variant | None = None
         self._has_glanced = self.counts_all
 
     def glance(self, below_s: float = math.inf) -> float:
-        """Seconds of a plan that is soon found; infinite if none is.
+        """Seconds of a plan that is soon found (`soon`); infinite if none is.
 
         Raises:
             InfeasiblePlanError, NotBelow: see `run`.
         """
         self._has_glanced = True
-        self.first, least_s = promising(self.search.soon, self.exposed, self.first, below_s)
+        self.first, self._seen = promising(self.search.soon, self.exposed, self.first, below_s)
         self.search.forget_but(self.first)
-        return least_s
+        best = None if self._seen is None else self._seen.search.memory.best
+        return math.inf if best is None else counted_seconds(best.price, self.exposed)
+
+    def soon(self) -> Plan | None:
+        """The plan that a glance has found, without a bound."""
+        return None if self._seen is None else self._as_plan(self._seen, 0.0)
 
     def run(
         self,

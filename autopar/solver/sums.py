@@ -203,7 +203,7 @@ def _nothing(tried: list[Variant], below_s: float, t: float) -> Exception:
     """What is said where no variant has a plan of use."""
     if math.isfinite(below_s):
         return NotBelow(min(found.search.memory.bound for found in tried), t)
-    return min(tried, key=lambda f: f.search.memory.least().peak).search.does_not_fit()
+    return min(tried, key=lambda f: f.search.memory.least(told=True).peak).search.does_not_fit()
 
 
 def _fastest(tried: Sequence[Variant]) -> float:

@@ -150,7 +150,7 @@ class Search:
 
     def does_not_fit(self) -> InfeasiblePlanError:
         """The error, with the least memory that some plan was found to need."""
-        smallest = self.memory.least()
+        smallest = self.memory.least(told=True)
         if smallest.row == HOST_ROW:
             return host_is_short(
                 self.cluster, self.memory.limit, smallest.price.host_bytes,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import fx
 
 from autopar.codegen.builder import Builder
 from autopar.codegen.lowering import LocalCall, lowering
 from autopar.core.placement import local_shape
+from autopar.core.work import FLOPS_SHARE
 
 aten = torch.ops.aten
 
@@ -34,6 +38,14 @@ def _local_groups(b: Builder, local: LocalCall) -> tuple[fx.Node, fx.Node]:
     return start, b.call(aten.sub.Tensor, mine, start)
 
 
+def _of_groups(b: Builder, local: LocalCall, *args: Any) -> fx.Node:
+    """The op over this rank's groups, with its even share of the rows to multiply."""
+    made = b.call(local.call.target, *args, **local.kwargs)
+    ranks = math.prod(local.mesh_shape[axis] for axis in local.axes_of("expert"))
+    made.meta[FLOPS_SHARE] = 1.0 / ranks
+    return made
+
+
 @lowering("transformers.grouped_mm_fallback.default")
 def lower_grouped_mm(b: Builder, local: LocalCall) -> fx.Node:
     """The op leaves 0 in rows behind the last group."""
@@ -41,7 +53,7 @@ def lower_grouped_mm(b: Builder, local: LocalCall) -> fx.Node:
         return b.call(local.call.target, *local.args)
     start, ends = _local_groups(b, local)
     x = _rolled(b, local.args[0], start)
-    y = b.call(local.call.target, x, local.args[1], ends)
+    y = _of_groups(b, local, x, local.args[1], ends)
     return _rolled(b, y, b.call(aten.neg.default, start))
 
 
@@ -51,7 +63,7 @@ def lower_grouped_mm_backward(b: Builder, local: LocalCall) -> fx.Node:
         return b.call(local.call.target, *local.args)
     start, ends = _local_groups(b, local)
     x, grad = (_rolled(b, local.args[i], start) for i in (0, 3))
-    both = b.call(local.call.target, x, local.args[1], ends, grad)
+    both = _of_groups(b, local, x, local.args[1], ends, grad)
     rolled = _rolled(b, b.item(both, 0), b.call(aten.neg.default, start))
     return b.pack(rolled, b.item(both, 1))
 
@@ -72,8 +84,8 @@ def lower_native_grouped_mm(b: Builder, local: LocalCall) -> fx.Node:
     if len(local.call.operands[1].shape) == 2:
         columns = _rolled(b, b.call(aten.transpose.int, x, 0, 1), start)
         x, other = b.call(aten.transpose.int, columns, 0, 1), _rolled(b, other, start)
-        return b.call(local.call.target, x, other, ends, **local.kwargs)
-    y = b.call(local.call.target, _rolled(b, x, start), other, ends, **local.kwargs)
+        return _of_groups(b, local, x, other, ends)
+    y = _of_groups(b, local, _rolled(b, x, start), other, ends)
     rows = b.call(aten.arange.default, b.shape(y)[0], dtype=torch.int64, device=b.device)
     mine = b.call(aten.lt.Tensor, rows, b.call(aten.select.int, ends, 0, -1))
     y = b.call(aten.where.ScalarOther, b.call(aten.unsqueeze.default, mine, 1), y, 0.0)

@@ -20,7 +20,8 @@ from autopar.solver.rules.registry import rule
 def grouped_mm_rule(call: OpCall) -> list[AxisStrategy]:
     """(x, W, offs) -> y."""
     rows = by_labels(call, [[None, "k"], [None, "k", "n"], [None]], [[None, "n"]], summed="k")
-    rows.append(AxisStrategy((Replicate(), Shard(0), Replicate()), (Partial(),), "expert"))
+    inputs = (Replicate(), Shard(0), Replicate())
+    rows.append(AxisStrategy(inputs, (Partial(),), "expert", copied=(0, ~0)))
     return rows + linear_rows(call, [(0,), (1,)])
 
 
@@ -30,7 +31,8 @@ def grouped_mm_backward_rule(call: OpCall) -> list[AxisStrategy]:
     inputs: list[list[str | None]] = [[None, "k"], [None, "k", "n"], [None], [None, "n"]]
     rows = by_labels(call, inputs, [[None, "k"], [None, "k", "n"]], summed="n")
     whole = Replicate()
-    rows.append(AxisStrategy((whole, Shard(0), whole, whole), (Partial(), Shard(0)), "expert"))
+    placed, made = (whole, Shard(0), whole, whole), (Partial(), Shard(0))
+    rows.append(AxisStrategy(placed, made, "expert", copied=(0, 3, ~0)))
     return rows + linear_rows(call, [(3,)])
 
 
@@ -46,10 +48,13 @@ def native_grouped_mm_rule(call: OpCall) -> list[AxisStrategy]:
     whole = Replicate()
     if len(call.operands[1].shape) == 3:
         rows = by_labels(call, [[None, "k"], [None, "k", "n"], [None]], [[None, "n"]], summed="k")
-        rows.append(AxisStrategy((whole, Shard(0), whole), (Partial(),), "expert"))
+        placed = (whole, Shard(0), whole)
+        # rows of other groups are set to 0 before these are rolled back
+        rows.append(AxisStrategy(placed, (Partial(),), "expert", copied=(0, ~0, ~0)))
     else:
         rows = by_labels(call, [["k", None], [None, "n"], [None]], [[None, "k", "n"]])
-        rows.append(AxisStrategy((whole, whole, whole), (Shard(0),), "expert"))
+        placed = (whole, whole, whole)
+        rows.append(AxisStrategy(placed, (Shard(0),), "expert", copied=(0, 1)))
     return [row for row in rows if _is_aligned(call, row)]
 
 
