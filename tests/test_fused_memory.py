@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
 from autopar.codegen.emit import emit
 from autopar.codegen.passes.lifetimes import FUSED_BYTES, Lifetimes
@@ -120,3 +121,22 @@ def test_passes_keep_to_the_peak_of_the_fused_program() -> None:
         orders.append([node.name for node in graph.nodes])
     assert orders[0] != orders[1] and orders[0] != orders[2]
     assert max(held) == held[0]
+
+
+def test_what_fusion_lets_go_of_at_a_node_is_there_in_front_of_it() -> None:
+    """A collective that is moved up goes behind that node: in front there is no room yet."""
+    graph = fx.Graph()
+    nodes = [graph.placeholder("x")]
+    for _ in range(4):
+        nodes.append(graph.call_function(torch.ops.aten.relu.default, (nodes[-1],)))
+    for node in nodes:
+        node.meta["val"] = torch.empty(1024, device="meta")
+    graph.output(nodes[-1])
+    nodes[1].meta[FUSED_BYTES] = 1 << 20
+    nodes[2].meta[FUSED_BYTES] = 0
+    lifetimes = Lifetimes(graph)
+    size = 4096  # bytes of each value, two of which are live at once
+    assert lifetimes.live.tolist()[1:4] == [size + (1 << 20), 2 * size, 2 * size]
+    assert lifetimes.earliest(nodes[4], 0, size, budget=4 * size) == 3
+    assert lifetimes.earliest(nodes[4], 0, size, budget=1 << 21) == 0
+    assert lifetimes.earliest(nodes[4], 0, size, budget=size) == 4

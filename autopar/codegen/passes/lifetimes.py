@@ -69,6 +69,8 @@ class Lifetimes:
         scratch = [node.meta.get("scratch", 0) for node in self.nodes]
         fused = _carried(node.meta.get(FUSED_BYTES) for node in self.nodes)
         self.live = np.cumsum(change)[:-1] + np.array(scratch, dtype=np.int64) + fused
+        # what goes at a node is still there right in front of it
+        self._going = np.maximum(0, -np.diff(fused, prepend=fused[:1]))
         if resident:
             phases = (str(node.meta.get("phase")) for node in self.nodes)
             self.live += np.array([resident.get(phase, 0) for phase in phases], dtype=np.int64)
@@ -151,8 +153,11 @@ class Lifetimes:
     def earliest(self, node: fx.Node, first: int, num_bytes: int, budget: int) -> int:
         """Lowest position from which `num_bytes` more may live until `node`; at least `first`."""
         here = self.position[node]
-        over = np.nonzero(self.beside(node)[first:here] + num_bytes > budget)[0]
-        return int(first + over[-1] + 1) if len(over) else first
+        beside = self.beside(node)[first:here] + num_bytes
+        over = np.nonzero(beside > budget)[0]
+        begin = int(over[-1] + 1) if len(over) else 0
+        fits = np.nonzero(beside[begin:] + self._going[first + begin : here] <= budget)[0]
+        return first + begin + int(fits[0]) if len(fits) else max(first, here)
 
     def latest(self, start: fx.Node, last: int, budget: int) -> int:
         """Highest position up to which a collective may hold what it sends; at most `last`.
