@@ -53,7 +53,9 @@ _Searches: TypeAlias = list[tuple[Cluster, StepSearch]]
 class OnePiece:
     """Plans a step on the whole batch, as `plan_step` has it; `kernels` as of `Plan.fusion`.
 
-    With `only`, on that mesh.
+    With `only`, on that mesh. What searches have told is kept for the next ones: the least seconds
+    without a limit (`free_s`) and t of the greatest sum (`told_t`), by mesh; and searches that have
+    `begun`, by what `plan` asks for.
     """
 
     traced: TracedModel
@@ -65,7 +67,7 @@ class OnePiece:
     searches: KnownVariants | None = None
     only: tuple[int, ...] | None = None
     free_s: dict[tuple[int, ...], float] = field(default_factory=dict)
-    told_t: dict[tuple[int, ...], float] = field(default_factory=dict)  # by the latest search
+    told_t: dict[tuple[int, ...], float] = field(default_factory=dict)
     begun: dict[object, _Searches] = field(default_factory=dict)
     programs: list[tuple[Plan, Plan]] = field(default_factory=list)
 

@@ -14,7 +14,6 @@ from autopar.codegen.emit import emit
 from autopar.core.constraints import Constraints
 from autopar.core.placement import Partial, Shard
 from autopar.core.strategy import OpCall, TensorSpec
-from autopar.core.work import FLOPS_SHARE
 from autopar.cost_model import Cluster, kernel_seconds
 from autopar.cost_model.emitted_ops import node_seconds
 from autopar.solver.candidates import Pricer, expand, scratch_bytes
@@ -83,7 +82,7 @@ def test_a_program_knows_which_share_of_the_rows_a_rank_multiplies() -> None:
     shares: dict[str, Any] = {}
     for node in emit(traced, plan, [0]).joint.graph.nodes:
         if "grouped_mm" in str(node.target):
-            shares[str(node.meta["origin"])] = node.meta.get(FLOPS_SHARE)
+            shares[str(node.meta["origin"])] = node.meta.get("flops_share")
     some = {name for name in shares if plan.nodes[name].variants == ("expert",)}
     assert some and shares == {name: 0.25 if name in some else None for name in shares}
 
@@ -98,5 +97,5 @@ def test_a_share_of_the_flops_takes_a_share_of_the_seconds() -> None:
     node = graph.call_function(GROUPED, (x, weights, ends))
     node.meta["val"] = torch.empty(ROWS, WIDE, dtype=torch.bfloat16, device="meta")
     whole_s = node_seconds(node, CLUSTER.device)
-    node.meta[FLOPS_SHARE] = 0.5
+    node.meta["flops_share"] = 0.5
     assert node_seconds(node, CLUSTER.device) == pytest.approx(0.5 * whole_s, rel=0.05)

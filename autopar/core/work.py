@@ -19,7 +19,6 @@ from autopar.core.host import AWAY
 from autopar.core.strategy import OpCall
 
 __all__ = [
-    "FLOPS_SHARE",
     "LOOKUPS",
     "VARIANTS",
     "conv_variant",
@@ -35,9 +34,6 @@ __all__ = [
 
 aten = torch.ops.aten
 autopar_ops = torch.ops.autopar
-
-FLOPS_SHARE = "flops_share"
-"""Key in the `meta` of an emitted op: the share of its flops that is a rank's where data decide."""
 
 _VIEWS = {
     aten.view.default,

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autopar.core.strategy import op_call
-from autopar.core.work import FLOPS_SHARE, LOOKUPS, global_flops, is_view, op_class
+from autopar.core.work import LOOKUPS, global_flops, is_view, op_class
 from autopar.cost_model.compute import compute_seconds_array
 from autopar.cost_model.profile import DeviceProfile
 
@@ -21,7 +21,10 @@ _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.contiguous.default)
 
 
 def node_seconds(node: fx.Node, device: DeviceProfile) -> float:
-    """Seconds of one emitted op by the device's curves."""
+    """Seconds of one emitted op by the device's curves.
+
+    Where data decide how much a rank has to do, `flops_share` in its `meta` is the even share.
+    """
     value = node.meta.get("val")
     outputs = [v for v in pytree.tree_leaves(value) if isinstance(v, Tensor)]
     if node.target is operator.getitem or not outputs:
@@ -37,13 +40,13 @@ def node_seconds(node: fx.Node, device: DeviceProfile) -> float:
         kind = "memory" if all(_rows_are_runs(x) for x in operands) else "transpose"
     written = sum(_bytes(x) for x in outputs)
     lookup = node.target in LOOKUPS
-    share = node.meta.get(FLOPS_SHARE, 1.0)
     moved = 2 * written if lookup else written + sum(_bytes(x) for x in operands)
+    flops = 0.0 if is_view(node.target) else global_flops(call)
     seconds = compute_seconds_array(
         device,
         kind,
         str(outputs[0].dtype).removeprefix("torch."),
-        np.array(0.0 if is_view(node.target) else share * global_flops(call)),
+        np.array(flops * node.meta.get("flops_share", 1.0)),
         np.array(float(moved)),
     )
     return float(seconds)

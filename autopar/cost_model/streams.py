@@ -61,11 +61,12 @@ class Streams:
             rate = 1.0 - min(1.0, sum(b.taken for b in beside))
             until_s = min(t for b in slowing for t in (b.start_s, b.end_s) if t > now_s)
             done_s = rate * (until_s - now_s)
-            lasts_s = until_s - now_s if done_s < left_s else left_s / rate
+            ends = done_s >= left_s
+            lasts_s = left_s / rate if ends else until_s - now_s
             for b in beside:
                 self.exposed[b.node] += lasts_s * b.taken
-            left_s = left_s - done_s if done_s < left_s else 0.0
-            now_s = now_s + lasts_s if left_s == 0.0 else until_s
+            now_s = now_s + lasts_s if ends else until_s
+            left_s = 0.0 if ends else left_s - done_s
         self.compute_s = now_s + left_s
         return start
 

@@ -243,9 +243,10 @@ class Buffers:
 
     def _transient(self, op: Op) -> int:
         """What is there while an op runs: copies, and what its lowering needs."""
-        chosen = self.pricing.decision.candidates[op.name]
-        scratch = round(float(scratch_bytes(op.call, [chosen], self.pricing.mesh)[0]))
-        return self._copies(op) + self._packed_gradients(op) + scratch
+        chosen, found = self.pricing.decision.candidates[op.name], self._copies(op)
+        if chosen.copied:
+            found += round(float(scratch_bytes(op.call, [chosen], self.pricing.mesh)[0]))
+        return found + self._packed_gradients(op)
 
     @cached_property
     def ops(self) -> tuple[ScheduledOp, ...]:

@@ -334,9 +334,8 @@ class Liveness:
             return
         owner = self.built.classes[op.name]
         candidates = self.built.candidates[owner]
-        scratch = scratch_bytes(op.call, self.built.candidates[owner], self.mesh)
-        if position == born and scratch.any():
-            row.add(owner, scratch)
+        if position == born and any(c.copied for c in candidates):
+            row.add(owner, scratch_bytes(op.call, candidates, self.mesh))
         for index, spec in enumerate(op.call.outputs):
             value = (op.name, index)
             if value not in self.ends and value in self.kept:

@@ -11,7 +11,6 @@ from torch import fx
 from autopar.codegen.builder import Builder
 from autopar.codegen.lowering import LocalCall, lowering
 from autopar.core.placement import local_shape
-from autopar.core.work import FLOPS_SHARE
 
 aten = torch.ops.aten
 
@@ -42,7 +41,7 @@ def _of_groups(b: Builder, local: LocalCall, *args: Any) -> fx.Node:
     """The op over this rank's groups, with its even share of the rows to multiply."""
     made = b.call(local.call.target, *args, **local.kwargs)
     ranks = math.prod(local.mesh_shape[axis] for axis in local.axes_of("expert"))
-    made.meta[FLOPS_SHARE] = 1.0 / ranks
+    made.meta["flops_share"] = 1.0 / ranks
     return made
 
 

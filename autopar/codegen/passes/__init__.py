@@ -54,7 +54,6 @@ OPTIONAL_PASSES = ("symmetric_memory",)
 
 # scratch inside ops is not counted as live, so a moment may hold more than it seems to
 _SCRATCH = 0.1
-_TRIES = 3  # to move nodes within the budget
 
 
 def phase_of(node: fx.Node) -> Hashable:
@@ -121,10 +120,10 @@ def run_passes(
         graph = bucket(graph, sizes, block, budget, resident)
         if in_place:
             mark_in_place(graph, phase_of)
-    moves: dict[str, Callable[[int], None]] = {
-        "prefetch": lambda most: _prefetch(graph, block, int((1 - _SCRATCH) * most), resident),
-        "early": lambda most: _early(graph, most, resident),
-        "late": lambda most: wait_late(graph, most, resident),
+    moves: dict[str, Callable[[], None]] = {
+        "prefetch": lambda: _prefetch(graph, block, int((1 - _SCRATCH) * budget), resident),
+        "early": lambda: _early(graph, budget, resident),
+        "late": lambda: wait_late(graph, budget, resident),
     }
     for name, move in moves.items():
         if name in chosen:
@@ -135,21 +134,14 @@ def run_passes(
 
 
 def _moved_within(
-    graph: fx.Graph, move: Callable[[int], None], budget: int, resident: Mapping[str, int] | None
+    graph: fx.Graph, move: Callable[[], None], budget: int, resident: Mapping[str, int] | None
 ) -> None:
-    """Let a pass move nodes; where more than `budget` is live then, put them back, and move less.
-
-    A pass does not see all that another one, or a sum over microbatches, holds longer.
-    """
+    """Let a pass move nodes, and put them back where more than `budget` is live then."""
     before = {node: float(i) for i, node in enumerate(graph.nodes)}
-    allowed = budget
-    for _ in range(_TRIES):
-        move(allowed)
-        over = Lifetimes(graph, resident).peak_bytes - budget
-        if over <= 0:
-            return
+    move()
+    # a pass does not see all that another one, or a sum over microbatches, holds longer
+    if Lifetimes(graph, resident).peak_bytes > budget:
         reorder(graph, before)
-        allowed -= over
 
 
 def _prefetch(
