@@ -7,7 +7,8 @@ faster of the two programs is taken. Where it hides so little that the rule is i
 solved with all communication counted, too, and under a limit with nothing else where the program of
 the plan without one hides next to nothing. Where it hides about what was counted on, and is still
 slower than the bound, programs of plain data parallelism are simulated, too, and of what counts
-nearly as little on other meshes: the rule does not know how each overlaps.
+nearly as little on other meshes: the rule does not know how each overlaps. Where no limit binds,
+data parallelism is looked at in any case.
 """
 
 from __future__ import annotations
@@ -167,7 +168,8 @@ class OnePiece:
         first = plan or known.plan(limit, counted, doubts=doubts)
         best, hidden = self._program(first), self._hidden(first)
         is_doubtful = plan is None and hidden < _DOUBTED
-        others = [(other, counted, math.inf) for other in self._data_parallel()]
+        plain = list(self._data_parallel())
+        others = [(other, counted, math.inf) for other in plain]
         others += [(known, _ALL, math.inf)] * is_doubtful
         if hidden < _HIDDEN and not (is_doubtful and hidden < _NEXT_TO_NONE):
             others.append((known, 1 - (1 - EXPOSED) * hidden, math.inf))
@@ -181,7 +183,10 @@ class OnePiece:
         for planner, exposed, most_s in others:
             now_s = best.predicted.step_time_s
             if now_s - unseen_s <= (1 + _SLOWER) * first.solver.bound:
-                break
+                if plan is None or planner not in plain:
+                    break
+                # soon found where no limit binds; of what is not counted they have half, or more
+                most_s = now_s - unseen_s / 2
             # no more than half of what runs on two streams is hidden
             below_s = min(most_s, now_s if exposed < _ALL else 2 * now_s)
             proved = None if exposed == counted else UNLIMITED

@@ -21,7 +21,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from autopar.codegen.emit import written
+from torch import fx
+
+from autopar.codegen.emit import Program, written
 from autopar.codegen.excerpts import Found, Run, excerpts, merged
 from autopar.codegen.fusion import Fusion
 from autopar.codegen.stage_program import StageProgramWriter
@@ -63,23 +65,33 @@ def scheduled(plan: Plan, traced: TracedModel) -> Plan:
 
     def run(trial: Plan) -> Trial:
         program = emitter.program(None, trial.piece_counts(), sizes=trial.bucket_sizes())
-        graph, code = program.joint.graph, {"forward": program.forward.graph}
-        if program.backward is not None:
-            code["backward"] = program.backward.graph
-        return Trial(graph=graph, parts={"step": simulate(graph, cluster)}, code=code)
+        graph = program.joint.graph
+        parts = {"step": simulate(graph, cluster)}
+        return Trial(graph=graph, parts=parts, code=lambda: _code(program))
 
     cut, found = decomposed(*bucketed(plan, run), run, cluster)
     cut = as_emitted(with_waits(cut, found.parts), found.parts)
     hiding = _with_hidden(cut, found.shares(), cut.predicted.compute_time_s)
-    kept = excerpts(found.code, emitter.traced, _runs(found, cluster))
+    code = found.code()
+    kept = excerpts(code, emitter.traced, _runs(found, code, cluster))
     return replace(hiding, excerpts=merged([((), kept)]))
 
 
-def _runs(trial: Trial, cluster: Cluster) -> dict[tuple[str, str], Run]:
+def _code(program: Program) -> dict[str, fx.Graph]:
+    """What a rank runs, by part."""
+    found = {"forward": program.forward.graph}
+    if program.backward is not None:
+        found["backward"] = program.backward.graph
+    return found
+
+
+def _runs(
+    trial: Trial, code: Mapping[str, fx.Graph], cluster: Cluster
+) -> dict[tuple[str, str], Run]:
     """What each node of a program takes, by part and name."""
     spans = {(part, s.name): s for part, simulated in trial.parts.items() for s in simulated.spans}
     found: dict[tuple[str, str], Run] = {}
-    for part, graph in trial.code.items():
+    for part, graph in code.items():
         for node in graph.nodes:
             span = spans.get((part if part in trial.parts else "step", node.name))
             if span is not None:
@@ -188,10 +200,11 @@ def _tried(
         }
         last = simulated.pop("last", None)
         code = {name: program.parts[name].module.graph for name in simulated}
-        return Trial(graph=program.joint.graph, parts=simulated, last=last, code=code)
+        return Trial(graph=program.joint.graph, parts=simulated, last=last, code=lambda: code)
 
     cut, found = decomposed(*bucketed(plan, run), run, cluster)
-    return _Tried(cut, found, excerpts(found.code, writer.traced, _runs(found, cluster)))
+    code = found.code()
+    return _Tried(cut, found, excerpts(code, writer.traced, _runs(found, code, cluster)))
 
 
 def _scheduled_stage(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -14,7 +14,8 @@ from autopar.cost_model.simulator import Simulation
 
 __all__ = ["Trial", "bucketed"]
 
-_BUCKETS = (1 / 4, 1 / 8, 1 / 16)  # of the bytes that close one
+_LIKELY = 1 / 8  # of the bytes that close a bucket: most programs take least with about so many
+_LEAST = 1 / 64
 _JOINING = 5e-3  # of the step: what copies into buckets take at least, for others to be tried
 _GAIN = 1e-4  # of the step: less is beyond what is predicted
 
@@ -27,13 +28,13 @@ class Trial:
         graph: forward and backward.
         parts: simulations of what runs in one go, by name.
         last: of the last backward with "finish" beside it, where a program has that.
-        code: what a rank runs, by part.
+        code: yields what a rank runs, by part.
     """
 
     graph: fx.Graph
     parts: Mapping[str, Simulation]
     last: Simulation | None = None
-    code: Mapping[str, fx.Graph] = field(default_factory=dict)
+    code: Callable[[], Mapping[str, fx.Graph]] = dict
 
     def step_s(self) -> float:
         """Seconds of the step."""
@@ -84,13 +85,23 @@ def bucketed(plan: Plan, run: Callable[[Plan], Trial]) -> tuple[Plan, Trial]:
         run: emits and simulates a plan.
     """
     best, trial = plan, run(plan)
-    for share in _BUCKETS:
-        if trial.joining_s() <= _JOINING * trial.step_s():
-            break
+    if trial.joining_s() <= _JOINING * trial.step_s():
+        return best, trial
+
+    def serves(share: float) -> bool:
+        nonlocal best, trial
         rows = (replace(row, num_bytes=int(share * row.num_bytes)) for row in plan.buckets)
         smaller = replace(plan, buckets=tuple(rows))
         after = run(smaller)
         if after.step_s() >= trial.step_s() * (1 - _GAIN):
-            break
+            return False
         best, trial = smaller, after
+        return True
+
+    if not (serves(_LIKELY) and serves(_LIKELY / 2)):
+        serves(_LIKELY * 2)
+    else:
+        share = _LIKELY / 4
+        while share >= _LEAST and serves(share):
+            share /= 2
     return best, trial

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,6 +141,35 @@ def test_buckets_are_as_large_as_serves() -> None:
         sizes[latency_s] = max(b.num_bytes for b in chosen.buckets)
         assert verify(chosen, model, inputs).worst[1] <= 1e-9
     assert sizes[1e-7] < sizes[1e-3] == 1 << 25
+
+
+@pytest.mark.parametrize(
+    ("steps", "best", "runs"),
+    [
+        ({1: 9, 8: 7, 16: 8, 4: 6}, 4, [1, 8, 16, 4]),
+        ({1: 9, 8: 7, 16: 6, 32: 5, 64: 4}, 64, [1, 8, 16, 32, 64]),
+        ({1: 9, 8: 7, 16: 6, 32: 8}, 16, [1, 8, 16, 32]),
+        ({1: 9, 8: 10, 4: 8}, 4, [1, 8, 4]),
+        ({1: 9, 8: 10, 4: 11}, 1, [1, 8, 4]),
+    ],
+)
+def test_larger_and_smaller_buckets_are_tried(
+    steps: dict[int, float], best: int, runs: list[int]
+) -> None:
+    """Steps may get longer and shorter again, from bucket to bucket."""
+    model, inputs = wide(layers=2)
+    plan = solve(trace(model, inputs), GPUS, constraints=Constraints.parse({"data": 4, "zero": 1}))
+    most = max(b.num_bytes for b in plan.buckets)
+    seen = []
+
+    def run(trial: Plan) -> Any:
+        seen.append(round(most / max(b.num_bytes for b in trial.buckets)))
+        step_s = steps[seen[-1]]
+        return SimpleNamespace(step_s=lambda: step_s, joining_s=lambda: 1.0)
+
+    chosen, _ = bucketed(plan, run)
+    assert seen == runs
+    assert round(most / max(b.num_bytes for b in chosen.buckets)) == best
 
 
 def test_a_program_that_copies_next_to_nothing_keeps_its_buckets() -> None:

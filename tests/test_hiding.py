@@ -555,3 +555,28 @@ def test_no_other_kind_is_searched_once_a_plan_is_below_the_best_bound(
     made.clear()
     found = search()(ALL, 2 * whole.variant.seconds)
     assert made == ["none", "selective"] and found.bound <= found.variant.seconds
+
+
+def test_plain_data_parallelism_is_looked_at_also_for_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its program may be faster by less than what the search tells apart."""
+    whole = _two_products(mesh_shape=(8,))
+    free = whole.plan(UNLIMITED)
+    close_s = free.solver.bound * 1.005
+    original = OnePiece._program
+
+    def scripted(self: OnePiece, plan: Plan) -> Plan:
+        step_s = close_s * (0.998 if plan.constraints.get("zero") == 1 else 1.0)
+        found = original(self, plan)
+        return replace(found, predicted=replace(found.predicted, step_time_s=step_s))
+
+    def planned(self: OnePiece, *given: Any, **more: Any) -> Plan:
+        return replace(free, constraints=self.constraints.to_dict())
+
+    monkeypatch.setattr(OnePiece, "_program", scripted)
+    monkeypatch.setattr(OnePiece, "plan", planned)
+    found = whole.best(UNLIMITED, free)
+    assert found.predicted.step_time_s == pytest.approx(0.998 * close_s)
+    assert found.solver.bound == free.solver.bound
+    assert found.constraints == whole.constraints.to_dict()

@@ -45,27 +45,41 @@ from autopar.errors import AutoparError
 __all__ = ["Emitter", "Program", "emit", "written"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Program:
     """What one rank runs.
 
     Attributes:
         joint: forward and backward as one graph, for inspection and for `run_lockstep`.
-        forward: `(*inputs) -> (*results, *saved)`; inputs are all but the tangents.
-        backward: `(*saved, *tangents) -> gradients`; None for inference.
         inputs: descriptor and local layout of every placeholder of `joint`.
         outputs: descriptor and layout of every output of `joint`.
         num_results: number of user outputs and buffers, which come first among the outputs.
+        training: there is a backward.
         passes: names of the passes that were applied.
     """
 
     joint: fx.GraphModule
-    forward: fx.GraphModule
-    backward: fx.GraphModule | None
     inputs: tuple[tuple[InputSpec, Layout], ...]
     outputs: tuple[tuple[OutputSpec, Layout], ...]
     num_results: int
+    training: bool
     passes: tuple[str, ...] = ()
+
+    @property
+    def forward(self) -> fx.GraphModule:
+        """`(*inputs) -> (*results, *saved)`; inputs are all but the tangents."""
+        return self._phases[0]
+
+    @property
+    def backward(self) -> fx.GraphModule | None:
+        """`(*saved, *tangents) -> gradients`; None for inference."""
+        return self._phases[1] if self.training else None
+
+    @cached_property
+    def _phases(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Cut when they are asked for: most programs of a search are only simulated."""
+        tangents = {spec.node for spec, _ in self.inputs if spec.kind == "tangent"}
+        return split_phases(self.joint.graph, self.num_results, tangents)
 
     def comm_bytes(self) -> tuple[CommBytes, ...]:
         """Bytes of the collectives in the program, per axis and kind.
@@ -223,15 +237,12 @@ class Emitter:
         tangents = {spec.node for spec, _ in inputs if spec.kind == "tangent"}
         self._added_passes(graph, tangents)
         run_last_passes(graph, passes)
-        joint = late_module(graph)
-        forward, backward = split_phases(graph, len(self.results), tangents)
         return Program(
-            joint=joint,
-            forward=forward,
-            backward=backward if self.traced.training else None,
+            joint=late_module(graph),
             inputs=tuple(inputs),
             outputs=tuple((spec, layout) for _, spec, layout in outputs),
             num_results=len(self.results),
+            training=self.traced.training,
             passes=check_passes(passes),
         )
 

@@ -33,6 +33,7 @@ from autopar.core.trace_events import (
     stage_lane,
     write_trace,
 )
+from autopar.runtime.inductor import CompiledProgram
 from autopar.runtime.pipeline import PipelinedStep
 from autopar.runtime.pipeline_run import PARTS
 
@@ -249,8 +250,8 @@ def _measured(
     backward = graphs[1] if len(graphs) > 1 else None
     whole = None if step.at_once is None else TimedGraph(step.at_once, False, watch)
     graphs += [whole] if whole is not None else []
-    program: Any = replace(step.program, forward=forward, backward=backward)  # type: ignore[arg-type]
-    timed_step = replace(step, program=program, compiled=None, at_once=whole)  # type: ignore[arg-type]
+    program = CompiledProgram(forward=forward, backward=backward)  # type: ignore[arg-type]
+    timed_step = replace(step, compiled=program, at_once=whole)  # type: ignore[arg-type]
     return timed_step, lambda seconds: [
         interval for graph in graphs for interval in graph.intervals(seconds)
     ]

@@ -139,6 +139,8 @@ def _moved_within(
     """Let a pass move nodes, and put them back where more than `budget` is live then."""
     before = {node: float(i) for i, node in enumerate(graph.nodes)}
     move()
+    if list(graph.nodes) == list(before):
+        return
     # a pass does not see all that another one, or a sum over microbatches, holds longer
     if Lifetimes(graph, resident).peak_bytes > budget:
         reorder(graph, before)

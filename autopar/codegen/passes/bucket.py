@@ -17,25 +17,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
 import torch
 from torch import fx
 
+from autopar.codegen.passes.joined import ancestors, is_copied_out, join_all, size_of
 from autopar.codegen.passes.lifetimes import Lifetimes
-from autopar.codegen.passes.order import (
-    call_like,
-    copied,
-    is_packing,
-    link,
-    reorder,
-    show_anew,
-)
+from autopar.codegen.passes.order import copied, is_packing, link
 from autopar.codegen.passes.sends import is_start, is_wait
-from autopar.codegen.passes.strides import is_contiguous
 
 __all__ = [
     "Sizes",
@@ -46,7 +37,6 @@ __all__ = [
     "reduced_before",
 ]
 
-aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 Sizes = Mapping[tuple[int, str], int]
 Live = Callable[[fx.Graph], Lifetimes]
@@ -88,7 +78,8 @@ def _joined(
 ) -> fx.Graph:
     """Join what `choose` finds, in smaller buckets where that lives in more than the budget.
 
-    First only those buckets shrink that are open where the peak is, then all.
+    Parts are taken out of what is gathered all at once, or each where it is read if that does not
+    fit. Then first only those buckets shrink that are open where the peak is, and at last all.
     """
     alone: set[str] = set()
     tries = 0
@@ -96,15 +87,17 @@ def _joined(
         buckets = choose(graph, sizes, budget, live, alone)
         if not buckets:
             break
-        reached = max(sum(map(_size, members)) for members in buckets)
-        trial = copied(graph)
-        twins = {node.name: node for node in trial.nodes}
-        position = {node: index for index, node in enumerate(trial.nodes)}
-        names = [[(position[twins[m.name]], m.name) for m in members] for members in buckets]
-        _join_all(trial, [[twins[m.name] for m in members] for members in buckets])
-        lifetimes = live(trial)
-        if lifetimes.peak_bytes <= budget:
-            return trial
+        reached = max(sum(map(size_of, members)) for members in buckets)
+        at_once = any(is_copied_out(m) for members in buckets for m in members)
+        for split in (True, False) if at_once else (False,):
+            trial = copied(graph)
+            twins = {node.name: node for node in trial.nodes}
+            position = {node: index for index, node in enumerate(trial.nodes)}
+            names = [[(position[twins[m.name]], m.name) for m in members] for members in buckets]
+            join_all(trial, [[twins[m.name] for m in members] for members in buckets], split)
+            lifetimes = live(trial)
+            if lifetimes.peak_bytes <= budget:
+                return trial
         peak = position.get(lifetimes.nodes[int(lifetimes.live.argmax())], -1)
         early = {n for members in names for at, n in members if at <= peak + 1 <= members[-1][0]}
         tries += 1
@@ -148,12 +141,6 @@ def _key(node: fx.Node) -> Hashable:
     return kind, axis, times, node.args[1:], node.meta["val"].dtype, node.meta.get("phase")
 
 
-def _size(node: fx.Node) -> int:
-    num_bytes = node.meta["collective"][2]
-    assert isinstance(num_bytes, int)
-    return num_bytes
-
-
 def _limit(node: fx.Node, sizes: Sizes) -> int:
     kind, axis, _, _ = node.meta["collective"]
     return sizes.get((axis, kind), 0)
@@ -177,13 +164,13 @@ def _reductions(
         for node in level:
             before = (issued[source] for source in reduced_before(node, private))
             issued[node] = max([lifetimes.position[node], *before])
-            small = _size(node) < _limit(node, sizes) and node.name not in alone
+            small = size_of(node) < _limit(node, sizes) and node.name not in alone
             if small and _may_share(node):
                 alike[_key(node)].append(node)
         for unsorted in alike.values():
             members = sorted(unsorted, key=issued.__getitem__)
             room = [budget - int(lifetimes.beside(m)[issued[m]]) for m in members]
-            ends = fewest_buckets([_size(m) for m in members], room, _limit(members[0], sizes))
+            ends = fewest_buckets([size_of(m) for m in members], room, _limit(members[0], sizes))
             for first, end in itertools.pairwise([0, *ends]):
                 found.append(members[first:end])
                 issued.update(dict.fromkeys(members[first:end], issued[members[end - 1]]))
@@ -197,7 +184,7 @@ def _mark_open(members: Sequence[fx.Node], ends: Sequence[int], limit: int) -> N
     Of a folded graph, the next block's reductions go in there in the whole program.
     """
     first = ends[-2] if len(ends) > 1 else 0
-    is_open = sum(map(_size, members[first:])) < limit
+    is_open = sum(map(size_of, members[first:])) < limit
     for index, member in enumerate(members):
         member.meta["closes_at"] = limit if is_open and index >= first else 0
 
@@ -298,86 +285,13 @@ def _gathers(
         if not is_start(node) or not is_gather_of_storage(node):
             continue
         limit, block = _limit(node, sizes), block_of(node)
-        chained = any(is_start(n) for n in _ancestors(node))
-        if block is None or chained or _size(node) >= limit or node.name in alone:
+        chained = any(is_start(n) for n in ancestors(node))
+        if block is None or chained or size_of(node) >= limit or node.name in alone:
             continue
         key = (_key(node), block)
-        joined = sum(map(_size, open_[key])) + _size(node)
+        joined = sum(map(size_of, open_[key])) + size_of(node)
         between = slice(lifetimes.position[next(iter(open_[key]), node)], lifetimes.position[node])
         if joined > limit or lifetimes.beside(node)[between].max(initial=0) + joined > budget:
             closed.append(open_.pop(key))
         open_[key].append(node)
     return [members for members in (*closed, *open_.values()) if len(members) > 1]
-
-
-def _ancestors(node: fx.Node) -> Iterable[fx.Node]:
-    stack = list(node.all_input_nodes)
-    while stack:
-        source = stack.pop()
-        yield source
-        stack += source.all_input_nodes
-
-
-def _join_all(graph: fx.Graph, buckets: list[list[fx.Node]]) -> None:
-    """Replace the members of each bucket, and sort."""
-    keys: dict[fx.Node, float] = {node: float(i) for i, node in enumerate(graph.nodes)}
-    old = set(keys)
-    for members in buckets:
-        gather = members[0].target is c10d.all_gather_into_tensor.default
-        at = keys[members[0]] if gather else keys[members[-1]]
-        if gather:
-            before = {n for m in members for n in _ancestors(m) if n.op == "call_function"}
-            keys.update((n, min(keys[n], at - 0.5)) for n in before)
-        keys.update(_join(graph, members, at, keys if gather else {}))
-    reorder(graph, keys)
-    # views of what was gathered or reduced alone are views of what the joined collective made
-    show_anew(graph, keys.keys() - old)
-    graph.lint()
-
-
-def _join(
-    graph: fx.Graph, members: list[fx.Node], at: float, keys: Mapping[fx.Node, float]
-) -> dict[fx.Node, float]:
-    """Put one collective with key `at` in the place of several.
-
-    Its parts are taken out where the members' waits have their `keys`, or at once.
-
-    Returns:
-        The keys of the new nodes.
-    """
-    kind, axis, _, times = members[0].meta["collective"]
-    ranks = 1 if kind == "all_reduce" else int(members[0].args[2 if "scatter" in kind else 1])  # type: ignore[arg-type]
-    # the first dim counts ranks: in front of a reduce-scatter, behind an all-gather
-    rows = 1 if kind == "all_gather" else ranks
-    out_rows = ranks if kind == "all_gather" else 1
-    made: dict[fx.Node, float] = {}
-
-    def call(like: fx.Node, key: float, target: Any, *args: Any) -> fx.Node:
-        node = call_like(like, target, *args)
-        node.meta["packs"] = "bucket"
-        made[node] = key
-        return node
-
-    with graph.inserting_before(members[-1]):
-        flat = [call(m, at, aten.reshape.default, m.args[0], [rows, -1]) for m in members]
-        for member, node in zip(members, flat, strict=True):
-            if not is_contiguous(member.all_input_nodes[0]):  # it will be a copy
-                node.meta |= {"val": torch.empty_like(node.meta["val"]), "copies": True}
-        joined = call(members[0], at, aten.cat.default, flat, 1)
-        start = call(members[0], at, members[0].target, joined, *members[0].args[1:])
-        wait = call(members[0], at, c10d.wait_tensor.default, start)
-        start.meta["collective"] = (kind, axis, sum(map(_size, members)), times)
-        start.meta["closes_at"] = members[-1].meta.get("closes_at", 0)
-        start.meta["members"] = tuple((m.meta.get("origin", ""), _size(m)) for m in members)
-        first = 0
-        for member in members:
-            (old,) = member.users
-            shape = list(member.meta["val"].shape)
-            last = first + math.prod(shape) // out_rows
-            out = keys.get(old, at)
-            piece = call(member, out, aten.slice.Tensor, wait, 1, first, last)
-            old.replace_all_uses_with(call(member, out, aten.reshape.default, piece, shape))
-            first = last
-            graph.erase_node(old)
-            graph.erase_node(member)
-    return made

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.codegen.fakes import fake_call
 from autopar.codegen.passes.sends import is_wait
+from autopar.core.split_copy import SPLIT_COPY
 from autopar.core.work import is_view
 
 __all__ = [
@@ -34,11 +35,14 @@ _PACKING = (
     aten.contiguous.default,
     aten.cat.default,
     aten._to_copy.default,
+    SPLIT_COPY,
 )
 
 
 def is_packing(node: fx.Node) -> bool:
     """True for views, copies and casts: what brings a tensor into the form that is sent."""
+    if node.target is operator.getitem:
+        return node.all_input_nodes[0].target is SPLIT_COPY
     return node.op == "call_function" and (is_view(node.target) or node.target in _PACKING)
 
 

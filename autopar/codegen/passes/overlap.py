@@ -115,6 +115,8 @@ def fetch_ahead(
     Copies are grouped by the block that reads them. Those of a group begin when the first of the
     group before has arrived, so that each has the time of a block, and few are held at a time.
     """
+    if not any(node.target is FROM_HOST for node in graph.nodes):
+        return
     lifetimes = Lifetimes(graph, resident)
     begins = phase_starts(lifetimes.nodes)
     keys: dict[fx.Node, float] = {}
@@ -197,11 +199,13 @@ def follow_later(graph: fx.Graph, budget: int, resident: Resident = None) -> Non
     Gradients only: right behind the first, compute would stand still for all of that; and behind
     the next, for what the first had to queue for.
     """
-    lifetimes = Lifetimes(graph, resident)
     private = leaving(graph)
-    starts = [node for node in lifetimes.nodes if is_start(node)]
+    starts = [node for node in graph.nodes if is_start(node)]
     order = {node: index for index, node in enumerate(starts)}
     before = {node: reduced_before(node, private) for node in starts if node in private}
+    if not any(before.values()):
+        return
+    lifetimes = Lifetimes(graph, resident)
     keys: dict[fx.Node, float] = {}
     for node, sources in before.items():
         if not sources or node.meta.get("phase") != "backward":
