@@ -36,6 +36,7 @@ _MOST = 4  # shapes that are planned unasked
 _UNSUITED = 1.1  # times what a pipeline may take before its stages are suited to its schedule
 _LARGE = 4  # shapes that turn out not to fit, before no more are tried
 _FAR = 0.75  # of what a plan in one piece takes at least: faster pipelines are planned without it
+_UNSEEN = 0.03  # of the step: what is not counted, that a pipeline is thought to have as well
 _PROVED = 0.01  # shapes whose bounds are nearer to the best plan are not planned
 
 
@@ -83,6 +84,7 @@ class _Search:
         self.kernels = known.kernels
         self.limit = limit
         self.refused: AutoparError | None = None
+        self.pipeline: Plan | None = None  # the fastest that was climbed to
 
     @cached_property
     def planner(self) -> StagePlanner:
@@ -124,7 +126,11 @@ class _Search:
         if plain is not None:
             plain = self._plain(plain)
         if not first:
-            found = self._climb(shapes, _limit(plain or self.whole.soon(self.limit)))
+            free_s = free.solver.objective  # a limit makes no step faster
+            if plain is None:
+                found = self._climb(shapes, free_s)
+            if _seconds(found) >= free_s * (1 - _GAIN):
+                found = self._climb(shapes, _limit(plain or self.whole.soon(self.limit)))
         elif _seconds(found) >= _limit(plain):
             found = None
         if not small and (found is None or _seconds(found) >= free.solver.bound * (1 - _GAIN)):
@@ -194,8 +200,7 @@ class _Search:
 
     def _climb(self, shapes: Shapes, limit_s: float) -> Plan | None:
         """Plans the most promising shapes, while that may help; None above the limit."""
-        best: Plan | None = None
-        planned = 0
+        best, planned = self.pipeline, 0
         while planned < _MOST and len({shape.size for shape in self.cuts.large}) < _LARGE:
             below_s = min(limit_s, _seconds(best) * (1 - _PROVED))
             shape = shapes.most_promising(below_s)
@@ -214,6 +219,7 @@ class _Search:
                 # what is slower than the plan in one piece without a limit is weighed with it
                 known_s = min(limit_s, _limit(self.known.free_program(self.limit)))
             best = self._limited(shapes, known_s)
+        self.pipeline = best
         far_s = min(limit_s, _seconds(best) * (1 - _PROVED))
         shapes.close_least(far_s, short=self.cuts.is_short)
         return best if _seconds(best) < limit_s else None
@@ -304,10 +310,11 @@ def _is_free(plan: Plan) -> bool:
 
 
 def _seconds(plan: Plan | None) -> float:
-    """Seconds that searches count: pipelines are not written until then."""
+    """Seconds of a step, less what no search counts and a pipeline, not written yet, has too."""
     if plan is None:
         return math.inf
-    return plan.predicted.step_time_s - plan.predicted.unseen_compute_s
+    step_s = plan.predicted.step_time_s
+    return step_s - min(plan.predicted.unseen_compute_s, _UNSEEN * step_s)
 
 
 def _limit(plain: Plan | None) -> float:

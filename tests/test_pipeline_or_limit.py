@@ -1,0 +1,60 @@
+"""Where a step in one piece does not fit: what comes first, pipelines or it within the limit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from autopar.core.constraints import Constraints
+from autopar.core.plan import Plan
+from autopar.one_piece import OnePiece
+from autopar.pipelining import _Search, _seconds
+from autopar.solver.fit import UNLIMITED
+from autopar.step_limits import StepLimits
+from tests.test_limited_stages import cluster, traced
+from tests.test_limited_stages import free as free_pipeline
+
+
+@pytest.mark.parametrize(("unseen_s", "left_s"), [(-0.1, 1.1), (0.02, 0.98), (0.4, 0.97)])
+def test_of_what_no_search_counts_a_pipeline_is_thought_to_have_a_little(
+    unseen_s: float, left_s: float
+) -> None:
+    """A plan in one piece that copies for a tenth of its step is no faster for that."""
+    plan = free_pipeline()
+    predicted = replace(plan.predicted, step_time_s=1.0, unseen_compute_s=unseen_s)
+    assert _seconds(replace(plan, predicted=predicted)) == pytest.approx(left_s)
+    assert _seconds(None) == math.inf
+
+
+@pytest.mark.parametrize(("share", "soon"), [(0.9, False), (0.97, True), (1.2, True)])
+def test_nothing_is_searched_within_the_limit_where_a_pipeline_is_faster_than_without_one(
+    share: float, soon: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is found first counts for the second look, too."""
+    known = StepLimits(traced(), cluster(), Constraints())
+    free = known.free(UNLIMITED)
+    free_s = free.solver.objective
+    pipeline = free_pipeline()
+    predicted = replace(pipeline.predicted, step_time_s=share * free_s, unseen_compute_s=0.0)
+    pipeline = replace(pipeline, predicted=predicted)
+    limits: list[float] = []
+    asked: list[int] = []
+
+    def climb(search: _Search, shapes: object, limit_s: float) -> Plan | None:
+        limits.append(limit_s)
+        return pipeline if share * free_s < limit_s else None
+
+    def glance(whole: OnePiece, limit: int) -> None:
+        asked.append(limit)
+
+    monkeypatch.setattr(_Search, "_climb", climb)
+    monkeypatch.setattr(_Search, "_alone_s", lambda search: 0.0)
+    monkeypatch.setattr(_Search, "_reported", lambda search, plan, *rest: plan)
+    monkeypatch.setattr(_Search, "_against_limited", lambda search, found, shapes: found)
+    monkeypatch.setattr(OnePiece, "soon", glance)
+    found = _Search(known, free.predicted.peak_memory_bytes - 1).unasked()
+    assert found is pipeline
+    assert limits == [free_s, math.inf][: 1 + soon]
+    assert len(asked) == soon
