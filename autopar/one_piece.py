@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from autopar.core.collector import collect_many
 from autopar.core.constraints import Constraints, assign_mesh
@@ -168,22 +168,12 @@ class OnePiece:
         first = plan or known.plan(limit, counted, doubts=doubts)
         best, hidden = self._program(first), self._hidden(first)
         is_doubtful = plan is None and hidden < _DOUBTED
-        plain = list(self._data_parallel())
-        others = [(other, counted, math.inf) for other in plain]
-        others += [(known, _ALL, math.inf)] * is_doubtful
-        if hidden < _HIDDEN and not (is_doubtful and hidden < _NEXT_TO_NONE):
-            others.append((known, 1 - (1 - EXPOSED) * hidden, math.inf))
-        near_s = (1 + _NEAR) * first.solver.objective
-        others += [
-            (replace(known, only=cluster.mesh_shape), counted, near_s)
-            for cluster in meshes(self.cluster, self.constraints)
-            if cluster.mesh_shape != first.mesh_shape
-        ]
         unseen_s = min(_unseen_s(first, best), _UNSEEN * best.predicted.step_time_s)
-        for planner, exposed, most_s in others:
-            now_s = best.predicted.step_time_s
-            if now_s - unseen_s <= (1 + _SLOWER) * first.solver.bound:
-                if plan is None or planner not in plain:
+        for other in known._others(first, counted, hidden, is_doubtful):
+            now_s, most_s, exposed = best.predicted.step_time_s, other.most_s, other.exposed
+            near = now_s - unseen_s <= (1 + _SLOWER) * first.solver.bound
+            if near:
+                if plan is None or not other.plain:
                     break
                 # soon found where no limit binds; of what is not counted they have half, or more
                 most_s = now_s - unseen_s / 2
@@ -191,13 +181,35 @@ class OnePiece:
             below_s = min(most_s, now_s if exposed < _ALL else 2 * now_s)
             proved = None if exposed == counted else UNLIMITED
             with suppress(ConstraintError, InfeasiblePlanError, NotBelow):
-                other = self._program(planner.plan(limit, exposed, below_s, proved_within=proved))
+                found = other.planner.plan(limit, exposed, below_s, proved_within=proved)
+                found = self._program(found, best if near else None)
                 if exposed == counted:
                     # what was searched is less than the user asked for
-                    other = _proved(other, first.solver.bound)
-                other = replace(other, constraints=self.constraints.to_dict())
-                best = min(best, other, key=lambda p: p.predicted.step_time_s)
+                    found = _proved(found, first.solver.bound)
+                found = replace(found, constraints=self.constraints.to_dict())
+                best = min(best, found, key=lambda p: p.predicted.step_time_s)
         return known._in_full(limit, best) if doubts.founded else best
+
+    def _others(
+        self, first: Plan, counted: float, hidden: float, is_doubtful: bool
+    ) -> Iterator[_Other]:
+        """What else may have a faster program than the plan that counts least, data parallel first.
+
+        Args:
+            first: that counts least.
+            counted: share that was taken to be exposed.
+            hidden: what its program hides, of what was counted on.
+            is_doubtful: so little that the rule is in doubt.
+        """
+        yield from (_Other(planner, counted, plain=True) for planner in self._data_parallel())
+        if is_doubtful:
+            yield _Other(self, _ALL)
+        if hidden < _HIDDEN and not (is_doubtful and hidden < _NEXT_TO_NONE):
+            yield _Other(self, 1 - (1 - EXPOSED) * hidden)
+        near_s = (1 + _NEAR) * first.solver.objective
+        for cluster in meshes(self.cluster, self.constraints):
+            if cluster.mesh_shape != first.mesh_shape:
+                yield _Other(replace(self, only=cluster.mesh_shape), counted, near_s)
 
     def _in_full(self, limit: int, best: Plan) -> Plan:
         """With all sums searched, where a plan that counts on the doubtful rule is fastest yet."""
@@ -224,14 +236,16 @@ class OnePiece:
                 self, constraints=pinned, searches=None, free_s={}, told_t=known_t, begun={}
             )
 
-    def _program(self, plan: Plan) -> Plan:
-        """A plan with what its program hides."""
+    def _program(self, plan: Plan, like: Plan | None = None) -> Plan:
+        """A plan with what its program hides, in the buckets of one that is much like it."""
         for known, found in self.programs:
             if all(getattr(known, name) == getattr(plan, name) for name in _CHOICES):
                 told = {name: getattr(plan, name) for name in _TOLD}
                 return replace(found, **told)
         collect_many()
-        self.programs.append((plan, scheduled(plan, self.traced)))
+        serves = like is not None and like.mesh_shape == plan.mesh_shape
+        found = scheduled(plan, self.traced, buckets=like.buckets if like and serves else ())
+        self.programs.append((plan, found))
         return self.programs[-1][1]
 
     def _hides_nothing(self) -> bool:
@@ -297,6 +311,18 @@ class OnePiece:
 
     def _finished(self, plan: Plan) -> Plan:
         return replace(plan, constraints=self.constraints.to_dict(), fusion=self.kernels)
+
+
+class _Other(NamedTuple):
+    """Another search: a share is exposed, and plans below some seconds are of use.
+
+    `plain` is data parallelism, which is soon searched where no limit binds.
+    """
+
+    planner: OnePiece
+    exposed: float
+    most_s: float = math.inf
+    plain: bool = False
 
 
 @dataclass(slots=True)

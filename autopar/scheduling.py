@@ -17,7 +17,7 @@ Of each program that was simulated, the plan keeps one block of each kind (`code
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from autopar.codegen.excerpts import Found, Run, excerpts, merged
 from autopar.codegen.fusion import Fusion
 from autopar.codegen.stage_program import StageProgramWriter
 from autopar.codegen.stages import staged_as_planned
+from autopar.core.calls import BucketBytes
 from autopar.core.collector import paused_collector
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
@@ -48,12 +49,13 @@ Shares = dict[tuple[str, int, str], float]
 
 
 @paused_collector()
-def scheduled(plan: Plan, traced: TracedModel) -> Plan:
+def scheduled(plan: Plan, traced: TracedModel, *, buckets: Sequence[BucketBytes] = ()) -> Plan:
     """`plan` with hidden and exposed communication; as it is, if it has them.
 
     Args:
-        plan: as solved.
+        plan: as solved; in one piece where `buckets` are given.
         traced: the graph that it was solved for, folded or not.
+        buckets: that are known to serve; default: several are tried.
     """
     if plan.predicted.hidden_comm_s:
         return plan
@@ -69,7 +71,10 @@ def scheduled(plan: Plan, traced: TracedModel) -> Plan:
         parts = {"step": simulate(graph, cluster)}
         return Trial(graph=graph, parts=parts, code=lambda: _code(program))
 
-    cut, found = decomposed(*bucketed(plan, run), run, cluster)
+    if buckets:
+        plan = replace(plan, buckets=tuple(buckets))
+    tried = (plan, run(plan)) if buckets else bucketed(plan, run)
+    cut, found = decomposed(*tried, run, cluster)
     cut = as_emitted(with_waits(cut, found.parts), found.parts)
     hiding = _with_hidden(cut, found.shares(), cut.predicted.compute_time_s)
     code = found.code()

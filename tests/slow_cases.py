@@ -1,17 +1,18 @@
 """The cases that `make test` leaves to `make test-slow`, beside those that are marked in the code.
 
-    : > tests/slow_cases.txt
     pytest --junitxml=durations.xml
     python -m tests.slow_cases durations.xml
 
 lists in `slow_cases.txt` the cases that took long, but for the quickest one of each test, which
-stands for the others, and the tests of one case that took longest of all. It is emptied first, and
-what the code marks is left out, as a case that does not run in `make test` stands for none.
+stands for the others, and the tests of one case that took longest of all. What is listed already
+did not run, and stays; to begin anew, empty the file first. What the code marks is left out, as a
+case that does not run in `make test` stands for none.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from collections.abc import Iterable
@@ -28,10 +29,16 @@ def listed() -> set[str]:
     return set(LISTED.read_text().splitlines())
 
 
-def slow_cases(seconds: Iterable[tuple[str, float]]) -> list[str]:
-    """Node ids of those that are to be listed, of all cases with their seconds."""
+def slow_cases(seconds: Iterable[tuple[str, float]], known: Iterable[str] = ()) -> list[str]:
+    """Node ids of those that are to be listed.
+
+    Args:
+        seconds: of the cases that ran.
+        known: that are listed; those that did not run stay so.
+    """
+    took_s = dict.fromkeys(known, math.inf) | dict(seconds)
     tests = defaultdict[str, list[tuple[float, str]]](list)
-    for case, took in seconds:
+    for case, took in took_s.items():
         tests[case.split("[")[0]].append((took, case))
     found: list[str] = []
     for cases in tests.values():
@@ -50,4 +57,5 @@ def _seconds(path: str) -> Iterable[tuple[str, float]]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("durations", help="what pytest's --junitxml wrote of all cases")
-    LISTED.write_text("\n".join(slow_cases(_seconds(parser.parse_args().durations))) + "\n")
+    found = slow_cases(_seconds(parser.parse_args().durations), listed())
+    LISTED.write_text("\n".join(found) + "\n")

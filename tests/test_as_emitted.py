@@ -172,6 +172,16 @@ def test_larger_and_smaller_buckets_are_tried(
     assert round(most / max(b.num_bytes for b in chosen.buckets)) == best
 
 
+def test_buckets_that_are_known_to_serve_are_taken() -> None:
+    model, inputs = wide(layers=3)
+    traced = trace(model, inputs)
+    plan = solve(traced, GPUS, constraints=Constraints.parse({"data": 4, "zero": 1}))
+    given = tuple(replace(row, num_bytes=1 << 20) for row in plan.buckets)
+    found = scheduled(plan, traced, buckets=given)
+    assert found.buckets == given != plan.buckets
+    assert verify(found, model, inputs).worst[1] <= 1e-9
+
+
 def test_a_program_that_copies_next_to_nothing_keeps_its_buckets() -> None:
     model, inputs = wide(layers=2)
     traced = trace(model, inputs)

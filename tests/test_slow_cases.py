@@ -16,6 +16,19 @@ def test_the_quickest_case_of_each_test_stays() -> None:
     assert slow_cases(seconds) == ["a.py::one[x]", "a.py::one[y]", "b.py::three", "b.py::two[x]"]
 
 
+def test_what_is_listed_and_did_not_run_stays() -> None:
+    known = ["a.py::one[x]", "a.py::one[y]", "b.py::two"]
+    seconds = [("a.py::one[z]", 30.0), ("c.py::one[x]", 9.0), ("c.py::one[y]", 8.0)]
+    assert slow_cases(seconds, known) == [*known, "c.py::one[x]"]
+    seconds.append(("a.py::one[x]", 1.0))
+    assert slow_cases(seconds, known) == [
+        "a.py::one[y]",
+        "a.py::one[z]",
+        "b.py::two",
+        "c.py::one[x]",
+    ]
+
+
 def test_cases_of_all_listed_files_are_there() -> None:
     """Those of a file that is collected are checked as that is done (`conftest.py`)."""
     root = Path(__file__).parent.parent
