@@ -243,10 +243,10 @@ class OnePiece:
                 told = {name: getattr(plan, name) for name in _TOLD}
                 return replace(found, **told)
         collect_many()
-        serves = like is not None and like.mesh_shape == plan.mesh_shape
-        found = scheduled(plan, self.traced, buckets=like.buckets if like and serves else ())
+        same_mesh = like is not None and like.mesh_shape == plan.mesh_shape
+        found = scheduled(plan, self.traced, buckets=like.buckets if like and same_mesh else ())
         self.programs.append((plan, found))
-        return self.programs[-1][1]
+        return found
 
     def _hides_nothing(self) -> bool:
         """True where programs without a limit hide next to nothing of what was counted on."""

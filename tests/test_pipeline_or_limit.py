@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.core.constraints import Constraints
+from autopar.core.constraints import Constraints, PipelinePin
 from autopar.core.plan import Plan
 from autopar.one_piece import OnePiece
+from autopar.pipeline_shapes import Shapes
 from autopar.pipelining import _Search, _seconds
 from autopar.solver.fit import UNLIMITED
 from autopar.step_limits import StepLimits
@@ -32,7 +33,6 @@ def test_of_what_no_search_counts_a_pipeline_is_thought_to_have_a_little(
 def test_nothing_is_searched_within_the_limit_where_a_pipeline_is_faster_than_without_one(
     share: float, soon: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is found first counts for the second look, too."""
     known = StepLimits(traced(), cluster(), Constraints())
     free = known.free(UNLIMITED)
     free_s = free.solver.objective
@@ -58,3 +58,15 @@ def test_nothing_is_searched_within_the_limit_where_a_pipeline_is_faster_than_wi
     assert found is pipeline
     assert limits == [free_s, math.inf][: 1 + soon]
     assert len(asked) == soon
+
+
+def test_a_pipeline_that_was_too_slow_for_one_look_counts_in_the_next() -> None:
+    """Its shape is not planned again."""
+    search = _Search(StepLimits(traced(), cluster(), Constraints()), UNLIMITED)
+    shapes = Shapes(search.planner, PipelinePin(), short=True)
+    for shape in list(shapes.known):
+        shapes.settle(shape, "planned")
+    search.pipeline = free_pipeline()
+    took_s = _seconds(search.pipeline)
+    assert search._climb(shapes, 0.9 * took_s) is None
+    assert search._climb(shapes, 1.1 * took_s) is free_pipeline()
