@@ -23,9 +23,10 @@ from typing import NamedTuple
 
 from torch import fx
 
-from autopar.codegen.emit import Program, written
+from autopar.codegen.emit import written
 from autopar.codegen.excerpts import Found, Run, excerpts, merged
 from autopar.codegen.fusion import Fusion
+from autopar.codegen.program import Program
 from autopar.codegen.stage_program import StageProgramWriter
 from autopar.codegen.stages import staged_as_planned
 from autopar.core.calls import BucketBytes

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.codegen.emit import Program, emit
+from autopar.codegen.emit import emit
+from autopar.codegen.program import Program
 from autopar.codegen.stage_unfolding import unfolded_plan
 from autopar.core.graph import InputSpec, TracedModel
 from autopar.core.made_for import check_is_plan

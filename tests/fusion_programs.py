@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from autopar.codegen.emit import Program, emit
+from autopar.codegen.emit import emit
 from autopar.codegen.fusion.generated import Generated
 from autopar.codegen.fusion.options import GENERATED
+from autopar.codegen.program import Program
 from autopar.core.constraints import Constraints
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map_only
 
 import autopar
-from autopar.codegen.emit import Program, emit
+from autopar.codegen.emit import emit
 from autopar.codegen.partition import split_phases
 from autopar.codegen.passes import (
     OPTIONAL_PASSES,
@@ -26,6 +26,7 @@ from autopar.codegen.passes.order import copied
 from autopar.codegen.passes.sends import is_start, is_wait
 from autopar.codegen.passes.sites import find_sites, key_of
 from autopar.codegen.passes.symmetric import can_be_called
+from autopar.codegen.program import Program
 from autopar.core.blocks import Block, Blocks
 from autopar.core.constraints import Constraints
 from autopar.core.graph import TracedModel

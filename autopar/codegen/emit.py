@@ -8,7 +8,6 @@ the op's local form is appended. What the backward reads of the forward is saved
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -23,12 +22,12 @@ from autopar.codegen.builder import Builder
 from autopar.codegen.fused_bytes import note_fused_bytes
 from autopar.codegen.fusion import Fusion, fuse
 from autopar.codegen.lowering import LocalCall, lower
-from autopar.codegen.partition import split_phases
 from autopar.codegen.passes import check_passes, run_last_passes, run_passes
 from autopar.codegen.passes.bucket import Sizes
 from autopar.codegen.passes.lifetimes import FUSED_BYTES
 from autopar.codegen.passes.order import copied
 from autopar.codegen.passes.sites import Key
+from autopar.codegen.program import Program, tangents_of
 from autopar.codegen.redistribute import emit_redistribution
 from autopar.codegen.traffic import check_traffic, count_collectives
 from autopar.core.blocks import Block, Blocks
@@ -37,56 +36,12 @@ from autopar.core.graph import InputSpec, OutputSpec, TracedModel, node_info, op
 from autopar.core.late_module import late_module
 from autopar.core.made_for import check_made_for
 from autopar.core.placement import Layout, Replicate, local_shape
-from autopar.core.plan import CommBytes, Plan
+from autopar.core.plan import Plan
 from autopar.core.recompute import recomputed
 from autopar.core.strategy import op_call
 from autopar.errors import AutoparError
 
-__all__ = ["Emitter", "Program", "emit", "written"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Program:
-    """What one rank runs.
-
-    Attributes:
-        joint: forward and backward as one graph, for inspection and for `run_lockstep`.
-        inputs: descriptor and local layout of every placeholder of `joint`.
-        outputs: descriptor and layout of every output of `joint`.
-        num_results: number of user outputs and buffers, which come first among the outputs.
-        training: there is a backward.
-        passes: names of the passes that were applied.
-    """
-
-    joint: fx.GraphModule
-    inputs: tuple[tuple[InputSpec, Layout], ...]
-    outputs: tuple[tuple[OutputSpec, Layout], ...]
-    num_results: int
-    training: bool
-    passes: tuple[str, ...] = ()
-
-    @property
-    def forward(self) -> fx.GraphModule:
-        """`(*inputs) -> (*results, *saved)`; inputs are all but the tangents."""
-        return self._phases[0]
-
-    @property
-    def backward(self) -> fx.GraphModule | None:
-        """`(*saved, *tangents) -> gradients`; None for inference."""
-        return self._phases[1] if self.training else None
-
-    @cached_property
-    def _phases(self) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Cut when they are asked for: most programs of a search are only simulated."""
-        tangents = {spec.node for spec, _ in self.inputs if spec.kind == "tangent"}
-        return split_phases(self.joint.graph, self.num_results, tangents)
-
-    def comm_bytes(self) -> tuple[CommBytes, ...]:
-        """Bytes of the collectives in the program, per axis and kind.
-
-        Their sum is the plan's; a bucket counts once, where the plan counts each of its members.
-        """
-        return count_collectives(self.joint.graph)
+__all__ = ["Emitter", "emit", "written"]
 
 
 @paused_collector()
@@ -234,8 +189,7 @@ class Emitter:
         graph = self._through(passes, pieces, calls, sizes)
         if self.fusion.kernels:
             fuse(graph, self.fusion, self.builder.fake_mode)
-        tangents = {spec.node for spec, _ in inputs if spec.kind == "tangent"}
-        self._added_passes(graph, tangents)
+        self._added_passes(graph, tangents_of(inputs))
         run_last_passes(graph, passes)
         return Program(
             joint=late_module(graph),

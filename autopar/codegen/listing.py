@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.codegen.emit import Program
 from autopar.codegen.fusion.generated import Generated
 from autopar.codegen.parts import Part
+from autopar.codegen.program import Program
 from autopar.codegen.stage_program import StageProgram
 from autopar.core.graph import InputSpec, NodeInfo, TracedModel
 from autopar.core.placement import Layout, format_layout

@@ -11,9 +11,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autopar._compat import register_dataclasses
-from autopar.codegen.emit import Program
 from autopar.codegen.fusion import Fusion
 from autopar.codegen.partition import whole_step
+from autopar.codegen.program import Program
 from autopar.core.graph import TracedModel
 from autopar.core.loss import position_of_loss
 from autopar.core.plan import Plan

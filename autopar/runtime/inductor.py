@@ -20,8 +20,8 @@ from torch import Tensor, fx
 
 from autopar._compat import fake_mode_of, inductor_compile, symbolic_mode
 from autopar.codegen.accumulate import add_up, without_sums
-from autopar.codegen.emit import Program
 from autopar.codegen.partition import EmptiesItsList
+from autopar.codegen.program import Program
 from autopar.codegen.stage_program import TURN, StageProgram
 from autopar.core.host import copy_at_once
 from autopar.errors import AutoparError
