@@ -33,6 +33,7 @@ from autopar._compat import asks_emptiness, upper_bound
 from autopar.errors import UncheckedWarning
 from autopar.tracer.diagnose import MODES, is_outside, user_line
 from autopar.tracer.emptiness import some_are_picked
+from autopar.tracer.finiteness import all_are_finite
 from autopar.tracer.picked import picking_mask, same_rows
 from autopar.tracer.sources import described, function_at, nodes_of
 
@@ -51,10 +52,11 @@ _warned: set[str] = set()
 @dataclass
 class Answers:
     """What a forward was told of values: lines of checks that passed, of those that asked whether
-    rows are picked, and of loops over places where they are."""
+    rows are picked or values finite, and of loops over places where rows are picked."""
 
     passed: dict[str, None] = field(default_factory=dict)
     some: dict[str, None] = field(default_factory=dict)
+    finite: dict[str, None] = field(default_factory=dict)
     looped: dict[str, None] = field(default_factory=dict)
 
     @property
@@ -68,9 +70,12 @@ class Answers:
         if frame is None or found is not None:
             self.passed.update({described(frame): None} if frame else {})
             return found
-        found = goes_on(frame)
-        self.some.update({described(frame): None} if found is not None else {})
-        return found
+        for lines, answer in ((self.some, goes_on), (self.finite, finds_finite)):
+            found = answer(frame)
+            if found is not None:
+                lines[described(frame)] = None
+                return found
+        return None
 
 
 @contextmanager
@@ -182,9 +187,20 @@ _ALL_PLACES = (
 )
 
 
+_ALL_FINITE = (
+    "asks whether values are finite, which a trace does not know: the parallel program goes on as "
+    "where all are. Values that are not are not clamped: they go on to the loss."
+)
+
+
 def warn_of(passed: Iterable[str], answers: Answers) -> None:
     """One warning for each line whose check, other side or number of passes is left out."""
-    texts = {_LEFT_OUT: passed, _SOME_ARE: answers.some, _ALL_PLACES: answers.looped}
+    texts = {
+        _LEFT_OUT: passed,
+        _SOME_ARE: answers.some,
+        _ALL_PLACES: answers.looped,
+        _ALL_FINITE: answers.finite,
+    }
     for where, text in ((w, text) for text, lines in texts.items() for w in lines):
         if where not in _warned:
             _warned.add(where)
@@ -230,6 +246,16 @@ def goes_on(frame: FrameType) -> bool | None:
     if not asked or not alone or _counts_numbers(frame, asked[0][0]):
         return None
     return some_are_picked(found[0], *asked[0], function_at(frame))
+
+
+def finds_finite(frame: FrameType) -> bool | None:
+    """The answer to a frame that asks whether values are finite; None to other questions."""
+    nodes = nodes_of(frame.f_code.co_filename)
+    found = [n for n in nodes if isinstance(n, ast.If) and _spans([n.test], frame.f_lineno)]
+    if len(found) != 1:
+        return None
+    asked = (leaf for leaf in _leaves(found[0].test, True) if _is_asked(frame, leaf[0]))
+    return next((all_are_finite(found[0], *leaf) for leaf in asked), None)
 
 
 def _counts_numbers(frame: FrameType, leaf: ast.expr) -> bool:
