@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+import autopar
 from autopar.core.graph import InputSpec
 from autopar.core.placement import Layout, Replicate, Shard, is_valid
 from autopar.core.redistribute import path
@@ -22,7 +24,11 @@ def _share(uses: tuple[Layout, ...], mesh_shape: tuple[int, ...]) -> Layout:
     spec = InputSpec(node="x", kind="input", target="0", shape=_SHAPE, dtype=torch.float64)
     ops = [SimpleNamespace(name=f"use{i}") for i in range(len(uses))]
     step: Any = SimpleNamespace(
-        inputs={"x": spec}, consumers=lambda: [(("x", 0), op, 0) for op in ops]
+        inputs={"x": spec},
+        consumers=lambda: [(("x", 0), op, 0) for op in ops],
+        required=(),
+        gradients={},
+        sends=(),
     )
     candidates: Any = {
         op.name: SimpleNamespace(inputs=(use,)) for op, use in zip(ops, uses, strict=True)
@@ -51,3 +57,23 @@ def test_the_batch_is_shared_where_all_uses_share_it() -> None:
     assert _share(((batch, batch), (batch, batch)), (2, 2)) == (batch, batch)
     assert _share(((batch, batch), (batch, whole)), (2, 2)) == (batch, whole)
     assert _share(((batch, batch), (whole, batch)), (2, 2)) == (whole, whole)
+
+
+class _NoOneLoss(nn.Module):
+    """Two scalars, so that neither is the loss, and all outputs come back whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.inner(x).square().mean(), x, self.inner.weight, self.inner.weight.norm()
+
+
+@pytest.mark.parametrize("constraints", [{"data": 2}, {"data": 2, "zero": 3}], ids=str)
+def test_an_input_that_is_returned_stays_whole(constraints: dict[str, Any]) -> None:
+    model, x = _NoOneLoss().double(), torch.randn(8, 16, dtype=torch.float64)
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    plan = autopar.plan(model, cluster, (x,), constraints=constraints, cache=False)
+    found = autopar.verify(plan, model, (x,))
+    assert found.worst[1] < 1e-12, found.worst

@@ -17,8 +17,11 @@ def input_layouts(
 ) -> dict[str, Layout]:
     """Shard an input on an axis where every use of it wants that same shard.
 
-    No use sends anything: the price counts none of it, each rank has the whole input.
+    No use sends anything: the price counts none of it, each rank has the whole input. One that also
+    leaves the step stays whole.
     """
+    leaving = [*step.required, *step.gradients.values(), *(send.value for send in step.sends)]
+    kept = {name for name, _ in leaving}
     wanted: dict[str, list[Layout]] = {}
     for value, op, index in step.consumers():
         if value[0] in step.inputs:
@@ -28,7 +31,7 @@ def input_layouts(
     for name, spec in step.inputs.items():
         uses = wanted.get(name, [])
         layouts[name] = tuple(Replicate() for _ in mesh_shape)
-        if spec.kind in ("input", "tangent"):
+        if spec.kind in ("input", "tangent") and name not in kept:
             layouts[name] = _shared(uses, mesh_shape)
     return layouts
 
