@@ -77,3 +77,20 @@ def test_an_input_that_is_returned_stays_whole(constraints: dict[str, Any]) -> N
     plan = autopar.plan(model, cluster, (x,), constraints=constraints, cache=False)
     found = autopar.verify(plan, model, (x,))
     assert found.worst[1] < 1e-12, found.worst
+
+
+class _ReadsItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.inner(x).square().mean(), x[:2]
+
+
+def test_shares_of_an_input_that_are_no_slice_cost_what_the_search_says() -> None:
+    model, x = _ReadsItsInput().double(), torch.randn(8, 16, dtype=torch.float64)
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    plan = autopar.plan(model, cluster, (x,), constraints={"data": 2}, cache=False)
+    found = autopar.verify(plan, model, (x,))
+    assert found.worst[1] < 1e-12, found.worst

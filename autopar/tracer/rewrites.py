@@ -47,6 +47,7 @@ def prepare_graph(gm: fx.GraphModule, lifted: Mapping[str, Tensor]) -> None:
         gm: holds the graph.
         lifted: tensors that the forward made of plain values, by the name of their placeholder.
     """
+    _know_all_readers(gm.graph)
     drop_no_ops(gm.graph)
     pick_in_turn(gm.graph, lifted)
     say_plain_masks(gm.graph)
@@ -91,6 +92,13 @@ def _counts_up(node: Any, shape: tuple[int, ...]) -> bool:
 
 def _shape(node: Any) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
+
+
+def _know_all_readers(graph: fx.Graph) -> None:
+    """torch.export forgets a reader, itself unread, of a value that the forward also returns."""
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            source.users.setdefault(node)
 
 
 def _replace(node: fx.Node, new: fx.Node) -> None:
