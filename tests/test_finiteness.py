@@ -72,6 +72,21 @@ def _clamps_another(model: Model, x: Tensor) -> Tensor:
     return y
 
 
+def _of_another(model: Model, x: Tensor) -> Tensor:
+    y = x.sin()
+    if torch.isinf(x).any():
+        x = y.clamp(x)
+    return x
+
+
+def _sets_what_is_read(model: Model, x: Tensor) -> Tensor:
+    factor = 1.0
+    if torch.isinf(x).any():
+        factor = torch.finfo(x.dtype).eps
+        x = x.clamp(-1.0, 1.0)
+    return x * factor
+
+
 def _returns(model: Model, x: Tensor) -> Tensor:
     if torch.isfinite(x).all():
         return x.tanh()
@@ -93,7 +108,10 @@ def _skips(model: Model, x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("layer", [_leaves_out, _clamps_another, _returns, _does_more, _skips])
+@pytest.mark.parametrize(
+    "layer",
+    [_leaves_out, _clamps_another, _of_another, _sets_what_is_read, _returns, _does_more, _skips],
+)
 def test_a_branch_that_does_more_than_to_clamp_is_refused(layer: Layer) -> None:
     cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
     with pytest.raises(autopar.TraceError, match=f"in {layer.__name__}"):

@@ -283,7 +283,7 @@ class _Builder:
         runs: dict[tuple[str, int, str, int], float] = {}  # of the op that reads
         sample: dict[tuple[str, int, str, int], tuple[Value, Op, int]] = {}
         for value, op, index in self.step.consumers():
-            if value[0] in self.step.inputs or value[0] in self.step.outside:
+            if self.step.is_given(value):
                 continue
             key = (self.classes[value[0]], value[1], self.classes[op.name], index)
             waits = self.waits[op.name]

@@ -187,8 +187,7 @@ class Pricing:
             for value, layout in zip(op.operands, candidate.inputs, strict=True):
                 times = self.blocks.edge_weight(value[0], op.name)
                 bucket = self.step.bucket(value, op.name)
-                given = value[0] in self.step.inputs or value[0] in self.step.outside
-                hides = not given and self.step.may_hide(value, op.name)
+                hides = self.step.may_hide(value, op.name) and not self.step.is_given(value)
                 label = self.step.label(value[0])
                 self.add_moves(value, layout, times, op.name, label, bucket, hides)
             for comm in candidate.comm:

@@ -169,6 +169,10 @@ class Step:
             self._buckets[None] = Bucket(max(1, count), kinds, chained=True)
         return self._buckets[None]
 
+    def is_given(self, value: Value) -> bool:
+        """True for what comes in any layout for nothing: no move of it is counted."""
+        return value[0] in self.inputs or value[0] in self.outside
+
     def may_hide(self, value: Value, consumer: str) -> bool:
         """True if the moves of a value on its way to an op run beside other ops.
 

@@ -186,7 +186,6 @@ _ALL_PLACES = (
     + _ZERO_GRADIENTS
 )
 
-
 _ALL_FINITE = (
     "asks whether values are finite, which a trace does not know: the parallel program goes on as "
     "where all are. Values that are not are not clamped: they go on to the loss."
@@ -237,25 +236,30 @@ def passing(frame: FrameType) -> bool | None:
 
 def goes_on(frame: FrameType) -> bool | None:
     """The answer to a frame that asks whether rows are picked; None to other questions."""
-    nodes = nodes_of(frame.f_code.co_filename)
-    found = [n for n in nodes if isinstance(n, ast.If) and _spans([n.test], frame.f_lineno)]
-    if len(found) != 1:
+    asked = _asked_branch(frame)
+    if asked is None:
         return None
-    asked = [leaf for leaf in _leaves(found[0].test, True) if _is_asked(frame, leaf[0])]
-    alone = not isinstance(found[0].test, ast.BoolOp)
-    if not asked or not alone or _counts_numbers(frame, asked[0][0]):
+    check, leaf, wanted = asked
+    if isinstance(check.test, ast.BoolOp) or _counts_numbers(frame, leaf):
         return None
-    return some_are_picked(found[0], *asked[0], function_at(frame))
+    return some_are_picked(check, leaf, wanted, function_at(frame))
 
 
 def finds_finite(frame: FrameType) -> bool | None:
     """The answer to a frame that asks whether values are finite; None to other questions."""
+    asked = _asked_branch(frame)
+    return None if asked is None else all_are_finite(*asked)
+
+
+def _asked_branch(frame: FrameType) -> tuple[ast.If, ast.expr, bool] | None:
+    """The `if` that a frame is at, the part of its test whose truth is asked for, and the truth of
+    that part which leads into the body."""
     nodes = nodes_of(frame.f_code.co_filename)
     found = [n for n in nodes if isinstance(n, ast.If) and _spans([n.test], frame.f_lineno)]
     if len(found) != 1:
         return None
-    asked = (leaf for leaf in _leaves(found[0].test, True) if _is_asked(frame, leaf[0]))
-    return next((all_are_finite(found[0], *leaf) for leaf in asked), None)
+    leaves = _leaves(found[0].test, True)
+    return next(((found[0], *leaf) for leaf in leaves if _is_asked(frame, leaf[0])), None)
 
 
 def _counts_numbers(frame: FrameType, leaf: ast.expr) -> bool:

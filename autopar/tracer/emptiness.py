@@ -19,7 +19,7 @@ from functools import cached_property
 
 from autopar.tracer.of_no_rows import Kind, kind_of, named_kinds
 
-__all__ = ["Around", "assigned", "method_of", "some_are_picked"]
+__all__ = ["Around", "assigned", "may_leave", "method_of", "some_are_picked"]
 
 _SOME = (ast.Gt, ast.GtE, ast.NotEq)
 _NONE = (ast.Eq, ast.Lt, ast.LtE)
@@ -48,7 +48,7 @@ def some_are_picked(
     if truth is None or function is None:
         return None
     some, none = (check.body, check.orelse) if truth is wanted else (check.orelse, check.body)
-    if any(isinstance(n, _LEAVING) for statement in some for n in ast.walk(statement)):
+    if may_leave(some):
         return None  # the other side is all that follows
     mask = _asked_of_values(leaf)
     if mask is not None and mask not in set(_picking(some)):
@@ -85,6 +85,11 @@ def _counts(value: ast.expr) -> bool:
         return named or method_of(value) in ("size", "numel", "sum")
     shape = value.value if isinstance(value, ast.Subscript) else None
     return isinstance(shape, ast.Attribute) and shape.attr == "shape"
+
+
+def may_leave(body: list[ast.stmt]) -> bool:
+    """True if some statements may end the function, or a pass of a loop, that they are in."""
+    return any(isinstance(n, _LEAVING) for statement in body for n in ast.walk(statement))
 
 
 def method_of(call: ast.Call) -> str:

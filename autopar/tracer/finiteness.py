@@ -3,21 +3,21 @@
     if not torch.isfinite(x).all():
         x = torch.clamp(x, min=-largest, max=largest)
 
-Where all values are finite, as in any step that is of use, the graph is exact. Where one is not, it
-goes on to the loss instead. The source has to show that the other side of the branch does no more
-than to clamp what the test asks about.
+Where all values are finite, the graph is exact. Where one is not, it goes on unclamped, mostly as
+far as the loss. The source has to show that the other side of the branch does no more than to clamp
+what the test asks about.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+
+from autopar.tracer.emptiness import may_leave, method_of
 
 __all__ = ["all_are_finite"]
 
 _ALL_FINITE = {("isfinite", "all"): True, ("isinf", "any"): False, ("isnan", "any"): False}
 _CLAMPS = ("clamp", "clip", "nan_to_num", "clamp_", "clip_", "nan_to_num_")
-_LEAVING = (ast.Return, ast.Break, ast.Continue, ast.Raise)
 
 
 def all_are_finite(check: ast.If, leaf: ast.expr, wanted: bool) -> bool | None:
@@ -33,60 +33,48 @@ def all_are_finite(check: ast.If, leaf: ast.expr, wanted: bool) -> bool | None:
     if truth is None:
         return None
     finite, other = (check.body, check.orelse) if truth is wanted else (check.orelse, check.body)
-    if any(isinstance(n, _LEAVING) for statement in finite for n in ast.walk(statement)):
+    if may_leave(finite):
         return None  # the other side is all that follows
-    clamps = [_clamps(statement, asked) for statement in other]
-    only = all(is_one or _is_bound(s) for is_one, s in zip(clamps, other, strict=True))
-    return truth if any(clamps) and only else None
+    clamps = [statement for statement in other if _clamps(statement, asked)]
+    read = {n.id for s in clamps for n in ast.walk(s) if isinstance(n, ast.Name)} - {asked}
+    only = all(s in clamps or _is_bound(s, read) for s in other)
+    return truth if clamps and only else None
 
 
 def _of_finite(leaf: ast.expr) -> tuple[bool | None, str]:
     """The truth of `torch.isfinite(x).all()` and its like where x is finite; and x, as written."""
-    of_all = _call(leaf)
-    each = None if of_all is None or of_all.args else _call(_owner(of_all))
-    if of_all is None or each is None:
+    if not isinstance(leaf, ast.Call) or leaf.args or not isinstance(leaf.func, ast.Attribute):
         return None, ""
-    truth = _ALL_FINITE.get((_name(each), _name(of_all)))
-    values = each.args[0] if each.args else _owner(each)
-    return truth, "" if values is None else ast.unparse(values)
+    each = leaf.func.value
+    if not isinstance(each, ast.Call):
+        return None, ""
+    return _ALL_FINITE.get((method_of(each), method_of(leaf))), _of_what(each)
 
 
 def _clamps(statement: ast.stmt, asked: str) -> bool:
     """True for one that replaces what is asked about by itself, clamped."""
-    if isinstance(statement, ast.Assign):
-        same = [ast.unparse(target) for target in statement.targets] == [asked]
-    else:
-        same = isinstance(statement, ast.Expr)
-    call = _call(statement.value) if isinstance(statement, (ast.Assign, ast.Expr)) else None
-    if call is None or not same or _name(call) not in _CLAMPS:
+    if not isinstance(statement, (ast.Assign, ast.Expr)):
         return False
-    in_place = _name(call).endswith("_")
-    values = {ast.unparse(value) for value in _given(call)}
-    return asked in values and (in_place or isinstance(statement, ast.Assign))
+    call = statement.value
+    if not isinstance(call, ast.Call) or method_of(call) not in _CLAMPS:
+        return False
+    if isinstance(statement, ast.Expr):
+        same = method_of(call).endswith("_")
+    else:
+        same = [ast.unparse(target) for target in statement.targets] == [asked]
+    return same and _of_what(call) == asked
 
 
-def _is_bound(statement: ast.stmt) -> bool:
-    """True for one that names the largest number of a dtype."""
-    return isinstance(statement, ast.Assign) and any(
-        isinstance(n, ast.Attribute) and n.attr == "finfo" for n in ast.walk(statement.value)
-    )
+def _is_bound(statement: ast.stmt, read: set[str]) -> bool:
+    """True for one that names the largest number of a dtype, as something that a clamp reads."""
+    if not isinstance(statement, ast.Assign):
+        return False
+    named = {ast.unparse(target) for target in statement.targets}
+    numbers = (n.attr for n in ast.walk(statement.value) if isinstance(n, ast.Attribute))
+    return named <= read and "finfo" in numbers
 
 
-def _given(call: ast.Call) -> Iterator[ast.expr]:
-    """The owner of a method or the first argument of a function."""
-    yield from call.args[:1]
-    owner = _owner(call)
-    if owner is not None:
-        yield owner
-
-
-def _call(value: ast.expr | None) -> ast.Call | None:
-    return value if isinstance(value, ast.Call) else None
-
-
-def _owner(call: ast.Call) -> ast.expr | None:
-    return call.func.value if isinstance(call.func, ast.Attribute) else None
-
-
-def _name(call: ast.Call) -> str:
-    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
+def _of_what(call: ast.Call) -> str:
+    """`x` of `torch.clamp(x, …)` and of `x.clamp(…)`, as it is written."""
+    owner = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+    return ast.unparse(call.args[0]) if owner == "torch" and call.args else owner
