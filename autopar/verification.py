@@ -31,13 +31,14 @@ __all__ = ["Verification", "verify"]
 class Verification:
     """Relative errors, ‖parallel − single‖ / ‖single‖, of each tensor.
 
-    A gradient that is zero but for rounding (a key bias before softmax) has no relative error; its
-    norm counts as at least 1e-6 of the largest gradient's, or 1e-4 of it below float64.
+    A gradient that is zero but for rounding (a key bias before softmax) has no relative error, nor
+    has such a buffer (the mean of what is centred): its norm counts as at least 1e-6 of the largest
+    gradient's or updated buffer's, or 1e-4 of it below float64.
 
     Attributes:
         outputs: by output index, the loss included.
         gradients: by parameter FQN.
-        buffers: updated buffers by FQN.
+        buffers: by FQN; those that the trace updates, and those that the module does.
     """
 
     outputs: Mapping[str, float]
@@ -111,7 +112,8 @@ def verify(
         found = run_stages(traced, plan.pipeline, whole, passes=passes, fusion=fusion)
         # beside the loss, a step in microbatches returns nothing
         expected = {k: v for k, v in expected.items() if k[0] != "output" or k in found}
-    return _compared(found, expected)
+    kept = {("buffer", name): value for name, value in model.named_buffers()}
+    return _compared({**{k: kept[k] for k in expected if k in kept}, **found}, expected)
 
 
 def _compared(
@@ -119,13 +121,13 @@ def _compared(
 ) -> Verification:
     """The error of each tensor, by kind and name; one that is missing counts as zeros."""
     errors: dict[str, dict[str, float]] = {"output": {}, "gradient": {}, "buffer": {}}
-    largest = max(
-        (float(v.norm()) for (kind, _), v in expected.items() if kind == "gradient"), default=0.0
-    )
+    floats = {k: v for k, v in expected.items() if v.is_floating_point()}
+    largest = {
+        kind: max((float(v.norm()) for (k, _), v in floats.items() if k == kind), default=0.0)
+        for kind in ("gradient", "buffer")
+    }
     for (kind, target), value in found.items():
-        floor = 0.0
-        if kind == "gradient":
-            floor = largest * (1e-6 if value.dtype is torch.float64 else 1e-4)
+        floor = largest.get(kind, 0.0) * (1e-6 if value.dtype is torch.float64 else 1e-4)
         single = expected.get((kind, target))
         single = torch.zeros_like(value) if single is None else single
         errors[kind][target] = relative_error(value, single, floor)
@@ -153,12 +155,19 @@ def _run_in_one(
 
 
 def relative_error(value: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """‖value − expected‖ / max(‖expected‖, floor), or the plain norm where both are 0."""
+    """‖value − expected‖ / max(‖expected‖, floor), or the plain norm where both are 0.
+
+    Elements that are the same infinity do not count; a nan is an infinite error.
+    """
     if value.shape != expected.shape:
         return float("inf")
     wide = torch.complex128 if value.is_complex() or expected.is_complex() else torch.float64
-    difference = (value.to(wide) - expected.to(wide)).norm()
-    norm = max(float(expected.to(wide).norm()), floor)
+    value, expected = value.to(wide), expected.to(wide)
+    if expected.isinf().any():
+        same = (value == expected) & expected.isinf()
+        value, expected = (x.masked_fill(same, 0.0) for x in (value, expected))
+    difference = (value - expected).norm()
+    norm = max(float(expected.norm()), floor)
     error = float(difference / norm) if norm > 0 else float(difference)
     return error if error == error else float("inf")
 
@@ -252,14 +261,13 @@ def _eager(
         for module in model.modules()
         for key, buffer in module._buffers.items()
     ]
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.set_grad_enabled(traced.training):
         output = call_in(low_dtype(traced.precision), model, args, kwargs)
     leaves = pytree.tree_leaves(output)
-    found: dict[tuple[str, str], Tensor] = {}
+    found = _updated(traced, model, before)
     for spec in traced.outputs:
-        if spec.kind == "buffer":
-            found["buffer", spec.target] = dict(model.named_buffers())[spec.target].clone()
-        elif spec.kind == "output" and spec.node is not None:
+        if spec.kind == "output" and spec.node is not None:
             found["output", spec.target] = leaves[int(spec.target)].detach()
     found.update(_gradients(model, _roots(traced, leaves, whole)))
     with torch.no_grad():
@@ -268,6 +276,21 @@ def _eager(
             if buffer is not None and value is not None:
                 buffer.copy_(value)
     return found
+
+
+def _updated(
+    traced: TracedModel, model: nn.Module, before: Mapping[str, Tensor]
+) -> dict[tuple[str, str], Tensor]:
+    """Buffers that the trace updates, and those that a forward did, known to the trace or not."""
+    updated = {spec.target for spec in traced.outputs if spec.kind == "buffer"}
+    after = dict(model.named_buffers())
+    updated |= {name for name in after.keys() & before if not _same(after[name], before[name])}
+    return {("buffer", name): after[name].clone() for name in sorted(updated)}
+
+
+def _same(value: Tensor, other: Tensor) -> bool:
+    """True if no element differs; nan is as nan."""
+    return value.shape == other.shape and bool(((value == other) | (value != value)).all())
 
 
 def _gradients(

@@ -73,3 +73,10 @@ def test_errors_are_those_of_both_parts() -> None:
     value = torch.tensor([1.0 + 1.0j])
     assert relative_error(value, value.conj()) == pytest.approx(2**0.5)
     assert relative_error(value, value) == 0.0
+
+
+def test_equal_infinities_are_no_error() -> None:
+    value = torch.tensor([1.0, float("inf"), -float("inf")])
+    assert relative_error(value, value) == 0.0
+    assert relative_error(value, -value) == float("inf")
+    assert relative_error(torch.tensor([2.0, float("inf")]), value[:2]) == 1.0

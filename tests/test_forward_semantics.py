@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import autopar
+from autopar.tracer import picked_places
 from autopar.tracer.functional import remove_mutations
 from autopar.tracer.trace import trace
 from tests import handwritten as hw
@@ -63,6 +64,37 @@ def test_no_grad_holds_where_buffers_are_written() -> None:
     assert set(result.buffers) == set(before)
     for name, buffer in model.named_buffers():  # comparing changes nothing
         assert torch.equal(buffer, before[name])
+
+
+class Balanced(nn.Module):
+    """Picks rows by a mask, and updates buffers that nothing reads, one of them by rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        for name in ("bias", "centre", "spread"):
+            self.register_buffer(name, torch.zeros(16))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        picked = self.inner(x[labels > 0])
+        with torch.no_grad():
+            self.bias += x.mean(0)
+            self.centre += (x - x.mean(0)).mean(0)
+        self.spread.add_(x.detach().var(0))
+        return picked.square().sum()
+
+
+def test_what_only_updates_a_buffer_is_not_dead() -> None:
+    result = verified(Balanced().double(), hw.vectors())
+    assert result.worst[1] < 1e-9, result.worst
+    assert set(result.buffers) == {"bias", "centre", "spread"}
+
+
+def test_verify_misses_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace that loses the update is told from one that has it."""
+    model = Balanced().double()
+    monkeypatch.setattr(picked_places, "drop_dead", lambda gm: gm.graph.eliminate_dead_code())
+    assert verified(model, hw.vectors()).buffers["bias"] > 0.5
 
 
 def test_spectral_norm_iterates_in_its_buffers() -> None:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar.core.placement import Layout, Replicate
+from autopar.runtime.between import address, copies_of_shared
 from autopar.runtime.compiled_step import tensors_in_order
 from autopar.runtime.in_step import in_step
 from autopar.runtime.lost import naming_lost_ranks
@@ -41,7 +42,9 @@ def run_microbatches(module: ParallelModule, step: PipelinedStep, args: Any, kwa
         naming_lost_ranks("in a step of the pipeline"),
     ):
         found = step.run(whole)
-    for name, value in found.buffers.items():
+    memory = {address(module.buffer(name)) for name in found.buffers}
+    new_values = copies_of_shared(found.buffers.values(), memory)
+    for name, value in zip(found.buffers, new_values, strict=True):
         module._set_buffer(name, value)
     outputs: list[Any] = [
         spec.constant if spec.constant is not None else found.outputs.get(int(spec.target))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,6 +14,7 @@ from autopar.core.graph import InputSpec, TracedModel, output_paths
 from autopar.core.placement import Layout
 from autopar.errors import AutoparError
 from autopar.runtime.autocast import outside_autocast
+from autopar.runtime.between import ReadAgain, address, copies_of_shared
 from autopar.runtime.compiled_step import CompiledStep, kept_outputs, tensors_in_order
 from autopar.runtime.in_step import in_step
 from autopar.runtime.lost import naming_lost_ranks
@@ -43,6 +44,7 @@ def run_with_autograd(
     run = Run(module, step, feed(module, step, args, kwargs))
     parameters = [module.parameter(name) for name in module._parameter_order]
     if step.traced.training and torch.is_grad_enabled():
+        run.holders = holders(module, step, args, kwargs)
         return cast(Sequence[Any], StepFunction.apply(run, *parameters))
     with torch.no_grad():
         results, _ = run.forward()
@@ -92,6 +94,8 @@ class StepFunction(torch.autograd.Function):
         ctx.run = run
         # not save_for_backward: autograd would hold all of it until the backward has ended
         run.saved = list(saved)
+        run.read_again = ReadAgain(run.held_inputs(), saved)
+        run.holders = ()  # an input that is not read again may be freed
         # what has no gradient here says so when one arrives, as a sum without it would be wrong
         attached = run.differentiable | set(run.step.traced.beside)
         outputs = tuple(results)
@@ -105,6 +109,8 @@ class StepFunction(torch.autograd.Function):
     @outside_autocast
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         refuse_second_order()
+        if ctx.run.read_again is not None:
+            ctx.run.read_again.check()
         for index in ctx.run.step.traced.beside:
             if grads[index] is not None:
                 raise _not_the_loss(ctx.run.step.traced, index)
@@ -171,6 +177,8 @@ class Run:
         self.step = step
         self.given = given
         self.saved: list[Any] | None = None
+        self.holders: Sequence[Tensor | None] = [None] * len(given)
+        self.read_again: ReadAgain | None = None
         self.tangents = [s for s, _ in step.program.inputs if s.kind == "tangent"]
         self.differentiable = {int(s.target) for s in self.tangents}
 
@@ -178,8 +186,18 @@ class Run:
         program = self.step.program
         with naming_lost_ranks("in the forward"):
             values = self.step.forward(*self.given)
-        count = program.num_results
+        count, values = program.num_results, self._apart(values)
         return self._wrapped(values[:count]), values[count:]
+
+    def held_inputs(self) -> Iterator[tuple[InputSpec, Tensor, Tensor | None]]:
+        """Every input of the forward, its value on this rank, and the tensor that holds it."""
+        return zip(given_specs(self.step), self.given, self.holders, strict=True)
+
+    def _apart(self, values: Sequence[Any]) -> Sequence[Any]:
+        """Values of which none shares memory with a buffer that is about to be written."""
+        updated = {spec.target for spec, _ in self.step.program.outputs if spec.kind == "buffer"}
+        memory = {address(v) for spec, v, _ in self.held_inputs() if spec.target in updated}
+        return copies_of_shared(values, memory) if memory else values
 
     def _wrapped(self, values: Sequence[Any]) -> list[Any]:
         """User outputs: sharded ones as DTensors; buffers are stored on the way."""
@@ -231,7 +249,7 @@ class Run:
         kinds = [spec.kind for spec, _ in program.inputs]
         values = [next(tangents if kind == "tangent" else given) for kind in kinds]
         with naming_lost_ranks("in train_step"):
-            values = list(run(*values))
+            values = list(self._apart(run(*values)))
         told: dict[str, Tensor] = {}
         for position in kept_outputs(program, loss):
             output, _ = program.outputs[position]
@@ -279,16 +297,35 @@ def _global_shape(value: Tensor, layout: Layout, mesh_shape: Sequence[int]) -> t
     return tuple(shape)
 
 
+def given_specs(step: CompiledStep) -> list[InputSpec]:
+    """The inputs of the forward program, in its order."""
+    return [spec for spec, _ in step.program.inputs if spec.kind != "tangent"]
+
+
+def holders(
+    module: ParallelModule, step: CompiledStep, args: Any, kwargs: Any
+) -> list[Tensor | None]:
+    """The user's tensor behind every input of the forward program; None where there is none."""
+    flat = iter(tensors_in_order(step.keywords, step.traced.training, args, kwargs))
+    found: list[Tensor | None] = []
+    for spec in given_specs(step):
+        if spec.kind == "parameter":
+            found.append(module.parameter(spec.target))
+        elif spec.kind == "buffer":
+            found.append(module.buffer(spec.target))
+        else:
+            found.append(next(flat) if spec.kind == "input" else None)
+    return found
+
+
 def feed(module: ParallelModule, step: CompiledStep, args: Any, kwargs: Any) -> list[Tensor]:
     """Local value of every placeholder of the forward program."""
     flat = iter(tensors_in_order(step.keywords, step.traced.training, args, kwargs))
     seed = next_seed(module, step)
-    given: list[Tensor] = []
-    for spec, layout in step.program.inputs:
-        if spec.kind == "tangent":
-            continue
-        given.append(local_value(module, spec, layout, step, flat, seed))
-    return given
+    layouts = dict(step.program.inputs)
+    return [
+        local_value(module, spec, layouts[spec], step, flat, seed) for spec in given_specs(step)
+    ]
 
 
 def next_seed(module: ParallelModule, step: CompiledStep | PipelinedStep) -> int:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar._compat import register_dataclasses
@@ -27,6 +27,7 @@ from autopar.tracer.diagnose import (
     refuse_vmap,
 )
 from autopar.tracer.eager_answers import telling_eager, warn_of_compiled
+from autopar.tracer.effects import changes_in_place
 from autopar.tracer.frozen_values import Frozen, putting_back, warn_of_frozen
 from autopar.tracer.no_grad import keep_written_gradients, mark_no_grad, restore_lines
 from autopar.tracer.outside_tensors import OutsideTensors, say_own
@@ -35,8 +36,6 @@ from autopar.tracer.precision import call_in
 from autopar.tracer.spelled import Spelled
 
 __all__ = ["PREFIX", "Capture", "export", "normalize_inputs"]
-
-aten = torch.ops.aten
 
 
 def normalize_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -198,7 +197,7 @@ def _captured(capture: Capture, args: Any, kwargs: Any) -> tuple[Any, Any, Answe
         refuse_vmap(exported, lines)
         if capture.dtype is not None:
             refuse_mixed(capture.wrapped, exported.graph_module, capture.dtype)
-        if _changes_in_place(exported.graph_module):
+        if changes_in_place(exported.graph_module):
             traces = mark_no_grad(capture.wrapped, exported)
             keep_written_gradients(capture.wrapped, exported)
             exported = exported.run_decompositions({})
@@ -220,21 +219,3 @@ def _without_partial_graph() -> Iterator[None]:
     finally:
         text = printed.getvalue()
         sys.stderr.write(text if graph is None else text.replace(f"{graph}\n", ""))
-
-
-def _changes_in_place(gm: fx.GraphModule) -> bool:
-    """True if an op writes to its operand, in a part without gradients too."""
-    parts = (part for part in gm.modules() if isinstance(part, fx.GraphModule))
-    return any(_mutates(node) for part in parts for node in part.graph.nodes)
-
-
-def _mutates(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    if node.target in (aten.detach_.default, aten.lift_fresh.default):
-        return False
-    if node.target is aten.batch_norm.default:
-        return bool(node.args[5])
-    if node.target is aten.instance_norm.default:
-        return node.args[3] is not None and bool(node.args[5])
-    return node.target._schema.is_mutable

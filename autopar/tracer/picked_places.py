@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from autopar.tracer import picked_products as products
 from autopar.tracer import picked_rows as rows_of
+from autopar.tracer.effects import drop_dead
 from autopar.tracer.picked import (
     Count,
     Pick,
@@ -58,7 +59,9 @@ def say_picked(gm: fx.GraphModule, zero_of_none: bool = False) -> list[fx.Node]:
     for part in list(gm.modules()):
         if isinstance(part, fx.GraphModule) and any(map(_is_source, part.graph.nodes)):
             out_of_place(part.graph)
-            stuck += _say(Picks(graph=part.graph, zero_of_none=zero_of_none))
+            found = _say(Picks(graph=part.graph, zero_of_none=zero_of_none))
+            drop_dead(part)
+            stuck += [node for node in part.graph.nodes if node in set(found)]
             part.recompile()
     return stuck
 
@@ -85,8 +88,7 @@ def _say(picks: Picks) -> list[fx.Node]:
             found._rename(name)  # outputs are known by name
         elif found is not None:
             picks.known[node] = found
-    graph.eliminate_dead_code()
-    return [node for node in graph.nodes if node in set(stuck)]
+    return stuck
 
 
 def _is_source(node: fx.Node) -> bool:
