@@ -531,3 +531,18 @@ def test_a_mask_made_by_vmap() -> None:
     cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
     plan = autopar.plan(model, cluster, x, constraints={"data": 2}, cache=False)
     assert autopar.verify(plan, model, x).worst[1] < 1e-9
+
+
+class Labelled(hw.Mlp):
+    """Returns a loss beside what is no tensor."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        loss = super().forward(x, labels)
+        return {"loss": loss, "kind": "mlp", "dtype": loss.dtype, "sizes": [loss.dim(), 1.5, None]}
+
+
+def test_results_that_are_no_tensors_are_what_they_were() -> None:
+    traced = trace(Labelled().double(), double(hw.vectors()))
+    assert [o.constant for o in traced.outputs if o.kind == "output"] == [
+        *(None, "mlp", torch.float64, 0, 1.5, None)
+    ]

@@ -7,6 +7,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
+from enum import Enum
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -53,13 +55,14 @@ def normalize_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, An
 
 
 PREFIX = "wrapped."
+_CONSTANTS = (str, bytes, complex, torch.dtype, Enum)
 
 
 class Notes:
     """What a capture learns on the side."""
 
     out_spec: Any = None
-    dropped: Sequence[str] = ()
+    constants: Mapping[int, Any] = MappingProxyType({})
     frozen: Frozen
     outside: OutsideTensors
     numbers: tuple[int, ...] = ()
@@ -74,7 +77,8 @@ class Capture(nn.Module):
     """The model, then the loss function if there is one, with the output flattened to leaves.
 
     Leaves that are neither tensors nor plain constants (a key-value cache) become None: they
-    cannot leave a compiled step. The structure of the output is kept on the side.
+    cannot leave a compiled step. The structure of the output is kept on the side, and so are
+    constants that torch.export knows nothing of.
     """
 
     def __init__(
@@ -97,11 +101,7 @@ class Capture(nn.Module):
         register_dataclasses(output)
         leaves, self.notes.out_spec = pytree.tree_flatten(output)
         self.notes.numbers = tuple(i for i, x in enumerate(leaves) if isinstance(x, SYMBOLIC))
-        self.notes.dropped = [
-            type(x).__name__
-            for x in leaves
-            if not isinstance(x, (Tensor, int, float, bool, str, type(None)))
-        ]
+        self.notes.constants = {i: x for i, x in enumerate(leaves) if isinstance(x, _CONSTANTS)}
         return [x if isinstance(x, (Tensor, int, float, bool)) else None for x in leaves]
 
     def _called(self, args: Any, kwargs: Any) -> Any:

@@ -348,15 +348,15 @@ class _JointTrace:
         output = graph.output_node()
         results = tuple(pytree.tree_leaves(output.args[0], is_leaf=lambda x: x is None))
         output.args = (results,)
-        return tuple(
-            OutputSpec(
-                node=r.name if isinstance(r, fx.Node) else None,
-                kind=spec.kind,
-                target=spec.target,
-                constant=None if isinstance(r, fx.Node) else r,
-            )
-            for spec, r in zip(self.output_kinds, results, strict=True)
-        )
+        constants = {str(i): x for i, x in self.capture.notes.constants.items()}
+
+        def described(spec: OutputSpec, result: Any) -> OutputSpec:
+            if isinstance(result, fx.Node):
+                return replace(spec, node=result.name)
+            known = constants.get(spec.target, result) if spec.kind == "output" else result
+            return replace(spec, node=None, constant=known)
+
+        return tuple(described(*pair) for pair in zip(self.output_kinds, results, strict=True))
 
     def _refuse_random(self, graph: fx.Graph) -> None:
         for node in graph.nodes:
