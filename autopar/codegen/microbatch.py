@@ -31,6 +31,7 @@ from autopar.core.graph import (
     TracedModel,
     Value,
     dependents,
+    kept_in_turns,
     node_info,
     op_nodes,
     resolve,
@@ -133,7 +134,8 @@ class _Localiser:
         return next((v.device for v in found if v is not None), torch.device("cpu"))
 
     def run(self) -> Microbatch:
-        calls = op_nodes(self.traced.graph.nodes)
+        kept = kept_in_turns(self.traced)
+        calls = (n for n in op_nodes(self.traced.graph.nodes) if n.name in kept)
         self.body = [n for n in calls if not self._is_prologue(n)]
         self._placeholders()
         for node in self.body:
@@ -301,8 +303,7 @@ class _Localiser:
         specs: list[OutputSpec] = []
         results: list[fx.Node | None] = []
         for spec in self.traced.outputs:
-            kept = not self.traced.training or spec.target == str(self.traced.loss_index)
-            if spec.node is None or (spec.kind == "output" and not kept):
+            if spec.node is None or not self.traced.leaves_turns(spec):
                 specs.append(replace(spec, node=None))
                 results.append(None)
                 continue

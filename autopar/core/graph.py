@@ -22,6 +22,7 @@ __all__ = [
     "TracedModel",
     "Value",
     "dependents",
+    "kept_in_turns",
     "node_info",
     "op_nodes",
     "output_paths",
@@ -206,6 +207,11 @@ class TracedModel:
         """Descriptors of the parameters, in graph order."""
         return (spec for spec in self.inputs if spec.kind == "parameter")
 
+    def leaves_turns(self, spec: OutputSpec) -> bool:
+        """True for an output that a step in microbatches has: not what training drops."""
+        results = not self.training or spec.target == str(self.loss_index)
+        return spec.node is not None and (spec.kind != "output" or results)
+
     def fingerprint(self) -> str:
         """Hash of the ops, shapes, dtypes and parameter names: what a plan is valid for."""
         digest = hashlib.sha256(repr(self.repeats).encode())
@@ -296,6 +302,26 @@ def dependents(traced: TracedModel, *kinds: InputKind) -> set[str]:
     for node in traced.graph.nodes:
         if any(a.name in found for a in node.all_input_nodes):
             found.add(node.name)
+    return found
+
+
+def kept_in_turns(traced: TracedModel) -> set[str]:
+    """Names of what a step in microbatches computes: all that its loss, gradients, buffers need.
+
+    In training other results are dropped; a forward alone returns them.
+    """
+    nodes = traced.nodes()
+    stack = [
+        nodes[spec.node]
+        for spec in traced.outputs
+        if spec.node is not None and traced.leaves_turns(spec)
+    ]
+    found: set[str] = set()
+    while stack:
+        node = stack.pop()
+        if node.name not in found:
+            found.add(node.name)
+            stack.extend(node.all_input_nodes)
     return found
 
 

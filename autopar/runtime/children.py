@@ -94,7 +94,8 @@ class Mirror(nn.Module):
             if callable(getattr(kind, name, None)):
                 instead += (
                     ", once it has the weights: model.load_state_dict(parallel.state_dict()) on "
-                    "every rank (in a pipeline, from autopar.save_safetensors)"
+                    "every rank (in a pipeline, from autopar.save_safetensors). What makes an "
+                    "optimizer needs parallel.named_parameters() instead of the model's own"
                 )
             raise AttributeError(
                 f"{_told(self)} has parameters, buffers and children, and not the {name!r} of "

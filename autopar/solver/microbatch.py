@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from autopar.core.blocks import Blocks
-from autopar.core.graph import TracedModel, Value, dependents, resolve
+from autopar.core.graph import TracedModel, Value, dependents, kept_in_turns, resolve
 from autopar.core.loss import missing_loss
 from autopar.core.placement import Layout, Partial, Placement
 from autopar.core.plan import NodePlan
@@ -33,7 +33,7 @@ from autopar.solver.read_step import build_step
 from autopar.solver.rules.notes import note_places
 from autopar.solver.rules.pointwise import share_rows
 from autopar.solver.rules.registry import replicated
-from autopar.solver.step import Op
+from autopar.solver.step import Op, Step
 
 __all__ = ["split_in_time"]
 
@@ -58,11 +58,17 @@ def split_in_time(traced: TracedModel, cluster: Cluster, microbatches: int) -> d
     return _Splitter(traced, cluster, microbatches).run()
 
 
+def _kept(traced: TracedModel) -> Step:
+    """The step without what only dropped results read."""
+    step, kept = build_step(traced), kept_in_turns(traced)
+    return replace(step, ops={name: op for name, op in step.ops.items() if name in kept})
+
+
 class _Splitter:
     def __init__(self, traced: TracedModel, cluster: Cluster, microbatches: int) -> None:
         note_places(traced)
         self.traced = traced
-        self.step = build_step(traced)
+        self.step = _kept(traced)
         self.size = microbatches
         timed = replace(cluster, mesh_shape=(microbatches,), axis_names=("microbatch",))
         self.pricer = Pricer(timed)
@@ -192,7 +198,8 @@ class _Splitter:
                 )
             ]
             if not alive:
-                return self._refuse(op.name)
+                sums = [v for v in op.operands if v in reach and _only_sums(reach[v])]
+                return self._refuse(op.name, sums[0][0] if sums else None)
             for index in range(len(op.call.outputs)):
                 reach[op.name, index] = {c.outputs[index][0] for c in alive}
         for value, kinds in self._ends():
@@ -203,16 +210,32 @@ class _Splitter:
             "them connects its ops without communication"
         )
 
-    def _refuse(self, name: str) -> ConstraintError:
-        info = self.traced.info.get(name)
+    def _refuse(self, name: str, summed: str | None = None) -> ConstraintError:
+        """For an op: it reads the result of another, `summed`, that no microbatch has; or itself."""
         call = self.step.ops[name].call
         shapes = ", ".join(str(list(s.shape)) for s in call.operands)
-        where = f" ({info.module or 'top level'}, {info.source})" if info else ""
+        if summed is None:
+            why = f"needs the whole batch, or {self.size} does not divide its batch"
+            instead = "Choose another number of microbatches, or 1."
+        else:
+            why = (
+                f"needs the whole batch: it reads {self._named(summed)}, to which every sample "
+                "adds, as to the mean of a batch norm (layer and group norms have none)"
+            )
+            instead = "Leave it in one: 1 microbatch."
         return ConstraintError(
-            f"the step cannot run in {self.size} microbatches: {call.target}{where} on shapes "
-            f"{shapes} needs the whole batch, or {self.size} does not divide its batch. "
-            f"{_REMEDIES.get(call.target, '')}Choose another number of microbatches, or 1."
+            f"the step cannot run in {self.size} microbatches: {self._named(name)} on shapes "
+            f"{shapes} {why}. {_REMEDIES.get(call.target, '')}{instead}"
         )
+
+    def _named(self, name: str) -> str:
+        info = self.traced.info.get(name)
+        where = f" ({info.module or 'top level'}, {info.source})" if info else ""
+        return f"{self.step.ops[name].call.target}{where}"
+
+
+def _only_sums(placements: set[Placement]) -> bool:
+    return bool(placements) and all(p.is_partial for p in placements)
 
 
 _REPLICATED = Placement("R")

@@ -190,8 +190,9 @@ def _hinted(_lines: object, _original: object, _mask: Any, hint: Any = None, *_:
 def _refuse_derivative(*_args: Any, **_options: Any) -> NoReturn:
     raise TraceError(
         f"cannot trace {innermost_line(traceback.extract_stack())}\n  The forward takes a "
-        "derivative, and training would take one of that: autopar traces one backward. "
-        "Compute a gradient penalty outside the model, or write the derivative out."
+        "derivative, and training would take one of that: autopar traces one backward, and a "
+        "parallel module has no second derivative outside of it either. Write the derivative out "
+        "with plain ops, as that of a linear layer is a product with its weight."
     )
 
 
