@@ -78,5 +78,5 @@ def test_a_term_that_is_no_sum_is_refused() -> None:
     inputs = tuple(torch.randn(8, 8) for _ in range(2))
     cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
     constraints = {"pipeline": {"size": 1, "microbatches": 4}}
-    with pytest.raises(autopar.ConstraintError, match="whole batch: it reads aten.add.Tensor"):
+    with pytest.raises(autopar.ConstraintError, match=r"whole batch: it reads aten\.add\.Tensor"):
         autopar.plan(model, cluster, inputs, constraints=constraints)

@@ -211,7 +211,7 @@ class _Splitter:
         )
 
     def _refuse(self, name: str, summed: str | None = None) -> ConstraintError:
-        """For an op: it reads the result of another, `summed`, that no microbatch has; or itself."""
+        """Of an op that has no rule, or that reads what no microbatch has: the sum `summed`."""
         call = self.step.ops[name].call
         shapes = ", ".join(str(list(s.shape)) for s in call.operands)
         if summed is None:

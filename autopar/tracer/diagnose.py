@@ -19,6 +19,7 @@ from autopar.errors import TraceError
 __all__ = [
     "MODES",
     "SYMBOLIC",
+    "explain_backward",
     "explain_failure",
     "innermost_line",
     "is_outside",
@@ -347,3 +348,13 @@ def explain_failure(model: nn.Module, error: BaseException, lines: Mapping[str, 
     else:
         remedy = "torch.export cannot capture this forward; its message is above in the chain."
     return f"cannot trace {type(model).__name__} at {where}\n  {first}\n  {remedy}"
+
+
+def explain_backward(model: nn.Module, error: BaseException) -> str:
+    """What failed in the derivative of a forward that could be captured."""
+    text = str(error)
+    if _DATA_DEPENDENT.search(text) or _DATA_DEPENDENT.search(type(error).__name__):
+        remedy = f"The derivative of an op has a shape that depends on values. {_ROWS}"
+    else:
+        remedy = "Call backward on the loss of the plain model to see whether it has one."
+    return f"cannot trace the backward of {type(model).__name__}\n  {text}\n  {remedy}"

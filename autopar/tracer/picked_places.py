@@ -24,10 +24,10 @@ from autopar.tracer.picked import (
     Said,
     args_of,
     name_of,
-    schema_of,
     value_of,
 )
 from autopar.tracer.picked_finite import guarded, started
+from autopar.tracer.picked_known import say_known
 from autopar.tracer.picked_rows import pointwise
 from autopar.tracer.picked_sums import (
     LOSSES,
@@ -37,7 +37,16 @@ from autopar.tracer.picked_sums import (
     reduced,
     token_loss,
 )
-from autopar.tracer.picked_writes import of_each_row, out_of_place, row_of_places, rows_at_places
+from autopar.tracer.picked_writes import (
+    fill,
+    of_each_row,
+    out_of_place,
+    put_known,
+    row_of_places,
+    rows_at_places,
+    where_put,
+    written,
+)
 
 __all__ = ["say_picked"]
 
@@ -57,6 +66,8 @@ def say_picked(gm: fx.GraphModule, zero_of_none: bool = False) -> list[fx.Node]:
     """
     stuck = []
     for part in list(gm.modules()):
+        if isinstance(part, fx.GraphModule) and say_known(part.graph):
+            part.recompile()
         if isinstance(part, fx.GraphModule) and any(map(_is_source, part.graph.nodes)):
             out_of_place(part.graph)
             found = _say(Picks(graph=part.graph, zero_of_none=zero_of_none))
@@ -238,15 +249,17 @@ def _put(picks: Picks, node: fx.Node) -> fx.Node | None:
     table, indices, source = args_of(node)[:3]
     adds = len(args_of(node)) > 3 and args_of(node)[3]
     rows = picks.found(source)
+    if picks.found(table) is None and rows is None:
+        return put_known(picks, node)
     if picks.found(table) is not None or not isinstance(rows, Rows) or rows.dim != 0:
         return None
-    place = _where_put(picks, list(indices))
+    place = where_put(picks, list(indices))
     one = row_of_places(picks, list(indices)) if place is None else None
     if one is not None and one.key == rows.pick.key:
         if value_of(rows.node).dtype is not value_of(table).dtype:
             return None
         put = rows_at_places(picks, one, table, rows, adds)
-        return None if put is None else _written(picks, node, table, put)
+        return None if put is None else written(picks, node, table, put)
     if place is None or place.key != rows.pick.key:
         return None
     value, given = value_of(table), value_of(rows.node)
@@ -262,26 +275,7 @@ def _put(picks: Picks, node: fx.Node) -> fx.Node | None:
         mask = picks.call(aten.reshape.default, mask, wide)
     other = picks.call(aten.add.Tensor, table, own) if adds else own
     chosen = picks.call(aten.where.self, mask, other, table)
-    return _written(picks, node, table, chosen)
-
-
-def _where_put(picks: Picks, indices: list[Any]) -> Pick | None:
-    """The pick whose mask, or all of whose places, indices are."""
-    found = [picks.found(i) for i in indices]
-    if len(indices) == 1 and indices[0] is not None and found[0] is None:
-        return picks.pick_of(indices[0]) if value_of(indices[0]).dtype is torch.bool else None
-    rows = [f for f in found if isinstance(f, Rows)]
-    if len(rows) < len(indices) or any(r.pick is not rows[0].pick for r in rows):
-        return None
-    every = list(range(value_of(rows[0].pick.mask).dim()))
-    return rows[0].pick if [r.places for r in rows] == every else None
-
-
-def _written(picks: Picks, node: fx.Node, table: Any, value: fx.Node) -> fx.Node:
-    """The value, in place of the table's where the op writes."""
-    if schema_of(node).is_mutable:
-        return picks.call(aten.copy_.default, table, value)
-    return value
+    return written(picks, node, table, chosen)
 
 
 def _add(picks: Picks, node: fx.Node) -> fx.Node | None:
@@ -297,11 +291,11 @@ def _add(picks: Picks, node: fx.Node) -> fx.Node | None:
     if dim == 0 and not node.kwargs and places.places == 0:
         put = rows_at_places(picks, places.pick, table, rows, adds=True)
         if put is not None:
-            return _written(picks, node, table, put)
+            return written(picks, node, table, put)
     own = places.places == 0 and value_of(places.pick.mask).dim() == 1
     if own and not node.kwargs and value.shape == value_of(zeroed).shape:
         total = picks.call(aten.add.Tensor, table, zeroed)
-        return _written(picks, node, table, total)
+        return written(picks, node, table, total)
     return picks.call(node.target, table, dim, places.node, zeroed, **node.kwargs)
 
 
@@ -329,7 +323,7 @@ def _scatter(picks: Picks, node: fx.Node) -> fx.Node | None:
     if given.dtype is not value.dtype:
         return None
     own = picks.call(aten.reshape.default, rows.node, list(value.shape))
-    return _written(picks, node, table, picks.call(aten.where.self, mask, own, table))
+    return written(picks, node, table, picks.call(aten.where.self, mask, own, table))
 
 
 _RULES: dict[str, Rule] = {
@@ -358,11 +352,17 @@ _RULES: dict[str, Rule] = {
     "index_select": _index_select,
     "index_put": _put,
     "index_add": _add,
+    "index_fill": fill,
     "masked_scatter": _scatter,
     "where": pointwise,
     "sym_size": rows_of.size,
 }
-_WRITES: dict[str, Rule] = {"index_put_": _put, "index_add_": _add, "masked_scatter_": _scatter}
+_WRITES: dict[str, Rule] = {
+    "index_put_": _put,
+    "index_add_": _add,
+    "index_fill_": fill,
+    "masked_scatter_": _scatter,
+}
 _SOURCES: dict[str, Rule] = {
     "index": _index,
     "masked_select": _masked_select,

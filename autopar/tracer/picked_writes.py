@@ -25,10 +25,21 @@ from autopar.tracer.picked import (
     extents,
     is_write,
     name_of,
+    schema_of,
     value_of,
 )
+from autopar.tracer.picked_known import put_by
 
-__all__ = ["of_each_row", "out_of_place", "row_of_places", "rows_at_places"]
+__all__ = [
+    "fill",
+    "of_each_row",
+    "out_of_place",
+    "put_known",
+    "row_of_places",
+    "rows_at_places",
+    "where_put",
+    "written",
+]
 
 aten = torch.ops.aten
 
@@ -121,3 +132,61 @@ def rows_at_places(
     some = picks.call(aten.any.dim, pick.mask, 1)
     wide = picks.call(aten.reshape.default, some, [shape[0], *[1] * (value.dim() - 1)])
     return picks.call(aten.where.self, wide, own, table)
+
+
+def put_known(picks: Picks, node: fx.Node) -> fx.Node | None:
+    """A write, at picked places, of rows that do not depend on how many there are."""
+    table, indices, source = args_of(node)[:3]
+    place = where_put(picks, list(indices))
+    mask, many = None if place is None else place.mask, True
+    if mask is None and not (len(args_of(node)) > 3 and args_of(node)[3]):
+        mask, many = _rows_with_any(picks, indices), False
+    if mask is None or free_unbacked_symbols(value_of(source)):
+        return None
+    fits = value_of(table).shape[: value_of(mask).dim()] == value_of(mask).shape
+    return put_by(picks, node, mask, many) if fits else None
+
+
+def _rows_with_any(picks: Picks, indices: Any) -> fx.Node | None:
+    """For the first places of what a mask picks, the rows of the mask where it picks anything."""
+    rows = picks.found(indices[0]) if len(indices) == 1 else None
+    if not isinstance(rows, Rows) or rows.places != 0:
+        return None
+    mask = rows.pick.mask
+    shape = value_of(mask).shape
+    flat = picks.call(aten.reshape.default, mask, [shape[0], shape[1:].numel()])
+    return picks.call(aten.any.dim, flat, 1)
+
+
+def fill(picks: Picks, node: fx.Node) -> fx.Node | None:
+    """`index_fill` at the first places of what a mask picks."""
+    table, dim, index, number = args_of(node)[:4]
+    mask = _rows_with_any(picks, [index])
+    if mask is None or picks.found(table) is not None or isinstance(number, fx.Node):
+        return None
+    value = value_of(table)
+    dim %= max(value.dim(), 1)
+    if value.shape[dim : dim + 1] != value_of(mask).shape:
+        return None
+    shape = [-1 if i == dim else 1 for i in range(value.dim())]
+    wide = picks.call(aten.reshape.default, mask, shape)
+    return written(picks, node, table, picks.call(aten.masked_fill.Scalar, table, wide, number))
+
+
+def where_put(picks: Picks, indices: list[Any]) -> Pick | None:
+    """The pick whose mask, or all of whose places, indices are."""
+    found = [picks.found(i) for i in indices]
+    if len(indices) == 1 and indices[0] is not None and found[0] is None:
+        return picks.pick_of(indices[0]) if value_of(indices[0]).dtype is torch.bool else None
+    rows = [f for f in found if isinstance(f, Rows)]
+    if len(rows) < len(indices) or any(r.pick is not rows[0].pick for r in rows):
+        return None
+    every = list(range(value_of(rows[0].pick.mask).dim()))
+    return rows[0].pick if [r.places for r in rows] == every else None
+
+
+def written(picks: Picks, node: fx.Node, table: Any, value: fx.Node) -> fx.Node:
+    """The value, in place of the table's where the op writes."""
+    if schema_of(node).is_mutable:
+        return picks.call(aten.copy_.default, table, value)
+    return value

@@ -38,6 +38,7 @@ from autopar.tracer.cleanup import (
 )
 from autopar.tracer.decompositions import REPLACEMENTS, decomposition_table
 from autopar.tracer.diagnose import (
+    explain_backward,
     refuse_hooks,
     refuse_random,
     refuse_sparse,
@@ -262,10 +263,7 @@ class _JointTrace:
                 allow_unused=True,
             )
         except RuntimeError as error:
-            raise TraceError(
-                f"cannot trace the backward of {type(self.model).__name__}\n  {error}\n  "
-                "Call backward on the loss of the plain model to see whether it has one."
-            ) from error
+            raise TraceError(explain_backward(self.model, error)) from error
         self.calls.check_backward()
         kept = [
             (s.target, g) for (s, _), g in zip(trainable, gradients, strict=True) if g is not None
