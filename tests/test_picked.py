@@ -156,6 +156,36 @@ def _experts(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
     return out.square().sum()
 
 
+# --- rows are a batch -----------------------------------------------------------------------------
+def _along_rows(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    a = m.inner(x)[mask != 0]
+    whitened = (a - a.mean(-1, keepdim=True)) / (a.std(-1, keepdim=True) + a.var(-1, keepdim=True))
+    spread, centre = torch.var_mean(a, -1)
+    ordered = a.sort(-1).values * torch.arange(WIDTH) + a.flip(-1) + a.roll(1, -1)
+    wide = F.pad(a, (1, 2)).tanh() + torch.ones(a.shape[0], WIDTH + 3, dtype=a.dtype)
+    both = torch.stack([a, x[mask != 0]], 1).cos().sum() + F.glu(a).sum()
+    best = a.topk(2, -1).values.sum() + (spread * centre).sum()
+    return whitened.tanh().sum() + ordered.sin().sum() + wide.square().mean() + both + best
+
+
+def _samples(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    a = m.inner(x)[(mask != 0).any(1) & (mask[:, 0] == 0)]
+    mixed = F.scaled_dot_product_attention(a, x[(mask != 0).any(1) & (mask[:, 0] == 0)], a)
+    kernel = m.inner.weight[:, :, None] * torch.ones(3, dtype=x.dtype)
+    filtered = F.conv1d(mixed.transpose(1, 2), kernel, padding=1)
+    return F.group_norm(filtered, 2).tanh().square().sum() + F.dropout(mixed, 0.0).sum()
+
+
+def _both_by_select(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    """One mask, and masks that are made alike."""
+    places = (mask != 0)[..., None].expand_as(x)
+    found = F.l1_loss(m.inner(x).masked_select(places), x.sin().masked_select(places))
+    also = F.mse_loss(
+        m.inner(x).masked_select((mask != 0)[..., None]), x.masked_select((mask != 0)[..., None])
+    )
+    return found + also
+
+
 # --- memory that is written to --------------------------------------------------------------------
 def _mask_changes(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
     mask, x = mask.clone(), m.inner(x)
@@ -180,6 +210,9 @@ def _one_of_two(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
 
 
 HEADS = [
+    _along_rows,
+    _samples,
+    _both_by_select,
     _one_of_two,
     _of_logits,
     _of_hidden,

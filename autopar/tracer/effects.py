@@ -30,12 +30,15 @@ def writes(node: fx.Node) -> bool:
 
 
 def drop_dead(gm: fx.GraphModule) -> None:
-    """As `Graph.eliminate_dead_code`, but a subgraph that writes to its operands stays."""
+    """As `Graph.eliminate_dead_code`, but a subgraph that writes to its operands stays.
+
+    An unread op that draws random numbers goes: each op of a program has its own.
+    """
 
     def stays(node: fx.Node) -> bool:
         named = (x for x in node.all_input_nodes if x.op == "get_attr")
         parts = (getattr(gm, str(x.target), None) for x in named)
         within = any(isinstance(p, fx.GraphModule) and changes_in_place(p) for p in parts)
-        return within or node.is_impure() or writes(node)
+        return within or node.is_impure(impure_random=False) or writes(node)
 
     gm.graph.eliminate_dead_code(stays)

@@ -34,6 +34,7 @@ __all__ = [
     "Rows",
     "Said",
     "args_of",
+    "argument",
     "base_of",
     "extents",
     "is_write",
@@ -101,9 +102,15 @@ class Grid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Count:
-    """A number computed from how many rows are picked, as a tensor without dims."""
+    """A number computed from how many rows are picked, as a tensor without dims.
+
+    Args:
+        node: that tensor.
+        pick: where the number is how many rows it picks.
+    """
 
     node: fx.Node
+    pick: Pick | None = None
 
 
 Said = Rows | Grid | Count | list[Rows]
@@ -239,6 +246,16 @@ def args_of(node: fx.Node) -> Any:
 def schema_of(node: fx.Node) -> Any:
     """The schema of the op that a node calls."""
     return node.target._schema  # type: ignore[union-attr]
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """An argument of an op by its name, or its default."""
+    for place, given in enumerate(schema_of(node).arguments):
+        if given.name == name:
+            if place < len(args_of(node)) and not given.kwarg_only:
+                return args_of(node)[place]
+            return node.kwargs.get(name, given.default_value)
+    return None
 
 
 def extents(value: Tensor) -> list[Any]:

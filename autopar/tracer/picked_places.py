@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from autopar.tracer import picked_batch as batch
 from autopar.tracer import picked_products as products
 from autopar.tracer import picked_rows as rows_of
 from autopar.tracer.effects import drop_dead
@@ -333,7 +334,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("chunk", "split", "split_with_sizes"), products.parts),
     **dict.fromkeys(("matmul", "mm", "bmm"), products.product),
     **dict.fromkeys(
-        ("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum"), rows_of.beside_dim
+        ("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "glu"), rows_of.beside_dim
     ),
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten"), rows_of.view),
     **dict.fromkeys(("select", "squeeze"), rows_of.dropped_dim),
@@ -341,6 +342,17 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("expand", "expand_as"), rows_of.expand),
     **dict.fromkeys((*NEUTRAL, "mean", "argmax", "argmin"), reduced),
     **dict.fromkeys(("cross_entropy_loss", "nll_loss_nd"), token_loss),
+    **dict.fromkeys(("var", "std", "var_mean", "std_mean"), batch.spread),
+    **dict.fromkeys(("sort", "topk"), batch.ordered),
+    **dict.fromkeys(("pad", "constant_pad_nd"), batch.padded),
+    **dict.fromkeys(("flip", "roll"), batch.turned),
+    **dict.fromkeys(
+        ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "group_norm"),
+        batch.convolved,
+    ),
+    **dict.fromkeys(("zeros", "ones", "full", "new_zeros", "new_ones", "new_full"), batch.filled),
+    "scaled_dot_product_attention": batch.attention,
+    "stack": batch.stacked,
     "einsum": products.einsum,
     "slice": rows_of.slice,
     "unsqueeze": rows_of.unsqueeze,

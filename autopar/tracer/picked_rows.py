@@ -24,12 +24,13 @@ from autopar.tracer.picked import (
     Rows,
     Said,
     args_of,
+    argument,
     extents,
     name_of,
     value_of,
 )
 
-__all__ = ["again", "first_rows", "pointwise", "swapped"]
+__all__ = ["again", "first_rows", "pointwise", "same_for_all", "swapped"]
 
 aten = torch.ops.aten
 
@@ -118,12 +119,13 @@ def pointwise(picks: Picks, node: fx.Node) -> Rows | fx.Node | None:
         return None
     (place,) = behind
     for operand in node.all_input_nodes:
-        if picks.found(operand) is None and not _same_for_all(operand, place):
+        if picks.found(operand) is None and not same_for_all(operand, place):
             return None
     return again(picks, node, value_of(node).dim() - place, rows[0].pick)
 
 
-def _same_for_all(operand: fx.Node, place: int) -> bool:
+def same_for_all(operand: fx.Node, place: int) -> bool:
+    """True if a value has no dim, or one of 1, where others have rows, counted from the end."""
     value = operand.meta.get("val")
     if not isinstance(value, Tensor):
         return False
@@ -160,9 +162,8 @@ def last_dim(picks: Picks, node: fx.Node) -> Rows | None:
 def beside_dim(picks: Picks, node: fx.Node) -> Rows | None:
     """Ops along one dim, such as a softmax's, which is not that of the rows."""
     rows = first_rows(picks, node)
-    if rows is None or len(args_of(node)) < 2 or not isinstance(args_of(node)[1], int):
-        return None
-    if args_of(node)[1] % value_of(rows.node).dim() == rows.dim:
+    dim = argument(node, "dim")
+    if rows is None or not isinstance(dim, int) or dim % value_of(rows.node).dim() == rows.dim:
         return None
     return again(picks, node, rows.dim, rows.pick)
 
@@ -346,7 +347,7 @@ def size(picks: Picks, node: fx.Node) -> Said | None:
     rows = picks.found(args_of(node)[0])
     if not isinstance(rows, Rows) or args_of(node)[1] != rows.dim:
         return None
-    return Count(node=picks.count(rows.pick))
+    return Count(node=picks.count(rows.pick), pick=rows.pick)
 
 
 def number(picks: Picks, node: fx.Node) -> Count | None:

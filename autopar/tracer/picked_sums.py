@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.tracer.picked import Picks, Rows, Said, args_of, name_of, schema_of, value_of
+from autopar.tracer.picked import Picks, Rows, Said, args_of, argument, name_of, schema_of, value_of
 from autopar.tracer.picked_rows import again, first_rows, pointwise, swapped
 
 __all__ = [
@@ -89,25 +89,14 @@ def reduced(picks: Picks, node: fx.Node) -> Said | fx.Node | None:
 
 def _dims(node: fx.Node, rank: int) -> set[int]:
     """The dims that a reduction takes away."""
-    given: Any = _argument(node, "dim")
+    given: Any = argument(node, "dim")
     if given is None or given == []:
         return set(range(rank))
     return {d % rank for d in (given if isinstance(given, (list, tuple)) else [given])}
 
 
 def _gone_before(node: fx.Node, dims: set[int], dim: int) -> int:
-    return 0 if _argument(node, "keepdim") else sum(d < dim for d in dims)
-
-
-def _argument(node: fx.Node, name: str) -> Any:
-    """An argument of an op by its name, or its default."""
-    arguments = schema_of(node).arguments
-    for place, argument in enumerate(arguments):
-        if argument.name == name:
-            if place < len(args_of(node)) and not argument.kwarg_only:
-                return args_of(node)[place]
-            return node.kwargs.get(name, argument.default_value)
-    return None
+    return 0 if argument(node, "keepdim") else sum(d < dim for d in dims)
 
 
 def _mean(picks: Picks, node: fx.Node, rows: Rows, dims: set[int]) -> fx.Node:
@@ -115,7 +104,7 @@ def _mean(picks: Picks, node: fx.Node, rows: Rows, dims: set[int]) -> fx.Node:
     wide = rows
     if value_of(rows.node).dtype is not dtype:
         wide = replace(rows, node=picks.call(aten.to.dtype, rows.node, dtype))
-    only, keep = picks.only_picked(wide, 0), bool(_argument(node, "keepdim"))
+    only, keep = picks.only_picked(wide, 0), bool(argument(node, "keepdim"))
     total = picks.call(aten.sum.dim_IntList, only, sorted(dims), keep)
     return _divided(picks, total, wide, dims)
 
@@ -137,7 +126,7 @@ def _over(picks: Picks, total: fx.Node, count: fx.Node) -> fx.Node:
 def elementwise_loss(picks: Picks, node: fx.Node) -> Rows | fx.Node | None:
     """An elementwise loss: of each element, then their sum or mean over picked rows."""
     arguments = [a.name for a in schema_of(node).arguments]
-    place, reduction = arguments.index("reduction"), _argument(node, "reduction")
+    place, reduction = arguments.index("reduction"), argument(node, "reduction")
     if reduction == 0:
         return pointwise(picks, node)
     args = list(args_of(node)) + [
@@ -173,19 +162,19 @@ def token_loss(picks: Picks, node: fx.Node) -> Said | fx.Node | None:
         return None
     if logits.pick.key != target.pick.key or value_of(target.node).dtype.is_floating_point:
         return None
-    ignored = picks.only_picked(target, _argument(node, "ignore_index"))
-    plain = all(_argument(node, n) in (None, 0) for n in ("weight", "label_smoothing"))
-    if picks.zero_of_none and plain and _argument(node, "reduction") == 1:
-        ignore = _argument(node, "ignore_index")
+    ignored = picks.only_picked(target, argument(node, "ignore_index"))
+    plain = all(argument(node, n) in (None, 0) for n in ("weight", "label_smoothing"))
+    if picks.zero_of_none and plain and argument(node, "reduction") == 1:
+        ignore = argument(node, "ignore_index")
         total = picks.call(node.target, logits.node, ignored, None, 2, ignore)
         counted = picks.call(aten.ne.Scalar, ignored, ignore)
         mean = _over(picks, total, picks.call(aten.sum.default, counted))
         return picks.put_together(mean, logits.pick)
     made = picks.call(node.target, logits.node, ignored, *args_of(node)[2:], **node.kwargs)
-    if _argument(node, "reduction") == 0:
+    if argument(node, "reduction") == 0:
         return Rows(node=made, dim=0, pick=logits.pick)
     return picks.put_together(
-        made, logits.pick, 0 if _argument(node, "reduction") == 2 else math.nan
+        made, logits.pick, 0 if argument(node, "reduction") == 2 else math.nan
     )
 
 

@@ -18,7 +18,7 @@ __all__ = ["SameMasks"]
 _MAKING = frozenset(
     "ne eq gt lt ge le isfinite isnan logical_not logical_and logical_or bitwise_not bitwise_and "
     "bitwise_or __invert__ __and__ __or__ __ne__ __eq__ __gt__ __lt__ __ge__ __le__ "
-    "bool to view reshape flatten squeeze unsqueeze __getitem__".split()
+    "bool to view reshape flatten squeeze unsqueeze expand expand_as __getitem__".split()
 )
 _PICKING = (torch.Tensor.__getitem__, torch.masked_select, torch.Tensor.masked_select)
 
@@ -35,6 +35,8 @@ class SameMasks:
         name = getattr(func, "__name__", "")
         if name in _MAKING and isinstance(result, Tensor) and not result.is_floating_point():
             key = (name, self._key(args), self._key(tuple(kwargs.items())))
+            if name in ("expand", "expand_as"):  # to the shape of whatever tensor
+                key = ("expand", self._key(args[0]), tuple(result.shape))
             self._made.setdefault(id(result), (result, result._version, key))
 
     def picking(self, func: Any, args: Any) -> Any:

@@ -6,6 +6,7 @@
   value beyond them is an error when it runs.
 - ``ctc_loss`` makes a tensor whose shape depends on the longest target, for its own backward.
 - ``cov`` and ``corrcoef`` compare weights that they were not given.
+- ``masked_select(x, mask)`` is ``x[mask]``: of one mask, all pick as many rows to torch.
 - ``normal`` with numbers and a size is ``randn``, scaled.
 - A batch norm without a momentum, whose running mean is that of all batches, makes a Python number
   of how many there were.
@@ -42,7 +43,7 @@ from autopar.tracer.same_masks import SameMasks
 
 __all__ = ["Spelled"]
 
-_PICKING = (torch.masked_select, torch.Tensor.masked_select, torch.Tensor.__getitem__)
+_SELECTING = (torch.masked_select, torch.Tensor.masked_select)
 _DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm.forward
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -118,17 +119,26 @@ class Spelled(TorchFunctionMode):
             refuse_packed(innermost_line(traceback.extract_stack()))
         if (places := self.loops.all_places(func, args)) is not None:
             return places
+        if func in _SELECTING and len(args) == 2 and not kwargs:
+            func, args = torch.Tensor.__getitem__, self._as_index(*args)
         args = self.same.picking(func, args)
         result = func(*args, **kwargs)
         self.same.note(func, args, kwargs, result)
         self.loops.note(func, args, kwargs, result)
         self._note(func, result)
-        if func in _PICKING and len(args) == 2 and not kwargs:
+        if func is torch.Tensor.__getitem__ and len(args) == 2 and not kwargs:
             source, mask = args
             if isinstance(mask, Tensor) and mask.dtype is torch.bool and mask.shape == source.shape:
                 # copies, as either may be written to before the result is read
                 self.picked[id(result)] = result, source.clone(), mask.clone()
         return result
+
+    def _as_index(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """What `masked_select` picks from, and the mask over all its dims."""
+        shape = torch.broadcast_shapes(x.shape, mask.shape)
+        wide = mask.expand(shape)
+        self.same.note(torch.Tensor.expand, (mask, shape), {}, wide)
+        return x.expand(shape), mask if mask.shape == shape else wide
 
     def _padded(self, targets: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Targets and lengths for `autopar::ctc`: those that a mask picked out of rows and joined
