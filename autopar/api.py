@@ -236,7 +236,8 @@ def parallelize(
     args, kwargs = normalize_inputs(example_inputs)
     with as_in(module):
         step = planner.compile(args, kwargs, model.training)
-    module.install(step, module.signature(args, kwargs, model.training))
+    module.install(step)
+    module.keep(step, args, kwargs, model.training)
     return module
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar._compat import register_dataclasses
@@ -37,6 +38,7 @@ from autopar.step_plans import StepPlans
 from autopar.symmetric_calls import with_symmetric_calls
 from autopar.tracer.accepted import check_model
 from autopar.tracer.fold import find_repeats
+from autopar.tracer.known_values import may_be_sizes
 from autopar.tracer.trace import trace
 
 __all__ = ["Planner", "Settings", "traced_for"]
@@ -367,7 +369,10 @@ def _fewer_turns(pin: PipelinePin, traced: TracedModel) -> Iterator[PipelinePin]
 
 
 def _as_example(value: Tensor) -> Tensor:
-    """A stand-in of the global shape; nothing of the batch is kept."""
+    """A stand-in of the global shape; of the batch nothing is kept but what may be sizes."""
+    if may_be_sizes(value) and not value.is_meta:
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        return whole.detach().to("cpu", copy=True)
     return torch.zeros(value.shape, dtype=value.dtype, device="meta" if value.is_meta else "cpu")
 
 

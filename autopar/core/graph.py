@@ -16,6 +16,7 @@ from autopar.core.flights import Flight
 
 __all__ = [
     "InputSpec",
+    "KnownValue",
     "NodeInfo",
     "OutputSpec",
     "Repeat",
@@ -100,6 +101,21 @@ class NodeInfo:
     recomputed: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class KnownValue:
+    """A tensor whose value a graph was traced for, as its sizes depend on it.
+
+    Attributes:
+        kind: "input" or "buffer".
+        name: position among the tensors of the inputs, or the buffer's FQN.
+        value: its elements, as Python writes a list of them.
+    """
+
+    kind: str
+    name: str
+    value: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeat:
     """Blocks of a container that stand in the graph once, for many.
@@ -164,6 +180,7 @@ class TracedModel:
         state_values: tensors lifted from the code, by FQN.
         repeats: blocks that the graph holds once for many; empty for a graph to run. A container
             has several where its blocks are recomputed or placed in several ways.
+        known: inputs and buffers whose values the graph was traced for.
         sections: container and number of the blocks from which on equal blocks are placed apart.
         reduce_dtype: of sums of gradients over ranks; None where it is the solver's choice.
         precision: what its parameters and inputs are cast to: "fp32" (nothing), "bf16", "fp16".
@@ -194,6 +211,7 @@ class TracedModel:
     beside: tuple[int, ...] = ()
     numbers: tuple[int, ...] = ()
     sections: tuple[tuple[str, int], ...] = ()
+    known: tuple[KnownValue, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:

@@ -21,6 +21,7 @@ from autopar.core.grad_modes import outside_inference_mode
 from autopar.core.loss import position_of_loss
 from autopar.core.plan import Plan
 from autopar.errors import AutoparError
+from autopar.runtime.asked_values import AskedValues
 from autopar.runtime.autocast import check_autocast, outside_autocast
 from autopar.runtime.children import adopt, as_in, modes
 from autopar.runtime.compiled_step import CompiledStep, input_signature, named_inputs
@@ -88,6 +89,7 @@ class ParallelModule(StateModule):
         self._frozen: list[str] = []
         self._reachable = reachable
         self._fixed: FixedValues | None = None
+        self._asked = AskedValues()
         self.loss_scaler: LossScaler | None = None
         self.pending_save: SaveHandle | None = None
         adopt(self, model)
@@ -97,7 +99,7 @@ class ParallelModule(StateModule):
             super().__setattr__(name, value)
 
     # --- set-up --------------------------------------------------------------------------------
-    def install(self, step: CompiledStep | PipelinedStep, signature: Any) -> None:
+    def install(self, step: CompiledStep | PipelinedStep) -> None:
         """Adopt the first plan: create this rank's parameters and buffers."""
         if self._reserved and isinstance(step, PipelinedStep) and step.pipeline.size > 1:
             raise AutoparError(
@@ -119,7 +121,6 @@ class ParallelModule(StateModule):
         if isinstance(step, PipelinedStep):
             step.warn_of_dropped_outputs()
         self._mark_parameters(step)
-        self._steps[signature] = step
         self._fixed = FixedValues(self._reachable)
 
     def _mark_parameters(self, step: CompiledStep | PipelinedStep) -> None:
@@ -328,21 +329,34 @@ class ParallelModule(StateModule):
 
     def signature(self, args: Any, kwargs: Any, training: bool) -> Any:
         """What a step is compiled for: modes, whether with gradients, and what inputs are like."""
+        like = self._like(args, kwargs, training)
+        return (*like, *self._asked.of(like, args, kwargs))
+
+    def _like(self, args: Any, kwargs: Any, training: bool) -> tuple[Any, ...]:
         return (self.training, modes(self), training, input_signature(args, kwargs))
+
+    def keep(
+        self, step: CompiledStep | PipelinedStep, args: Any, kwargs: Any, training: bool
+    ) -> None:
+        """Run a step for such inputs from now on."""
+        self._asked.note(self, self._like(args, kwargs, training), step)
+        self._steps[self.signature(args, kwargs, training)] = step
 
     def _step_for(self, args: Any, kwargs: Any) -> CompiledStep | PipelinedStep:
         go_plain_ways()  # again, as torch's implicit_replication() ends it
         training = self.training and torch.is_grad_enabled()
-        signature = self.signature(args, kwargs, training)
         if self._fixed is None:
             self._fixed = FixedValues(self._reachable)
         self._fixed.check()
+        self._asked.check(self)
+        signature = self.signature(args, kwargs, training)
         if signature not in self._steps:
             with as_in(self), outside_inference_mode():
                 step = self._compile(args, kwargs, training)
                 if self._plan is None:
-                    self.install(step, signature)
-            self._steps[signature] = step
+                    self.install(step)
+            self.keep(step, args, kwargs, training)
+            signature = self.signature(args, kwargs, training)
         if signature not in self._compared:
             check_first_batch(self._steps[signature], args, kwargs)
             check_same_batch(args, kwargs)

@@ -6,7 +6,7 @@ import io
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from enum import Enum
 from types import MappingProxyType
 from typing import Any
@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar._compat import register_dataclasses
+from autopar.core.graph import KnownValue
 from autopar.errors import TraceError
 from autopar.tracer.caches import emptying_caches
 from autopar.tracer.calls import check_loss_fn, explain_call
 from autopar.tracer.checks import Answers, drop_assertions, passing_checks, warn_of
 from autopar.tracer.diagnose import (
     SYMBOLIC,
+    asks_for_values,
     explain_failure,
     refuse_data_dependent,
     refuse_mixed,
@@ -31,6 +33,7 @@ from autopar.tracer.diagnose import (
 from autopar.tracer.eager_answers import telling_eager, warn_of_compiled
 from autopar.tracer.effects import changes_in_place
 from autopar.tracer.frozen_values import Frozen, putting_back, warn_of_frozen
+from autopar.tracer.known_values import KnownValues, Sources, warn_of_known
 from autopar.tracer.no_grad import keep_written_gradients, mark_no_grad, restore_lines
 from autopar.tracer.outside_tensors import OutsideTensors, say_own
 from autopar.tracer.picked_places import say_picked
@@ -71,6 +74,11 @@ class Notes:
         self.lines: dict[str, str] = {}
         self.frozen = Frozen()
         self.outside = OutsideTensors()
+        self.known: KnownValues | None = None
+
+    def known_values(self) -> tuple[KnownValue, ...]:
+        """Of inputs and buffers, what the capture is for."""
+        return () if self.known is None else self.known.values()
 
 
 class Capture(nn.Module):
@@ -96,7 +104,9 @@ class Capture(nn.Module):
         self.notes = Notes()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with putting_back(self.wrapped) as self.notes.frozen, self.notes.outside.noted():
+        known = self.notes.known
+        beside = nullcontext() if known is None else known.of(self.wrapped, args, kwargs)
+        with putting_back(self.wrapped) as self.notes.frozen, self.notes.outside.noted(), beside:
             output = self._called(args, kwargs)
         register_dataclasses(output)
         leaves, self.notes.out_spec = pytree.tree_flatten(output)
@@ -150,7 +160,7 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
                 "Detach it, or register it as an nn.Parameter of the model."
             )
     try:
-        exported, checks, answers = _captured_as_eager(capture, args, kwargs)
+        exported, checks, answers = _captured_with_values(capture, args, kwargs)
     except TraceError:
         raise
     except Exception as error:
@@ -159,7 +169,31 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
         raise TraceError(text) from error
     warn_of(checks, answers)
     warn_of_frozen(capture.notes.frozen, exported.constants.values())
+    warn_of_known(capture.wrapped, capture.notes.known_values())
     return exported
+
+
+def _captured_with_values(capture: Capture, args: Any, kwargs: Any) -> tuple[Any, Any, Answers]:
+    """What the model does for any values; where it asks for some, for those that it is given."""
+    try:
+        return _captured_as_eager(capture, args, kwargs)
+    except Exception as error:
+        if not asks_for_values(error):
+            raise
+        first = error
+    lines, capture.notes.lines = capture.notes.lines, {}
+    known = capture.notes.known = KnownValues(Sources(capture.wrapped, args, kwargs))
+    try:
+        captured = _captured_as_eager(capture, args, kwargs)
+    except Exception as error:
+        capture.notes.lines, capture.notes.known = lines, None
+        raise first from error
+    written = captured[0].graph_signature.buffers_to_mutate.values()
+    asked = {f"{PREFIX}{name}" for kind, name in known.asked if kind == "buffer"}
+    if not known.asked or asked.intersection(written):
+        capture.notes.lines, capture.notes.known = lines, None
+        raise first  # the next step would find another value
+    return captured
 
 
 def _captured_as_eager(capture: Capture, args: Any, kwargs: Any) -> tuple[Any, Any, Answers]:

@@ -19,6 +19,7 @@ from autopar.errors import TraceError
 __all__ = [
     "MODES",
     "SYMBOLIC",
+    "asks_for_values",
     "explain_backward",
     "explain_failure",
     "innermost_line",
@@ -348,6 +349,14 @@ def explain_failure(model: nn.Module, error: BaseException, lines: Mapping[str, 
     else:
         remedy = "torch.export cannot capture this forward; its message is above in the chain."
     return f"cannot trace {type(model).__name__} at {where}\n  {first}\n  {remedy}"
+
+
+def asks_for_values(error: BaseException) -> bool:
+    """True where a capture failed for want of the values of tensors."""
+    text = str(error)
+    if isinstance(error, TraceError):
+        return _REMEDY in text or _ROWS in text
+    return bool(_DATA_DEPENDENT.search(text) or _DATA_DEPENDENT.search(type(error).__name__))
 
 
 def explain_backward(model: nn.Module, error: BaseException) -> str:

@@ -338,6 +338,7 @@ class _JointTrace:
             beside=self.beside,
             numbers=self.capture.notes.numbers,
             tied=tuple(tied_parameters(self.model)),
+            known=self.capture.notes.known_values(),
             state_values=self._constants(gm, inputs),
         )
 

@@ -1,0 +1,300 @@
+"""Values of small tensors in a forward whose sizes depend on them.
+
+    for t, h, w in image_sizes.tolist():     # an input
+        …
+    kernel = int(self.kernel_size)           # a buffer
+
+`torch.export` knows no values of inputs and buffers. Where a forward cannot be captured without
+them, it is captured again, and what is computed of small integer inputs and of buffers is computed
+beside the capture with their values. What asked for a value then holds for that value alone, and is
+noted: the step of an input that has other values is another one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autopar.core.graph import KnownValue
+from autopar.errors import FrozenValueWarning
+
+__all__ = ["KnownValues", "Sources", "may_be_sizes", "warn_of_known"]
+
+Origins = frozenset[tuple[str, str]]
+"""Kind and name of each input and buffer that a value is computed from."""
+
+_MOST_OF_INPUT = 256  # a table of sizes is small; tokens, which change with each batch, are many
+_MOST = 1 << 16
+# a branch, `if tensor:`, is none of them
+_ASKING = frozenset("item tolist __int__ __float__ __index__ __contains__".split())
+_MAKING = frozenset("tensor as_tensor arange zeros ones full eye linspace".split())
+_NO_VALUES = frozenset(
+    "empty empty_like new_empty rand randn randint randperm rand_like randn_like randint_like "
+    "bernoulli multinomial normal poisson dropout bernoulli_ normal_ uniform_ exponential_".split()
+)
+# take sizes, or places, as numbers
+_SIZED = frozenset(
+    "arange zeros ones full empty rand randn new_zeros new_ones new_full new_empty linspace eye "
+    "view reshape expand repeat split split_with_sizes tensor_split narrow chunk unflatten unfold "
+    "roll pad interpolate one_hot topk select flatten".split()
+)
+_PICKING = frozenset(
+    "nonzero argwhere where unique unique_consecutive masked_select repeat_interleave".split()
+)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A tensor of the capture, its version when its value was computed, and that value."""
+
+    tensor: Tensor
+    version: int
+    value: Tensor
+    origins: Origins
+
+
+class Sources:
+    """Real values of what a forward is given."""
+
+    def __init__(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        self.buffers = {
+            name: buffer
+            for name, buffer in model.named_buffers(remove_duplicate=False)
+            if _has_value(buffer) and buffer.numel() <= _MOST
+        }
+        self.inputs: dict[tuple[Any, int], tuple[str, Tensor]] = {}
+        place = 0
+        for key, given in (*enumerate(args), *kwargs.items()):
+            for i, leaf in enumerate(pytree.tree_leaves(given)):
+                if isinstance(leaf, Tensor):
+                    if may_be_sizes(leaf) and _has_value(leaf):
+                        self.inputs[key, i] = (str(place), leaf)
+                    place += 1
+
+    def pairs(
+        self, model: nn.Module, args: Any, kwargs: Mapping[str, Any]
+    ) -> Iterator[tuple[Tensor, Tensor, tuple[str, str]]]:
+        """Each tensor of the capture that stands for one whose value is known, and its origin."""
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            if name in self.buffers:
+                yield buffer, self.buffers[name], ("buffer", name)
+        for key, given in (*enumerate(args), *kwargs.items()):
+            for i, leaf in enumerate(pytree.tree_leaves(given)):
+                if (key, i) in self.inputs:
+                    place, value = self.inputs[key, i]
+                    yield leaf, value, ("input", place)
+
+
+def may_be_sizes(tensor: Tensor) -> bool:
+    """True for an input whose values a forward may take sizes from."""
+    whole = not (tensor.is_floating_point() or tensor.is_complex())
+    return whole and tensor.numel() <= _MOST_OF_INPUT
+
+
+def _has_value(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and not tensor.is_meta
+
+
+class KnownValues(TorchFunctionMode):
+    """Computes values beside a capture, and answers what asks for one.
+
+    Args:
+        sources: of the forward that is captured.
+    """
+
+    def __init__(self, sources: Sources) -> None:
+        super().__init__()
+        self.sources = sources
+        self.asked: dict[tuple[str, str], None] = {}
+        self._known: dict[int, _Known] = {}
+
+    @contextmanager
+    def of(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """While the forward runs, on tensors of the capture."""
+        for tensor, value, origin in self.sources.pairs(model, args, kwargs):
+            with _plainly():  # a copy, as the forward may write to it
+                value = value.detach().clone()
+            self._keep(tensor, value, frozenset((origin,)))
+        with self:
+            yield
+
+    def values(self) -> tuple[KnownValue, ...]:
+        """What was asked for, directly or by what was computed of it."""
+        found = {**{("buffer", n): b for n, b in self.sources.buffers.items()}}
+        found |= {("input", place): value for place, value in self.sources.inputs.values()}
+        return tuple(KnownValue(*origin, repr(found[origin].tolist())) for origin in self.asked)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _ASKING and (known := self._of((args, kwargs))) is not None:
+            return self._told(lambda: func(*known[0][0], **known[0][1]), known[1])
+        if name == "__iter__" and self._find(args[0]) is not None:
+            return iter(self._noted(torch.unbind, "unbind", args, {}))
+        if name in _SIZED:
+            first = () if name in _MAKING or not args else args[:1]
+            args = (*first, *self._as_numbers(args[len(first) :]))
+            kwargs = self._as_numbers(kwargs)
+        if name in ("__getitem__", "__setitem__"):
+            args = (args[0], self._as_index(args[1]), *args[2:])
+        if name in _PICKING and (picked := self._picked(func, name, args, kwargs)) is not None:
+            return picked
+        return self._noted(func, name, args, kwargs)
+
+    # --- what is known -------------------------------------------------------------------------
+    def _find(self, tensor: Any) -> _Known | None:
+        known = self._known.get(id(tensor))
+        return known if known is not None and known.version == tensor._version else None
+
+    def _keep(self, tensor: Tensor, value: Tensor, origins: Origins) -> None:
+        self._known[id(tensor)] = _Known(tensor, tensor._version, value, origins)
+
+    def _of(self, arguments: Any) -> tuple[Any, Origins] | None:
+        """Arguments with values in place of tensors, if all are known; what they come from."""
+        leaves, spec = pytree.tree_flatten(arguments)
+        found = [self._find(x) if isinstance(x, Tensor) else None for x in leaves]
+        if any(isinstance(x, Tensor) and f is None for x, f in zip(leaves, found, strict=True)):
+            return None
+        plain = [x if f is None else f.value for x, f in zip(leaves, found, strict=True)]
+        origins = frozenset[tuple[str, str]]().union(*(f.origins for f in found if f is not None))
+        return pytree.tree_unflatten(plain, spec), origins
+
+    def _told(self, compute: Callable[[], Any], origins: Origins) -> Any:
+        """A value that goes into the graph as a number."""
+        self.asked.update(dict.fromkeys(sorted(origins)))
+        with _plainly():
+            return compute()
+
+    def _noted(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Run the capture's call; where all it reads is known, its results are."""
+        known = None
+        has_tensors = any(isinstance(x, Tensor) for x in pytree.tree_leaves((args, kwargs)))
+        if name not in _NO_VALUES and (has_tensors or name in _MAKING):
+            known = self._of((args, kwargs))
+        result = func(*args, **kwargs)
+        if known is not None:
+            self._compute(func, known, result)
+        return result
+
+    def _compute(self, func: Any, known: tuple[Any, Origins], result: Any) -> None:
+        made = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        if not made or any(x.requires_grad or x.numel() > _MOST for x in made):
+            return
+        (args, kwargs), origins = known
+        try:
+            with _plainly():
+                values = func(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError):
+            return  # it runs in the capture alone, so no value is known
+        values = [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
+        for tensor, value in zip(made, values, strict=False):
+            if tensor.shape == value.shape and tensor.dtype == value.dtype and not value.is_meta:
+                self._keep(tensor, value, origins)
+
+    # --- what needs numbers --------------------------------------------------------------------
+    def _as_numbers(self, arguments: Any) -> Any:
+        """Arguments with Python's numbers in place of whole ones that are tensors."""
+
+        def number(x: Any) -> Any:
+            known = self._find(x) if isinstance(x, Tensor) and x.dim() == 0 else None
+            if known is None or known.value.is_floating_point():
+                return x
+            return self._told(known.value.item, known.origins)
+
+        return pytree.tree_map(number, arguments)
+
+    def _as_index(self, index: Any) -> Any:
+        """An index with numbers as ends of slices, and places instead of masks."""
+        parts: list[Any] = []
+        for part in index if isinstance(index, tuple) else (index,):
+            known = self._find(part) if isinstance(part, Tensor) else None
+            if isinstance(part, slice):
+                ends = self._as_numbers((part.start, part.stop, part.step))
+                parts.append(slice(*ends))
+            elif known is not None and known.value.dtype is torch.bool and part.dim():
+                where = partial(torch.nonzero, known.value, as_tuple=True)
+                places = self._told(where, known.origins)
+                parts += [self._constant(column, part) for column in places]
+            else:
+                parts.append(part)
+        return tuple(parts) if isinstance(index, tuple) or len(parts) != 1 else parts[0]
+
+    def _picked(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Results whose shapes depend on values, as constants or by places that are constants."""
+        if name == "where" and len(args) + len(kwargs) > 1:
+            return None
+        known = self._of((args, kwargs))
+        if known is not None:
+            (plain, named), origins = known
+            like = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+            values = self._told(lambda: func(*plain, **named), origins)
+            return pytree.tree_map_only(Tensor, lambda v: self._constant(v, like, origins), values)
+        if name == "repeat_interleave" and len(args) > 1 and isinstance(args[1], Tensor):
+            return self._repeated(*args, **kwargs)
+        if name == "masked_select" and (mask := self._find(args[1])) is not None:
+            x, wide = torch.broadcast_tensors(args[0], args[1])
+            with _plainly():
+                value = mask.value.expand(wide.shape).clone()
+            self._keep(wide, value, mask.origins)
+            return x[self._as_index(wide)]
+        return None
+
+    def _repeated(self, x: Tensor, repeats: Tensor, dim: int | None = None, **_: Any) -> Any:
+        known = self._find(repeats)
+        if known is None:
+            return None
+        x, dim = (x.flatten(), 0) if dim is None else (x, dim)
+        size = x.shape[dim]
+
+        def places() -> Tensor:
+            each = known.value.expand(size) if known.value.dim() else known.value.repeat(size)
+            return torch.arange(size).repeat_interleave(each)
+
+        return x.index_select(dim, self._constant(self._told(places, known.origins), x))
+
+    def _constant(self, value: Tensor, like: Tensor, origins: Origins = frozenset()) -> Tensor:
+        """A tensor of the capture with a value."""
+        with _plainly():
+            numbers = value.tolist()
+        made = torch.tensor(numbers, dtype=value.dtype, device=like.device).reshape(value.shape)
+        self._keep(made, value, origins)
+        return made
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """While values are computed: nothing is captured."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        yield
+
+
+def warn_of_known(model: nn.Module, values: Iterable[KnownValue]) -> None:
+    """Say which values a step was traced for."""
+    for known in values:
+        shown = known.value if len(known.value) <= 60 else f"{known.value[:60]} …"
+        what = f"buffer {known.name!r}" if known.kind == "buffer" else f"tensor {known.name}"
+        instead = (
+            "It must keep that value."
+            if known.kind == "buffer"
+            else "Another step is traced and planned for each other value. Pass what does not "
+            "change as Python's numbers."
+        )
+        source = "" if known.kind == "buffer" else " of the inputs"
+        warnings.warn(
+            f"{type(model).__name__}: sizes in the forward depend on the values of {what}{source}, "
+            f"and this step is the one for {shown}. {instead}",
+            FrozenValueWarning,
+            stacklevel=2,
+        )
