@@ -145,3 +145,24 @@ def test_what_no_value_answers_is_refused(kind: Any) -> None:
         warnings.simplefilter("error")
         with pytest.raises(autopar.TraceError, match="The value of a tensor decides"):
             autopar.plan(kind(_by_list), cluster, (IDS, GRID), cache=False)
+
+
+class Padded(Model):
+    """Branches on numbers that it computes of a buffer, as convolutions with paddings do."""
+
+    def forward(self, ids: Tensor, grid: Tensor) -> Tensor:
+        x = self.inner(self.table(ids))
+        count = torch.ceil((x.shape[1] - self.stride) / self.stride + 1).to(torch.int64)
+        missing = max(count * self.stride - x.shape[1], 1)
+        if x.shape[1] <= missing * 16:
+            x = F.pad(x, (0, 0, 0, missing))
+        return F.pad(x, (0, 0, missing, 2)).square().cumsum(1).sum()
+
+
+def test_branches_on_what_is_computed_of_buffers() -> None:
+    torch.manual_seed(0)
+    model, inputs = Padded(_by_list).double(), (IDS, GRID)
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    plan = autopar.plan(model, cluster, inputs, constraints={"tensor": "1d"}, cache=False)
+    found = autopar.verify(plan, model, inputs)
+    assert found.worst[1] < 1e-12 and len(found.gradients) == 3, found.worst

@@ -35,7 +35,6 @@ Origins = frozenset[tuple[str, str]]
 
 _MOST_OF_INPUT = 256  # a table of sizes is small; tokens, which change with each batch, are many
 _MOST = 1 << 16
-# a branch, `if tensor:`, is none of them
 _ASKING = frozenset("item tolist __int__ __float__ __index__ __contains__".split())
 _MAKING = frozenset("tensor as_tensor arange zeros ones full eye linspace".split())
 _NO_VALUES = frozenset(
@@ -139,7 +138,12 @@ class KnownValues(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _ASKING and (known := self._of((args, kwargs))) is not None:
+        if func is torch.Tensor.__bool__:  # which has another name while checks are passed
+            known_bool = self._find(args[0])
+            if known_bool is not None and not _of_inputs(known_bool.origins):
+                return bool(self._told(known_bool.value.item, known_bool.origins))
+        known = self._of((args, kwargs)) if name in _ASKING else None
+        if known is not None:
             return self._told(lambda: func(*known[0][0], **known[0][1]), known[1])
         if name == "__iter__" and self._find(args[0]) is not None:
             return iter(self._noted(torch.unbind, "unbind", args, {}))
@@ -271,6 +275,11 @@ class KnownValues(TorchFunctionMode):
         made = torch.tensor(numbers, dtype=value.dtype, device=like.device).reshape(value.shape)
         self._keep(made, value, origins)
         return made
+
+
+def _of_inputs(origins: Origins) -> bool:
+    """A branch on an input is no size: a step for each value would be one for each batch."""
+    return any(kind == "input" for kind, _ in origins)
 
 
 @contextmanager
