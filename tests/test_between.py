@@ -83,6 +83,45 @@ class Scales(nn.Module):
         return (x * self.first * self.second * self.table).sum()
 
 
+class Telling(nn.Module):
+    """Returns what its backward reads, and what its state is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 4))
+        self.register_buffer("table", torch.ones(4))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        logits = x @ self.weight
+        before = {"table": self.table.clone(), "weight": self.weight.detach().clone()}
+        return {"loss": logits.square().sum(), "logits": logits, **before}
+
+
+def _results(rank: int) -> tuple[str, list[float]]:
+    """What backward says after a write to the logits; state that was returned, after a write."""
+    x = torch.ones(2, 3)
+    parallel = autopar.parallelize(Telling(), init_device_mesh("cpu", (1,)), (x,), cache=False)
+    output = parallel(x)
+    with torch.no_grad():
+        output["logits"].view(-1)[0] = 7.0
+    with pytest.raises(autopar.AutoparError) as caught:
+        output["loss"].backward()
+    told = []
+    for mode in (True, False):
+        output = parallel.train(mode)(x)
+        with torch.no_grad():
+            parallel.weight.add_(1.0)
+            parallel.table.add_(1.0)
+        told += [float(output["table"].sum()), float(output["weight"].sum())]
+    return str(caught.value), told
+
+
+def test_results_are_the_users_own() -> None:
+    ((message, told),) = run_ranks(_results, 1)
+    assert "output['logits'] of shape (2, 4) was changed in place" in message
+    assert told == [4.0, 12.0, 8.0, 24.0]
+
+
 def _written(rank: int) -> dict[str, str]:
     """What backward says after a write between it and its forward, by what was written."""
     x = torch.ones(2, 3)

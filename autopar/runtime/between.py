@@ -1,9 +1,10 @@
 """What a program hands on shares no memory with what is written while it is still wanted.
 
 A program hands on tensors as they are, and its caller then writes the buffers that it updates: what
-shares their memory (the old value of another buffer, what the backward reads) is copied first. Any
-other write to a parameter, buffer or input between a forward and the backward that reads it is the
-user's, and an error, as it is in torch.
+shares their memory (the old value of another buffer, what the backward reads) is copied first, and
+so is a result that a parameter or buffer has the memory of. Any other write to a parameter, buffer,
+input or result between a forward and the backward that reads it is the user's, and an error, as it
+is in torch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar.core.graph import InputSpec
 from autopar.errors import AutoparError
 
 __all__ = ["ReadAgain", "address", "copies_of_shared"]
@@ -31,21 +31,21 @@ def address(value: Tensor) -> int:
 
 
 class ReadAgain:
-    """Parameters, buffers and inputs that a backward reads in the memory that their holder has.
+    """Tensors that a backward reads in the memory that their holder has.
 
     Args:
-        inputs: every input of the forward, with its value on this rank and what holds that: the
-            tensor that the user has, a DTensor or a plain one; None for what the step made.
+        held: what a tensor is called, its value on this rank, and the tensor that the user has of
+            it, a DTensor or a plain one; None for what the step made.
         saved: what the forward hands to the backward.
     """
 
     def __init__(
-        self, inputs: Iterable[tuple[InputSpec, Tensor, Tensor | None]], saved: Sequence[Any]
+        self, held: Iterable[tuple[str, Tensor, Tensor | None]], saved: Sequence[Any]
     ) -> None:
-        kept = {address(v) for v in saved if isinstance(v, Tensor)}
+        kept = {address(v) for v in saved if isinstance(v, Tensor) and v.numel()}
         self.versions = [
-            (spec, holder, holder._version)
-            for spec, value, holder in inputs
+            (name, holder, holder._version)
+            for name, value, holder in held
             if holder is not None and not holder.is_inference()
             if address(value) in kept and address(_local(holder)) == address(value)
         ]
@@ -56,12 +56,12 @@ class ReadAgain:
         Raises:
             AutoparError: names the first.
         """
-        for spec, holder, version in self.versions:
+        for name, holder, version in self.versions:
             if holder._version != version:
                 raise AutoparError(
-                    f"the {spec.kind} {spec.target!r} of shape {tuple(holder.shape)} was changed "
-                    "in place between the forward and its backward, which needs it as it was: "
-                    "step the optimizer after the backward, or change a clone()"
+                    f"the {name} of shape {tuple(holder.shape)} was changed in place between the "
+                    "forward and its backward, which needs it as it was: step the optimizer after "
+                    "the backward, or change a clone()"
                 )
 
 

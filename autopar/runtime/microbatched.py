@@ -13,14 +13,13 @@ from torch.utils import _pytree as pytree
 from autopar.core.placement import Layout, Replicate
 from autopar.runtime.between import address, copies_of_shared
 from autopar.runtime.compiled_step import tensors_in_order
+from autopar.runtime.feed import local_value, next_seed
 from autopar.runtime.in_step import in_step
 from autopar.runtime.lost import naming_lost_ranks
 from autopar.runtime.pipeline import PipelinedStep
 from autopar.runtime.running import (
     called_twice,
     gradient_dtensor,
-    local_value,
-    next_seed,
     refuse_second_order,
     whole_gradient,
 )

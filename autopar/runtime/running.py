@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar._compat import dtensor_like, dtensor_placements
-from autopar.core.graph import InputSpec, TracedModel, output_paths
+from autopar._compat import dtensor_like
+from autopar.core.graph import TracedModel, output_paths
 from autopar.core.placement import Layout
 from autopar.errors import AutoparError
 from autopar.runtime.autocast import outside_autocast
 from autopar.runtime.between import ReadAgain, address, copies_of_shared
-from autopar.runtime.compiled_step import CompiledStep, kept_outputs, tensors_in_order
+from autopar.runtime.compiled_step import CompiledStep, kept_outputs
+from autopar.runtime.feed import feed, given_specs, holders
 from autopar.runtime.in_step import in_step
 from autopar.runtime.lost import naming_lost_ranks
-from autopar.runtime.pipeline import PipelinedStep
 from autopar.runtime.shards import take_shard
 from autopar.runtime.state import to_dtensor
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 __all__ = [
     "called_twice",
     "gradient_dtensor",
-    "local_value",
-    "next_seed",
     "refuse_second_order",
     "run_with_autograd",
     "run_without_autograd",
@@ -94,7 +92,7 @@ class StepFunction(torch.autograd.Function):
         ctx.run = run
         # not save_for_backward: autograd would hold all of it until the backward has ended
         run.saved = list(saved)
-        run.read_again = ReadAgain(run.held_inputs(), saved)
+        run.read_again = ReadAgain([*run.held_inputs(), *run.held_results(results)], saved)
         run.holders = ()  # an input that is not read again may be freed
         # what has no gradient here says so when one arrives, as a sum without it would be wrong
         attached = run.differentiable | set(run.step.traced.beside)
@@ -187,17 +185,36 @@ class Run:
         with naming_lost_ranks("in the forward"):
             values = self.step.forward(*self.given)
         count, values = program.num_results, self._apart(values)
-        return self._wrapped(values[:count]), values[count:]
+        return self._wrapped(self._own_results(values[:count])), values[count:]
 
-    def held_inputs(self) -> Iterator[tuple[InputSpec, Tensor, Tensor | None]]:
-        """Every input of the forward, its value on this rank, and the tensor that holds it."""
-        return zip(given_specs(self.step), self.given, self.holders, strict=True)
+    def held_inputs(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """Every input of the forward: its name, its value here, and the tensor that holds it."""
+        for spec, value, holder in zip(
+            given_specs(self.step), self.given, self.holders, strict=True
+        ):
+            yield f"{spec.kind} {spec.target!r}", value, holder
+
+    def held_results(self, results: Sequence[Any]) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """Every result that is a tensor, which its user holds."""
+        paths = output_paths(self.step.traced.out_spec)
+        for index, result in enumerate(results):
+            if isinstance(result, Tensor):
+                local = result._local_tensor if isinstance(result, DTensor) else result
+                yield f"output{paths[index]}", local, result
 
     def _apart(self, values: Sequence[Any]) -> Sequence[Any]:
         """Values of which none shares memory with a buffer that is about to be written."""
         updated = {spec.target for spec, _ in self.step.program.outputs if spec.kind == "buffer"}
-        memory = {address(v) for spec, v, _ in self.held_inputs() if spec.target in updated}
-        return copies_of_shared(values, memory) if memory else values
+        if not updated:
+            return values
+        given = zip(given_specs(self.step), self.given, strict=True)
+        return copies_of_shared(values, {address(v) for spec, v in given if spec.target in updated})
+
+    def _own_results(self, values: Sequence[Any]) -> Sequence[Any]:
+        """Values of which none is what the module keeps: a later step may write to that."""
+        given = zip(given_specs(self.step), self.given, strict=True)
+        kinds = ("parameter", "buffer", "constant")
+        return copies_of_shared(values, {address(v) for spec, v in given if spec.kind in kinds})
 
     def _wrapped(self, values: Sequence[Any]) -> list[Any]:
         """User outputs: sharded ones as DTensors; buffers are stored on the way."""
@@ -295,87 +312,3 @@ def _global_shape(value: Tensor, layout: Layout, mesh_shape: Sequence[int]) -> t
         if placement.is_shard:
             shape[placement.dim] *= size
     return tuple(shape)
-
-
-def given_specs(step: CompiledStep) -> list[InputSpec]:
-    """The inputs of the forward program, in its order."""
-    return [spec for spec, _ in step.program.inputs if spec.kind != "tangent"]
-
-
-def holders(
-    module: ParallelModule, step: CompiledStep, args: Any, kwargs: Any
-) -> list[Tensor | None]:
-    """The user's tensor behind every input of the forward program; None where there is none."""
-    flat = iter(tensors_in_order(step.keywords, step.traced.training, args, kwargs))
-    found: list[Tensor | None] = []
-    for spec in given_specs(step):
-        if spec.kind == "parameter":
-            found.append(module.parameter(spec.target))
-        elif spec.kind == "buffer":
-            found.append(module.buffer(spec.target))
-        else:
-            found.append(next(flat) if spec.kind == "input" else None)
-    return found
-
-
-def feed(module: ParallelModule, step: CompiledStep, args: Any, kwargs: Any) -> list[Tensor]:
-    """Local value of every placeholder of the forward program."""
-    flat = iter(tensors_in_order(step.keywords, step.traced.training, args, kwargs))
-    seed = next_seed(module, step)
-    layouts = dict(step.program.inputs)
-    return [
-        local_value(module, spec, layouts[spec], step, flat, seed) for spec in given_specs(step)
-    ]
-
-
-def next_seed(module: ParallelModule, step: CompiledStep | PipelinedStep) -> int:
-    """The seed of this call. The next one has another, if this one trains or draws numbers."""
-    seed = module._seed + module._calls
-    if step.traced.training or any(spec.kind == "seed" for spec in step.traced.inputs):
-        module._calls += 1
-    return seed
-
-
-def _constant(traced: TracedModel, spec: InputSpec) -> Tensor:
-    """A tensor that the forward makes from numbers.
-
-    Raises:
-        AutoparError: it was made on the meta device, where numbers are lost.
-    """
-    value = traced.state_values[spec.target]
-    if value.is_meta:
-        readers = traced.nodes()[spec.node].users
-        where = next((traced.info[n.name].source for n in readers if n.name in traced.info), "")
-        raise AutoparError(
-            f"{where or 'the forward'} makes a tensor of shape {spec.shape} from numbers on the "
-            "meta device, where they are lost. Build the model on the CPU, or make the tensor in "
-            "a buffer of the module, or with device='cpu'"
-        )
-    return value
-
-
-def local_value(
-    module: ParallelModule,
-    spec: InputSpec,
-    layout: Layout,
-    step: CompiledStep | PipelinedStep,
-    flat: Any,
-    seed: int,
-) -> Tensor:
-    if spec.kind == "parameter":
-        return module.parameter(spec.target)._local_tensor.detach()
-    if spec.kind == "buffer":
-        return module.buffer(spec.target)
-    if spec.kind == "constant":
-        return _constant(step.traced, spec).to(module.device)
-    if spec.kind == "seed":
-        return torch.tensor(seed, device=module.device)
-    value = next(flat)
-    if isinstance(value, DTensor):
-        here = value.device_mesh == module.mesh
-        if here and list(value.placements) == dtensor_placements(layout):
-            local: Tensor = value._local_tensor
-            return local
-        return take_shard(value.full_tensor(), layout, step.plan.mesh_shape, module.coords)
-    assert isinstance(value, Tensor)
-    return take_shard(value.to(module.device), layout, step.plan.mesh_shape, module.coords)

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.core.graph import KnownValue
 from autopar.errors import FrozenValueWarning
+from autopar.tracer.randomness import draws
 
 __all__ = ["KnownValues", "Sources", "may_be_sizes", "warn_of_known"]
 
@@ -37,10 +38,7 @@ _MOST_OF_INPUT = 256  # a table of sizes is small; tokens, which change with eac
 _MOST = 1 << 16
 _ASKING = frozenset("item tolist __int__ __float__ __index__ __contains__".split())
 _MAKING = frozenset("tensor as_tensor arange zeros ones full eye linspace".split())
-_NO_VALUES = frozenset(
-    "empty empty_like new_empty rand randn randint randperm rand_like randn_like randint_like "
-    "bernoulli multinomial normal poisson dropout bernoulli_ normal_ uniform_ exponential_".split()
-)
+_UNSET = frozenset("empty empty_like empty_strided new_empty new_empty_strided".split())
 # take sizes, or places, as numbers
 _SIZED = frozenset(
     "arange zeros ones full empty rand randn new_zeros new_ones new_full new_empty linspace eye "
@@ -185,7 +183,7 @@ class KnownValues(TorchFunctionMode):
         """Run the capture's call; where all it reads is known, its results are."""
         known = None
         has_tensors = any(isinstance(x, Tensor) for x in pytree.tree_leaves((args, kwargs)))
-        if name not in _NO_VALUES and (has_tensors or name in _MAKING):
+        if (has_tensors or name in _MAKING) and name not in _UNSET and not draws(name):
             known = self._of((args, kwargs))
         result = func(*args, **kwargs)
         if known is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from autopar.core.ops import ops
 __all__ = [
     "RandomContext",
     "bernoulli",
+    "draws",
     "dropout",
     "feature_dropout",
     "native_dropout",
@@ -87,3 +89,13 @@ def randn_like(rng: RandomContext, x: Tensor, **options: Any) -> Tensor:
 
 def bernoulli(rng: RandomContext, x: Tensor, p: float | None = None, **options: Any) -> Tensor:
     return (rng.uniform(x.shape, torch.float64) < (x if p is None else p)).to(x.dtype)
+
+
+@cache
+def draws(name: str) -> bool:
+    """True for the name of an op that draws random numbers."""
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return False
+    overloads = (getattr(packet, overload) for overload in packet.overloads())
+    return any(torch.Tag.nondeterministic_seeded in op.tags for op in overloads)

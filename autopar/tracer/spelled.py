@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from itertools import groupby
 from typing import Any, NoReturn
 
@@ -39,6 +39,7 @@ from autopar.errors import TraceError
 from autopar.tracer.diagnose import SYMBOLIC, innermost_line, refuse_packed
 from autopar.tracer.hit_loops import HitLoops
 from autopar.tracer.outside_tensors import OutsideTensors
+from autopar.tracer.randomness import draws
 from autopar.tracer.same_masks import SameMasks
 
 __all__ = ["Spelled"]
@@ -160,7 +161,7 @@ class Spelled(TorchFunctionMode):
     def _note(self, func: Any, result: Any) -> None:
         """Keep the line of what may be refused."""
         name = getattr(func, "__name__", "")
-        unknown = [name] if _draws(name) else []
+        unknown = [name] if draws(name) else []
         for value in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(value, (Tensor, *SYMBOLIC)):
                 unknown += map(str, free_unbacked_symbols(value))
@@ -254,16 +255,6 @@ _INNER: dict[tuple[Any, str], Callable[..., Any]] = {
     (torch._functorch.eager_transforms, "_jvp_with_argnums"): _refuse_derivative,
     (torch.nn.modules.transformer, "_detect_is_causal_mask"): _hinted,
 }
-
-
-@cache
-def _draws(name: str) -> bool:
-    """True for the name of an op that draws random numbers."""
-    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
-        return False
-    overloads = (getattr(packet, overload) for overload in packet.overloads())
-    return any(torch.Tag.nondeterministic_seeded in op.tags for op in overloads)
 
 
 def _bincount(func: Any, x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
