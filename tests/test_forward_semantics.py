@@ -208,6 +208,23 @@ def test_checkpointed_parts_keep_their_gradients(reentrant: bool) -> None:
     assert result.worst[1] < 1e-9, result.worst
 
 
+class Cut(Recomputed):
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        hidden = checkpoint(self.first, x, use_reentrant=self.reentrant)
+        return F.cross_entropy(self.head(self.second(hidden)), labels)
+
+
+def test_a_reentrant_checkpoint_of_inputs_alone_has_no_gradients() -> None:
+    """As in torch, which warns of it."""
+    with pytest.warns(UserWarning, match=r"checkpoint.*\n.*use_reentrant=False"):
+        result = verified(Cut(reentrant=True), hw.vectors())
+    assert set(result.gradients) == {
+        f"{n}.{k}" for n in ("second", "head") for k in ("weight", "bias")
+    }
+    assert result.worst[1] < 1e-9, result.worst
+    assert len(verified(Cut(reentrant=False), hw.vectors()).gradients) == 6
+
+
 class _RunsCode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, code: Any, x: Tensor) -> Tensor:

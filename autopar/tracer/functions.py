@@ -7,6 +7,8 @@ function becomes one op, `autopar::custom_function`, and the replay makes the ca
 
 from __future__ import annotations
 
+import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.errors import TraceError
+from autopar.tracer.diagnose import innermost_line
 
 __all__ = ["FunctionCalls", "custom_function"]
 
@@ -66,6 +69,7 @@ class FunctionCalls:
         self.calls: list[_Call] = []
         # what each replayed call was given from outside of the graph, with its version
         self.given: list[tuple[_Call, Tensor, int]] = []
+        self.cut: list[str] = []  # lines of checkpoints that pass no gradient on
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -77,7 +81,7 @@ class FunctionCalls:
             real = original.__get__(None, cls)
             if cls is CheckpointFunction:
                 run, _, *operands = args  # what is computed again is the plan's choice
-                return run(*operands)
+                return self._checkpointed(run, operands)
             leaves, spec = pytree.tree_flatten(args)
             if cls.__module__.startswith("torch.") or kwargs:
                 return real(*args, **kwargs)
@@ -100,6 +104,24 @@ class FunctionCalls:
         finally:
             base.apply = original
             _calls.reset(token)
+
+    def _checkpointed(self, run: Any, operands: list[Any]) -> Any:
+        """What torch's reentrant checkpoints do: no gradients where no operand has one."""
+        tensors = [x for x in operands if isinstance(x, Tensor)]
+        if not torch.is_grad_enabled() or any(x.requires_grad for x in tensors):
+            return run(*operands)
+        self.cut.append(innermost_line(traceback.extract_stack()))
+        with torch.no_grad():
+            return run(*operands)
+
+    def warn_of_cut(self) -> None:
+        """Say which checkpoints cut gradients off, as torch does when it runs one."""
+        for line in dict.fromkeys(self.cut):
+            warnings.warn(
+                f"{line}\n  No input of this checkpoint has a gradient, so with use_reentrant=True "
+                "its parameters get none. Pass use_reentrant=False.",
+                stacklevel=2,
+            )
 
     def run(self, tensors: list[Tensor], call: int) -> list[Tensor]:
         """Make a recorded call.

@@ -120,6 +120,7 @@ def trace(
         refuse_hooks(model)
     with calls.recording(), refusing_tensor_hooks():
         exported = export(capture, args, kwargs)
+    calls.warn_of_cut()
     traced = _JointTrace(capture, exported, with_grad, loss, calls, sum_dtype(reduce_dtype)).run()
     return replace(traced, precision=precision or "fp32", reduce_dtype=reduce_dtype)
 
