@@ -34,7 +34,7 @@ __all__ = ["KnownValues", "Sources", "may_be_sizes", "warn_of_known"]
 Origins = frozenset[tuple[str, str]]
 """Kind and name of each input and buffer that a value is computed from."""
 
-_MOST_OF_INPUT = 256  # a table of sizes is small; tokens, which change with each batch, are many
+_MOST_ROWS, _MOST_COLUMNS = 1024, 4  # of a table of sizes, unlike tokens or masks
 _MOST = 1 << 16
 _ASKING = frozenset("item tolist __int__ __float__ __index__ __contains__".split())
 _MAKING = frozenset("tensor as_tensor arange zeros ones full eye linspace".split())
@@ -93,9 +93,11 @@ class Sources:
 
 
 def may_be_sizes(tensor: Tensor) -> bool:
-    """True for an input whose values a forward may take sizes from."""
-    whole = not (tensor.is_floating_point() or tensor.is_complex())
-    return whole and tensor.numel() <= _MOST_OF_INPUT
+    """True for an input whose values a forward may take sizes from: a number, a row, or a table."""
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dim() > 2:
+        return False
+    rows, columns = (*tensor.shape, 1, 1)[:2]
+    return rows <= _MOST_ROWS and columns <= _MOST_COLUMNS
 
 
 def _has_value(tensor: Tensor) -> bool:
@@ -127,7 +129,7 @@ class KnownValues(TorchFunctionMode):
 
     def values(self) -> tuple[KnownValue, ...]:
         """What was asked for, directly or by what was computed of it."""
-        found = {**{("buffer", n): b for n, b in self.sources.buffers.items()}}
+        found = {("buffer", name): buffer for name, buffer in self.sources.buffers.items()}
         found |= {("input", place): value for place, value in self.sources.inputs.values()}
         return tuple(KnownValue(*origin, repr(found[origin].tolist())) for origin in self.asked)
 
@@ -150,7 +152,8 @@ class KnownValues(TorchFunctionMode):
             args = (*first, *self._as_numbers(args[len(first) :]))
             kwargs = self._as_numbers(kwargs)
         if name in ("__getitem__", "__setitem__"):
-            args = (args[0], self._as_index(args[1]), *args[2:])
+            index = self._as_index(args[1], places=name == "__getitem__")
+            args = (args[0], index, *args[2:])
         if name in _PICKING and (picked := self._picked(func, name, args, kwargs)) is not None:
             return picked
         return self._noted(func, name, args, kwargs)
@@ -217,18 +220,18 @@ class KnownValues(TorchFunctionMode):
 
         return pytree.tree_map(number, arguments)
 
-    def _as_index(self, index: Any) -> Any:
-        """An index with numbers as ends of slices, and places instead of masks."""
+    def _as_index(self, index: Any, places: bool = True) -> Any:
+        """An index with numbers as ends of slices, and places instead of masks if these pick."""
         parts: list[Any] = []
         for part in index if isinstance(index, tuple) else (index,):
             known = self._find(part) if isinstance(part, Tensor) else None
             if isinstance(part, slice):
                 ends = self._as_numbers((part.start, part.stop, part.step))
                 parts.append(slice(*ends))
-            elif known is not None and known.value.dtype is torch.bool and part.dim():
+            elif places and known is not None and known.value.dtype is torch.bool and part.dim():
                 where = partial(torch.nonzero, known.value, as_tuple=True)
-                places = self._told(where, known.origins)
-                parts += [self._constant(column, part) for column in places]
+                columns = self._told(where, known.origins)
+                parts += [self._constant(column, part) for column in columns]
             else:
                 parts.append(part)
         return tuple(parts) if isinstance(index, tuple) or len(parts) != 1 else parts[0]
