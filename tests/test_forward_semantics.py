@@ -90,6 +90,34 @@ def test_what_only_updates_a_buffer_is_not_dead() -> None:
     assert set(result.buffers) == {"bias", "centre", "spread"}
 
 
+class Normed(nn.Module):
+    """Normalises samples on their own, and keeps statistics of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.norm = nn.InstanceNorm1d(4, momentum=0.3, affine=True, track_running_stats=True)
+        for name in ("mean", "var", "third", "fourth"):
+            self.register_buffer(name, torch.ones(4))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = self.inner(x).unflatten(1, (4, 4))
+        again = F.instance_norm(x.sin(), self.mean, self.var)
+        stats = (self.third, self.fourth)
+        third = torch.instance_norm(x.cos(), None, None, *stats, True, 0.2, 1e-5, False)
+        return (self.norm(x) * again * third).tanh().square().sum()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_instance_norms_keep_statistics(training: bool) -> None:
+    result = verified(Normed().train(training), hw.vectors())
+    assert result.worst[1] < 1e-9, result.worst
+    kept = {"mean", "var", "third", "fourth"} | (
+        {"norm.running_mean", "norm.running_var"} if training else set()
+    )
+    assert {n for n in result.buffers if "num_batches" not in n} == kept
+
+
 def test_verify_misses_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace that loses the update is told from one that has it."""
     model = Balanced().double()

@@ -17,15 +17,13 @@ def changes_in_place(gm: fx.GraphModule) -> bool:
 
 
 def writes(node: fx.Node) -> bool:
-    """True for an op that writes to its operand; torch does not say so of those of batch norm."""
+    """True for an op that writes to its operand; torch does not say so of a batch norm."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     if node.target in (aten.detach_.default, aten.lift_fresh.default):
         return False
     if node.target is aten.batch_norm.default:
         return bool(node.args[5])
-    if node.target is aten.instance_norm.default:
-        return node.args[3] is not None and bool(node.args[5])
     return node.target._schema.is_mutable
 
 

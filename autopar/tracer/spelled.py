@@ -10,6 +10,7 @@
 - ``normal`` with numbers and a size is ``randn``, scaled.
 - A batch norm without a momentum, whose running mean is that of all batches, makes a Python number
   of how many there were.
+- An instance norm writes its running statistics, which export forgets.
 - ``fill_diagonal_`` writes through strides; a mask says where.
 - ``inference_mode`` is ``no_grad``, which export keeps.
 - A loop over the places where a mask picks anything gets all places (`hit_loops`).
@@ -110,6 +111,11 @@ class Spelled(TorchFunctionMode):
             return _normal(*args, **kwargs)
         if func in (F.ctc_loss, torch.ctc_loss):
             return _ctc_loss(self._padded, *args, **kwargs)
+        if func is F.instance_norm:
+            return _instance_norm(*args, **kwargs)
+        if func is torch.instance_norm:
+            x, weight, bias, mean, var, *rest = args
+            return _instance_norm(x, mean, var, weight, bias, *rest[:3])
         if func is torch.Tensor.fill_diagonal_:
             return _fill_diagonal(*args, **kwargs)
         if func in _FREEZING and isinstance(args[0], nn.Parameter):
@@ -241,6 +247,27 @@ def _batch_norm(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
         mean.add_((now_mean - mean) * share)
         var.add_((now_var - var) * share)
     return F.batch_norm(x, None, None, module.weight, module.bias, True, 0.0, module.eps)
+
+
+def _instance_norm(
+    x: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if running_mean is None or running_var is None or not use_input_stats:
+        stats = (running_mean, running_var)
+        return F.instance_norm(x, *stats, weight, bias, use_input_stats, momentum, eps)
+    with torch.no_grad():
+        inside = list(range(2, x.dim()))
+        var, mean = torch.var_mean(x.to(running_mean.dtype), inside, correction=1)
+        running_mean.add_((mean.mean(0) - running_mean) * momentum)
+        running_var.add_((var.mean(0) - running_var) * momentum)
+    return F.instance_norm(x, None, None, weight, bias, True, momentum, eps)
 
 
 # methods of torch's -> what is called instead
