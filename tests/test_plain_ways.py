@@ -303,6 +303,42 @@ def test_shares_that_one_rank_saved_are_not_taken_for_those_of_others(tmp_path: 
     assert "the state 'exp_avg' number 1 and 7 more" in second[1]
 
 
+class Halves(nn.Module):
+    """Two equal blocks, so that each stage of a pipeline has as many parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x.square().mean()
+
+
+def saved_by_first_stage(rank: int, path: str) -> str:
+    x = torch.arange(16, dtype=torch.float64).reshape(4, 4) / 16
+    pins = {"pipeline": {"size": 2, "microbatches": 2}}
+    mesh = init_device_mesh("cpu", (2,))
+    parallel = autopar.parallelize(Halves().double(), mesh, (x,), constraints=pins, cache=False)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+    parallel.train_step(x)
+    optimizer.step()
+    if rank == 0:
+        torch.save(optimizer.state_dict(), path)
+    torch.distributed.barrier()
+    optimizer.load_state_dict(torch.load(path))
+    with pytest.raises(autopar.CheckpointError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_states_of_another_stage_are_not_taken_for_this_ones(tmp_path: Path) -> None:
+    first, second = run_ranks(saved_by_first_stage, 2, str(tmp_path / "state.pt"))
+    assert "rank 1 failed: CheckpointError" in first
+    assert "of what is loaded on rank 1 are shares of rank 0" in second
+
+
 def early(rank: int) -> None:
     torch.manual_seed(0)
     parallel = autopar.parallelize(Net(), init_device_mesh("cpu", (1,)), cache=False)

@@ -36,15 +36,23 @@ def collective_device() -> torch.device:
 
 
 def global_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of all gradients as one vector, in fp32, the same on every rank.
+    """The norm of all gradients as one vector, the same on every rank.
 
     Every rank calls this, also one whose parameters have no gradients.
 
     Args:
         parameters: DTensors, or tensors that are the same on all ranks.
         norm_type: p, positive or infinite.
+
+    Returns:
+        In fp32, or in the widest dtype of this rank's gradients.
     """
-    return total_norm(parameters, norm_type).to(torch.float32)
+    parameters = list(parameters)
+    wide = torch.float32
+    for parameter in parameters:
+        if parameter.grad is not None and not parameter.grad.is_complex():
+            wide = torch.promote_types(wide, parameter.grad.dtype)
+    return total_norm(parameters, norm_type).to(wide)
 
 
 @torch.no_grad()

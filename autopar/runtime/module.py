@@ -140,9 +140,8 @@ class ParallelModule(StateModule):
         compiled = (self._compile, self._materialize, self._mesh, self._plan, self._reachable)
         shared = (*compiled, self._fixed, self.pending_save)
         memo.update((id(x), x) for x in (*shared, *self._steps.values()) if x is not None)
-        for parameter in self.parameters():  # torch does not copy a DTensor that has a gradient
+        for parameter in self.parameters():  # without gradients, as torch copies parameters
             twin = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-            twin.grad = None if parameter.grad is None else parameter.grad.detach().clone()
             memo[id(parameter)] = twin
         copied = super().__deepcopy__(memo)
         if self._steps:

@@ -153,7 +153,8 @@ def refuse_second_order() -> None:
 def called_twice() -> RuntimeError:
     return RuntimeError(
         "backward was called twice on one step of a parallel module: its activations are freed by "
-        "the first call. Call the module again, or add the losses up first."
+        "the first call, with retain_graph=True too. Call the module again, or add the losses up "
+        "first."
     )
 
 

@@ -19,14 +19,16 @@ from autopar.runtime.agree import agreed
 __all__ = ["check_own_shares", "count_as_own", "is_from_a_file", "pickled"]
 
 _RANK = "_autopar_rank"
+_HOLDERS = "_autopar_holders"
 
 
 def pickled(self: DTensor, protocol: Any) -> Any:
-    """`DTensor.__reduce_ex__`, with the rank; the tensor itself stays as it is."""
+    """`DTensor.__reduce_ex__`, with the rank and those of the mesh; the tensor stays as it is."""
     made, (function, kind, args, state) = Tensor.__reduce_ex__(self, protocol)
     if dist.is_initialized():
         own, slots = state if isinstance(state, tuple) else (state, None)
-        noted = {**(own or {}), _RANK: dist.get_rank()}
+        holders = self.device_mesh.mesh.flatten().tolist()  # a mesh read on another rank is its own
+        noted = {**(own or {}), _RANK: dist.get_rank(), _HOLDERS: holders}
         state = noted if slots is None else (noted, slots)
     return made, (function, kind, args, state)
 
@@ -53,19 +55,24 @@ def check_own_shares(named: Mapping[str, Any]) -> None:
         failure = CheckpointError(
             f"{name}{more} of what is loaded on rank {rank} are shares of rank "
             f"{_saved_by(value, rank)}, which saved them: a rank that calls torch.save holds a "
-            "part of each sharded tensor. Use autopar.save_checkpoint on every rank; or make a "
-            "plain model of it on every rank, plain.load_state_dict(model.state_dict()), and let "
-            "one save that; or let each rank save and load a file of its own."
+            "part of each sharded tensor, and in a pipeline those of its stages. Use "
+            "autopar.save_checkpoint on every rank; or make a plain model of it on every rank, "
+            "plain.load_state_dict(model.state_dict()), and let one save that; or let each rank "
+            "save and load a file of its own."
         )
     agreed(failure, {})
 
 
 def count_as_own(value: DTensor) -> None:
     """Forget that a tensor, of which `check_own_shares` has no complaint, was pickled."""
-    value.__dict__.pop(_RANK, None)
+    for note in (_RANK, _HOLDERS):
+        value.__dict__.pop(note, None)
 
 
 def _saved_by(value: Any, rank: int) -> int:
-    if not isinstance(value, DTensor) or all(p.is_replicate() for p in value.placements):
+    """The rank whose share a tensor is; this one where it holds the same."""
+    if not isinstance(value, DTensor):
+        return rank
+    if rank in getattr(value, _HOLDERS, [rank]) and all(p.is_replicate() for p in value.placements):
         return rank
     return int(getattr(value, _RANK, rank))
