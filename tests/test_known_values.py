@@ -51,7 +51,7 @@ def _by_mask(m: Model, x: Tensor, grid: Tensor) -> Tensor:
 
 def _picked(m: Model, x: Tensor, grid: Tensor) -> Tensor:
     """What could not be picked if the number of rows were unknown."""
-    some = torch.arange(8) < grid[0].sum()
+    some = torch.arange(8) < m.sizes.sum() - 7
     first = x[0][some].std(0).sum() + x[1].masked_select(some[:, None]).sort().values[0]
     repeated = torch.repeat_interleave(x[:, 0], grid.prod(-1), dim=0).cumsum(0).square().sum()
     return first + repeated + x[0, some.nonzero()[0]].sum()
@@ -130,6 +130,14 @@ class Counting(Model):
         return self.inner(self.table(ids))[:, :rows].sum()
 
 
+class Picking(Model):
+    """Picks rows by the values of an input."""
+
+    def forward(self, ids: Tensor, grid: Tensor) -> Tensor:
+        x = self.inner(self.table(ids))[:, : grid.shape[0]]
+        return x[:, grid[:, 0] > 1].cumsum(1).sum()
+
+
 class Asking(Model):
     """Decides by the values of an input."""
 
@@ -138,12 +146,14 @@ class Asking(Model):
         return x.sum() if grid[0, 0] > 5 else x.square().sum()
 
 
-@pytest.mark.parametrize("kind", [Counting, Asking])
+@pytest.mark.parametrize("kind", [Counting, Picking, Asking])
 def test_what_no_value_answers_is_refused(kind: Any) -> None:
     cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(autopar.TraceError, match="The value of a tensor decides"):
+        with pytest.raises(
+            autopar.TraceError, match=r"The value of a tensor decides|How many rows are picked"
+        ):
             autopar.plan(kind(_by_list), cluster, (IDS, GRID), cache=False)
 
 

@@ -228,7 +228,7 @@ class KnownValues(TorchFunctionMode):
             if isinstance(part, slice):
                 ends = self._as_numbers((part.start, part.stop, part.step))
                 parts.append(slice(*ends))
-            elif places and known is not None and known.value.dtype is torch.bool and part.dim():
+            elif places and known is not None and _is_mask(known):
                 where = partial(torch.nonzero, known.value, as_tuple=True)
                 columns = self._told(where, known.origins)
                 parts += [self._constant(column, part) for column in columns]
@@ -241,14 +241,15 @@ class KnownValues(TorchFunctionMode):
         if name == "where" and len(args) + len(kwargs) > 1:
             return None
         known = self._of((args, kwargs))
-        if known is not None:
+        if known is not None and (name == "repeat_interleave" or not _of_inputs(known[1])):
             (plain, named), origins = known
             like = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
             values = self._told(lambda: func(*plain, **named), origins)
             return pytree.tree_map_only(Tensor, lambda v: self._constant(v, like, origins), values)
         if name == "repeat_interleave" and len(args) > 1 and isinstance(args[1], Tensor):
             return self._repeated(*args, **kwargs)
-        if name == "masked_select" and (mask := self._find(args[1])) is not None:
+        mask = self._find(args[1]) if name == "masked_select" else None
+        if mask is not None and _is_mask(mask):
             x, wide = torch.broadcast_tensors(args[0], args[1])
             with _plainly():
                 value = mask.value.expand(wide.shape).clone()
@@ -279,8 +280,15 @@ class KnownValues(TorchFunctionMode):
 
 
 def _of_inputs(origins: Origins) -> bool:
-    """A branch on an input is no size: a step for each value would be one for each batch."""
+    """Branches on inputs, and rows that they pick, are no sizes but change with each batch."""
     return any(kind == "input" for kind, _ in origins)
+
+
+def _is_mask(known: _Known) -> bool:
+    """True for a mask whose places may be constants."""
+    return (
+        known.value.dtype is torch.bool and known.value.dim() > 0 and not _of_inputs(known.origins)
+    )
 
 
 @contextmanager
