@@ -10,7 +10,7 @@ from tests.slow_cases import listed, slow_cases
 def test_the_quickest_case_of_each_test_stays() -> None:
     seconds = [
         *(("a.py::one[x]", 9.0), ("a.py::one[y]", 4.0), ("a.py::one[z]", 2.0)),
-        *(("a.py::two[x]", 5.0), ("a.py::three", 19.0), ("b.py::three", 31.0)),
+        *(("a.py::two[x]", 5.0), ("a.py::three", 14.0), ("b.py::three", 31.0)),
         *(("b.py::two[x]", 32.0), ("b.py::two[y]", 31.0)),
     ]
     assert slow_cases(seconds) == ["a.py::one[x]", "a.py::one[y]", "b.py::three", "b.py::two[x]"]
