@@ -157,6 +157,25 @@ def test_what_no_value_answers_is_refused(kind: Any) -> None:
             autopar.plan(kind(_by_list), cluster, (IDS, GRID), cache=False)
 
 
+class Literal(Model):
+    """Repeats rows by numbers that depend on nothing."""
+
+    def forward(self, ids: Tensor, grid: Tensor) -> Tensor:
+        x = self.inner(self.table(ids))
+        return x.repeat_interleave(torch.arange(8), dim=1).cumsum(1).square().sum()
+
+
+def test_numbers_that_depend_on_nothing() -> None:
+    torch.manual_seed(0)
+    model, inputs = Literal(_by_list).double(), (IDS, GRID)
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", autopar.errors.FrozenValueWarning)
+        plan = autopar.plan(model, cluster, inputs, constraints={"data": 2}, cache=False)
+    found = autopar.verify(plan, model, inputs)
+    assert found.worst[1] < 1e-12 and len(found.gradients) == 3, found.worst
+
+
 class Padded(Model):
     """Branches on numbers that it computes of a buffer, as convolutions with paddings do."""
 

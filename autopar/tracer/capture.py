@@ -190,7 +190,7 @@ def _captured_with_values(capture: Capture, args: Any, kwargs: Any) -> tuple[Any
         raise first from error
     written = captured[0].graph_signature.buffers_to_mutate.values()
     asked = {f"{PREFIX}{name}" for kind, name in known.asked if kind == "buffer"}
-    if not known.asked or asked.intersection(written):
+    if asked.intersection(written):
         capture.notes.lines, capture.notes.known = lines, None
         raise first  # the next step would find another value
     return captured

@@ -120,6 +120,8 @@ class KnownValues(TorchFunctionMode):
     @contextmanager
     def of(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Iterator[None]:
         """While the forward runs, on tensors of the capture."""
+        self.asked.clear()  # an attempt before this one may have failed
+        self._known.clear()
         for tensor, value, origin in self.sources.pairs(model, args, kwargs):
             with _plainly():  # a copy, as the forward may write to it
                 value = value.detach().clone()
