@@ -121,7 +121,7 @@ def _compared(
 ) -> Verification:
     """The error of each tensor, by kind and name; one that is missing counts as zeros."""
     errors: dict[str, dict[str, float]] = {"output": {}, "gradient": {}, "buffer": {}}
-    floats = {k: v for k, v in expected.items() if v.is_floating_point()}
+    floats = {k: v for k, v in expected.items() if v.is_floating_point() or v.is_complex()}
     largest = {
         kind: max((float(v.norm()) for (k, _), v in floats.items() if k == kind), default=0.0)
         for kind in ("gradient", "buffer")
@@ -290,7 +290,9 @@ def _updated(
 
 def _same(value: Tensor, other: Tensor) -> bool:
     """True if no element differs; nan is as nan."""
-    return value.shape == other.shape and bool(((value == other) | (value != value)).all())
+    if value.shape != other.shape:
+        return False
+    return bool(((value == other) | (value.isnan() & other.isnan())).all())
 
 
 def _gradients(

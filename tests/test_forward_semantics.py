@@ -123,6 +123,10 @@ def test_verify_misses_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Balanced().double()
     monkeypatch.setattr(picked_places, "drop_dead", lambda gm: gm.graph.eliminate_dead_code())
     assert verified(model, hw.vectors()).buffers["bias"] > 0.5
+    model.bias.fill_(float("inf"))  # which the update turns into nan
+    inputs = hw.vectors()
+    inputs["x"][0] = -float("inf")
+    assert verified(model, inputs).buffers["bias"] == float("inf")
 
 
 def test_spectral_norm_iterates_in_its_buffers() -> None:

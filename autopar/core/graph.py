@@ -226,9 +226,9 @@ class TracedModel:
         return (spec for spec in self.inputs if spec.kind == "parameter")
 
     def leaves_turns(self, spec: OutputSpec) -> bool:
-        """True for an output that a step in microbatches has: not what training drops."""
+        """True for a kind of output that a step in microbatches has: not what training drops."""
         results = not self.training or spec.target == str(self.loss_index)
-        return spec.node is not None and (spec.kind != "output" or results)
+        return spec.kind != "output" or results
 
     def fingerprint(self) -> str:
         """Hash of the ops, shapes, dtypes and parameter names: what a plan is valid for."""

@@ -250,7 +250,7 @@ class KnownValues(TorchFunctionMode):
             return pytree.tree_map_only(Tensor, lambda v: self._constant(v, like, origins), values)
         if name == "repeat_interleave" and len(args) > 1 and isinstance(args[1], Tensor):
             return self._repeated(*args, **kwargs)
-        mask = self._find(args[1]) if name == "masked_select" else None
+        mask = self._find(args[1]) if name == "masked_select" and len(args) > 1 else None
         if mask is not None and _is_mask(mask):
             x, wide = torch.broadcast_tensors(args[0], args[1])
             with _plainly():
