@@ -36,10 +36,32 @@ class Calls:
             found.meta["val"] = aten.slice.Tensor(node.meta["val"], 0, *args)
         return found
 
+    def columns(self, rows: int, columns: int) -> fx.Node:
+        """A tensor whose rows are not contiguous."""
+        node = self.value(columns, rows)
+        found = self.graph.call_function(aten.t.default, (node,))
+        with self.mode:
+            found.meta["val"] = aten.t.default(node.meta["val"])
+        return found
+
+
+def view_and_copy(x: Tensor) -> tuple[Tensor, Tensor]:
+    return aten.alias.default(x), aten.clone.default(x)
+
+
+def two_views(x: Tensor) -> tuple[Tensor, Tensor]:
+    return aten.alias.default(x), aten.alias.default(x)
+
+
+def two_of_one(x: Tensor) -> tuple[Tensor, Tensor]:
+    whole = aten.clone.default(x)
+    return whole, aten.view.default(whole, [24])
+
 
 def described(result: Any, operands: list[Tensor]) -> object:
     if not isinstance(result, Tensor):
-        return [described(r, operands) for r in result]
+        shared = {r.untyped_storage()._cdata for r in result}
+        return type(result), len(shared), [described(r, operands) for r in result]
     storage = result.untyped_storage()
     shows = [n for n, x in enumerate(operands) if x.untyped_storage()._cdata == storage._cdata]
     return (
@@ -52,6 +74,11 @@ CALLS: dict[str, tuple[Any, Any]] = {
     "product": (aten.mm.default, lambda c: (c.value(4, 6), c.value(6, 2))),
     "view": (aten.view.default, lambda c: (c.value(4, 6), [2, 12])),
     "reshape": (aten.reshape.default, lambda c: (c.value(4, 6), [24])),
+    "reshape of columns": (aten.reshape.default, lambda c: (c.columns(4, 6), [-1])),
+    "reshape within columns": (aten.reshape.default, lambda c: (c.columns(4, 6), [2, 3, 4, 1])),
+    "reshape of rows": (aten.reshape.default, lambda c: (c.shown(c.value(8, 3), 2, 8), [2, 9])),
+    "reshape of one": (aten.reshape.default, lambda c: (c.columns(1, 6), [6, 1, 1])),
+    "reshape of nothing": (aten.reshape.default, lambda c: (c.columns(0, 6), [2, 0])),
     "slice": (aten.slice.Tensor, lambda c: (c.value(8, 3), 0, 2, 5)),
     "slice of a slice": (aten.slice.Tensor, lambda c: (c.shown(c.value(8, 3), 2, 8), 0, 1, 3)),
     "transposed": (aten.permute.default, lambda c: (c.value(2, 3, 4), [2, 0, 1])),
@@ -64,6 +91,14 @@ CALLS: dict[str, tuple[Any, Any]] = {
     "cast": (aten._to_copy.default, lambda c: (c.value(3, dtype=torch.int64),)),
     "in place": (aten.add_.Tensor, lambda c: (c.value(3), 1)),
     "several": (aten.split.Tensor, lambda c: (c.value(6, 2), 2)),
+    "statistics": (
+        aten.native_layer_norm.default,
+        lambda c: (c.value(4, 6), [6], None, None, 1e-5),
+    ),
+    "extremes": (aten.max.dim, lambda c: (c.value(4, 6), 1)),
+    "view and copy": (view_and_copy, lambda c: (c.shown(c.value(8, 3), 2, 6),)),
+    "two views": (two_views, lambda c: (c.value(8, 3),)),
+    "two of one": (two_of_one, lambda c: (c.value(8, 3),)),
     "complex": (aten.view_as_real.default, lambda c: (c.value(3, dtype=torch.complex64),)),
     "conjugate": (aten._conj.default, lambda c: (c.value(3, dtype=torch.complex64),)),
 }

@@ -6,6 +6,7 @@ a call returns is remembered by the metadata of its operands, and made again wit
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ class _Made(NamedTuple):
     offset: int = 0
 
 
-_known: dict[object, _Made] = {}
+_known: dict[object, _Made | tuple[_Made, ...]] = {}
 
 
 class _NotKept(Exception):
@@ -60,6 +61,8 @@ def fake_call(
     """
     given: Any = map_aggregate((tuple(args), dict(kwargs)), _value)
     operands, options = given
+    if target is operator.getitem:
+        return operator.getitem(*operands)
     tensors: list[FakeTensor] = []
     known, shift = _from_start(operands) if target is aten.slice.Tensor else (operands, 0)
     try:
@@ -72,12 +75,19 @@ def fake_call(
     made = _known.get(key)
     if made is None:
         result = _called(mode, target, operands, options)
-        made = _made(result, tensors)
-        if made is not None:
+        found = _all_made(result, tensors, shift)
+        if found is not None:
             if len(_known) >= _MOST:
                 _known.clear()
-            _known[key] = made._replace(offset=made.offset - shift)
+            _known[key] = found
         return result
+    if isinstance(made, _Made):
+        return _again(mode, made, tensors, shift)
+    return tuple(_again(mode, each, tensors, shift) for each in made)
+
+
+def _again(mode: FakeTensorMode, made: _Made, tensors: Sequence[FakeTensor], shift: int) -> Any:
+    """What was made before, of other operands that are like those."""
     if made.operand is None:
         return _compat.fake_empty(mode, made.size, made.stride, made.dtype, made.device)
     source = tensors[made.operand]
@@ -98,10 +108,29 @@ def _from_start(operands: tuple[Any, ...]) -> tuple[tuple[Any, ...], int]:
 def _called(
     mode: FakeTensorMode, target: Callable[..., Any], operands: Sequence[Any], options: Any
 ) -> Any:
-    if target is aten.reshape.default and operands[0].is_contiguous():
-        target = aten.view.default  # what it is then, without being taken apart for it
+    if target is aten.reshape.default and not options and _is_plain(operands[0]):
+        return _reshaped(mode, *operands)
     with mode:
         return FAKES.get(target, target)(*operands, **options)
+
+
+def _is_plain(value: FakeTensor) -> bool:
+    """True for a tensor of which `_key` says all."""
+    try:
+        _of_tensor(value)
+    except _NotKept:
+        return False
+    return True
+
+
+def _reshaped(mode: FakeTensorMode, value: FakeTensor, size: Sequence[int]) -> FakeTensor:
+    """`aten.reshape` of such a tensor: the mode would take it apart, which takes milliseconds."""
+    inside = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    found = inside.reshape(size)
+    size, stride = tuple(found.shape), found.stride()
+    if found.untyped_storage()._cdata == inside.untyped_storage()._cdata:
+        return _compat.fake_view(mode, value, size, stride, int(value.storage_offset()))
+    return _compat.fake_empty(mode, size, stride, value.dtype, value.device)
 
 
 def _value(arg: Any) -> Any:
@@ -143,8 +172,26 @@ def _of_tensor(value: FakeTensor) -> object:
     return size, stride, value.dtype, value.device
 
 
+def _all_made(
+    result: Any, tensors: Sequence[FakeTensor], shift: int
+) -> _Made | tuple[_Made, ...] | None:
+    """How to make all that a call has yielded again; None where that takes another call."""
+    if type(result) is not tuple:
+        made = _made(result, tensors)
+        return made and made._replace(offset=made.offset - shift)
+    found: list[_Made] = []
+    storages: set[int] = set()
+    for each in result:
+        made = _made(each, tensors)
+        if made is None or (storage := each.untyped_storage()._cdata) in storages:
+            return None  # of results that share a storage it is not known which one it is
+        storages.add(storage)
+        found.append(made._replace(offset=made.offset - shift))
+    return tuple(found)
+
+
 def _made(result: Any, tensors: Sequence[FakeTensor]) -> _Made | None:
-    """How to make what a call has yielded again; None where that takes another call."""
+    """How to make a tensor that a call has yielded again."""
     if type(result) is not FakeTensor or any(result is tensor for tensor in tensors):
         return None
     try:

@@ -107,7 +107,8 @@ def run_passes(
     in_place = "in_place" in chosen
     if in_place:
         mark_in_place(graph, phase_of)
-    budget = Lifetimes(graph, resident).peak_bytes + spare
+    given, lifetimes = graph, Lifetimes(graph, resident)
+    budget = lifetimes.peak_bytes + spare
 
     def block(node: fx.Node) -> Hashable:
         return block_of(str(node.meta.get("origin", "")))
@@ -117,47 +118,70 @@ def run_passes(
     if "decompose" in chosen and pieces:
         graph = decompose(graph, pieces, budget, resident)
     if "bucket" in chosen:
-        graph = bucket(graph, sizes, block, budget, resident)
+        known = lifetimes if graph is given else None
+        graph = bucket(graph, sizes, block, budget, resident, known)
         if in_place:
             mark_in_place(graph, phase_of)
-    moves: dict[str, Callable[[], None]] = {
-        "prefetch": lambda: _prefetch(graph, block, int((1 - _SCRATCH) * budget), resident),
-        "early": lambda: _early(graph, budget, resident),
-        "late": lambda: wait_late(graph, budget, resident),
+    moves: dict[str, Callable[[Lifetimes], None]] = {
+        "prefetch": lambda now: _prefetch(
+            graph, now, block, int((1 - _SCRATCH) * budget), resident
+        ),
+        "early": lambda now: _early(graph, now, budget, resident),
+        "late": lambda now: wait_late(graph, now, budget),
     }
+    now: Lifetimes | None = None
     for name, move in moves.items():
         if name in chosen:
-            _moved_within(graph, move, budget, resident)
+            now = _moved_within(graph, move, now or Lifetimes(graph, resident), budget, resident)
     if "late" in chosen and resident is None:  # parts in microbatches end with their own waits
         tell_last(graph, budget)
     return graph
 
 
 def _moved_within(
-    graph: fx.Graph, move: Callable[[], None], budget: int, resident: Mapping[str, int] | None
-) -> None:
-    """Let a pass move nodes, and put them back where more than `budget` is live then."""
+    graph: fx.Graph,
+    move: Callable[[Lifetimes], None],
+    now: Lifetimes,
+    budget: int,
+    resident: Mapping[str, int] | None,
+) -> Lifetimes | None:
+    """Let a pass move nodes, and put them back where more than `budget` is live then.
+
+    Args:
+        graph, budget, resident: as for `run_passes`.
+        move: notes in what it is given what it does.
+        now: what is live.
+
+    Returns:
+        What is live then, where that is known.
+    """
     before = {node: float(i) for i, node in enumerate(graph.nodes)}
-    move()
+    move(now)
     if list(graph.nodes) == list(before):
-        return
+        return None
     # a pass does not see all that another one, or a sum over microbatches, holds longer
-    if Lifetimes(graph, resident).peak_bytes > budget:
-        reorder(graph, before)
+    after = Lifetimes(graph, resident)
+    if after.peak_bytes <= budget:
+        return after
+    reorder(graph, before)
+    return None
 
 
 def _prefetch(
     graph: fx.Graph,
+    now: Lifetimes,
     block_of: Callable[[fx.Node], Hashable],
     budget: int,
     resident: Mapping[str, int] | None,
 ) -> None:
-    prefetch(graph, block_of, budget, resident)
+    prefetch(graph, now, block_of, budget)
     fetch_ahead(graph, block_of, budget, resident)
 
 
-def _early(graph: fx.Graph, budget: int, resident: Mapping[str, int] | None) -> None:
-    issue_early(graph, budget, resident)
+def _early(
+    graph: fx.Graph, now: Lifetimes, budget: int, resident: Mapping[str, int] | None
+) -> None:
+    issue_early(graph, now, budget)
     follow_later(graph, budget, resident)
 
 

@@ -50,6 +50,7 @@ def bucket(
     block_of: Callable[[fx.Node], Hashable],
     budget: int,
     resident: Mapping[str, int] | None = None,
+    known: Lifetimes | None = None,
 ) -> fx.Graph:
     """Join small collectives.
 
@@ -59,14 +60,19 @@ def bucket(
         block_of: block of the model that a node belongs to; None outside of blocks.
         budget: what may be live; where it binds, buckets are smaller.
         resident: bytes that live beside the graph's own, by phase.
+        known: what is live in `graph`, if it is known.
 
     Returns:
         The new graph, or `graph` itself where there is nothing to join.
     """
-    live = functools.partial(Lifetimes, resident=resident)
-    graph = _joined(graph, sizes, budget, live, _reductions)
+
+    @functools.cache  # no graph is changed once it was asked for
+    def live(asked: fx.Graph) -> Lifetimes:
+        return known if known and asked is graph else Lifetimes(asked, resident)
+
+    joined = _joined(graph, sizes, budget, live, _reductions)
     gathers = functools.partial(_gathers, block_of=block_of)
-    return _joined(graph, sizes, budget, live, gathers)
+    return _joined(joined, sizes, budget, live, gathers)
 
 
 def _joined(

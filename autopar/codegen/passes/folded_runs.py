@@ -9,6 +9,7 @@ itself, it begins and ends beside another of them.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -65,7 +66,10 @@ class FoldedRuns:
         folded = any(node.meta.get("times", 1) > 1 for node in calls)
         ops = {node for node in calls if _is_op(node)} if folded else set()
         self._blocks: Mapping[fx.Node, int] = block_counts(calls, ops) if folded else {}
-        self._runs = self._found(ops)
+        self._runs: dict[tuple[int, object], list[_Run]] = defaultdict(list)
+        for run in self._found(ops):
+            self._runs[run.times, run.phase].append(run)
+        self._nearest: dict[int, _Run | None] = {}
         self._fewer: dict[_Run, Bytes] = {}
 
     def _found(self, ops: set[fx.Node]) -> list[_Run]:
@@ -120,11 +124,14 @@ class FoldedRuns:
 
     def _of(self, position: int) -> _Run | None:
         """The run of the block that a node belongs to: the nearest one."""
-        node = self.nodes[position]
-        of = self._blocks.get(node, 1), node.meta.get("phase")
-        runs = [run for run in self._runs if (run.times, run.phase) == of]
-        away = [max(run.first - position, position - run.last, 0) for run in runs]
-        return runs[away.index(min(away))] if runs else None
+        if not self._runs:
+            return None
+        if position not in self._nearest:
+            node = self.nodes[position]
+            runs = self._runs.get((self._blocks.get(node, 1), node.meta.get("phase")), ())
+            away = [max(run.first - position, position - run.last, 0) for run in runs]
+            self._nearest[position] = runs[away.index(min(away))] if runs else None
+        return self._nearest[position]
 
 
 def _is_op(node: fx.Node) -> bool:

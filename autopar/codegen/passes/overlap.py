@@ -7,6 +7,8 @@ program before the passes plus what may be added to it (except for the few numbe
 so a pass never raises the peak beyond what is allowed:
 
     live(i) + bytes ≤ budget    for every position i that a buffer is kept over
+
+A pass that is given `lifetimes`, those of its graph, notes there what it holds longer.
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ _BEFORE = 1e-4
 
 def prefetch(
     graph: fx.Graph,
+    lifetimes: Lifetimes,
     block_of: Callable[[fx.Node], Hashable],
     budget: int,
-    resident: Resident = None,
 ) -> None:
     """Gather the parameters of a block while the block before it runs.
 
@@ -56,7 +58,6 @@ def prefetch(
     A gather of what is gathered again, over another axis, is issued a group earlier yet, so that
     the second has something to work on.
     """
-    lifetimes = Lifetimes(graph, resident)
     begins = phase_starts(lifetimes.nodes)
     ahead = _gathers_behind(lifetimes.nodes)
     keys: dict[fx.Node, float] = {}
@@ -133,7 +134,7 @@ def fetch_ahead(
     reorder(graph, keys)
 
 
-def issue_early(graph: fx.Graph, budget: int, resident: Resident = None) -> None:
+def issue_early(graph: fx.Graph, lifetimes: Lifetimes, budget: int) -> None:
     """Issue each collective right behind its operand, or behind the collective before it.
 
     Collectives keep their order: one that is needed later must not delay one that is needed now.
@@ -142,7 +143,6 @@ def issue_early(graph: fx.Graph, budget: int, resident: Resident = None) -> None
     phase begins, behind the gathers that this begins with. Where it is read, at the end of the
     forward, ranks would stand still for it.
     """
-    lifetimes = Lifetimes(graph, resident)
     begins = phase_starts(lifetimes.nodes)
     keys: dict[fx.Node, float] = {}
     given = {node: c for node in lifetimes.nodes if (c := _made_of_inputs(lifetimes, node))}
@@ -312,14 +312,13 @@ def _ready(chain: Sequence[fx.Node], lifetimes: Lifetimes, placed: Mapping[fx.No
     return max((placed.get(n, lifetimes.position[n]) for n in read), default=0)
 
 
-def wait_late(graph: fx.Graph, budget: int, resident: Resident = None) -> None:
+def wait_late(graph: fx.Graph, lifetimes: Lifetimes, budget: int) -> None:
     """Put the wait for each collective in front of the first reader of its result.
 
     Views of the result go along. Gradients are read by nobody but the caller, so their reductions
     run beside the rest of the backward. A collective other than an all-reduce holds its operand
     until the wait, which is put later only as far as that fits.
     """
-    lifetimes = Lifetimes(graph, resident)
     late: set[fx.Node] = set()
     for node in lifetimes.nodes:
         source = node.args[0] if node.args else None

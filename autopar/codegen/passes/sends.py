@@ -7,6 +7,8 @@ from torch import fx
 
 __all__ = ["is_start", "is_wait"]
 
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
 
 def is_start(node: fx.Node) -> bool:
     """True for a collective, which a wait ends."""
@@ -15,4 +17,4 @@ def is_start(node: fx.Node) -> bool:
 
 def is_wait(node: fx.Node) -> bool:
     """True for the wait for a collective."""
-    return node.target is torch.ops._c10d_functional.wait_tensor.default
+    return node.target is _WAIT
