@@ -106,7 +106,7 @@ class _Search:
         if not self.known.holds_parameters(self.limit) or not self._may_pipeline():
             return self._plain()
         shapes = Shapes(self.planner, PipelinePin(), short=True)
-        alone_s = self._alone_s()
+        alone_s = self._alone_s(shapes.least_s() / _FAR)
         found: Plan | None = None
         first = shapes.most_promising(_FAR * alone_s, planned=False) is not None
         if first:
@@ -137,10 +137,10 @@ class _Search:
             return self._against_limited(found, shapes)
         return self._reported(_or_raise(found or plain, None), shapes, free.solver.bound)
 
-    def _alone_s(self) -> float:
-        """Seconds that no plan in one piece is below."""
+    def _alone_s(self, enough_s: float) -> float:
+        """Seconds that no plan in one piece is below; more than `enough_s` are of interest."""
         try:
-            return self.planner.least_alone_s()
+            return self.planner.least_alone_s(enough_s)
         except ConstraintError:
             return 0.0  # planning says what is wrong
 

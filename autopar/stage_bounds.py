@@ -6,6 +6,7 @@ in common is made once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -162,18 +163,28 @@ class StageBounds:
             if size == shape.size and turns and shape.microbatches % turns == 0
         ]
 
-    def least_alone_s(self) -> float:
+    def least_alone_s(self, enough_s: float = 0.0) -> float:
         """Seconds that no plan in one piece is below, on any of its meshes, whatever it hides.
+
+        Args:
+            enough_s: no more is found out where that is so much or less.
 
         Raises:
             ConstraintError: the constraints cannot hold.
         """
         whole = PipelineShape(size=1, microbatches=1, schedule="1f1b")
-        given, *joined = meshes(self.whole, self.constraints)
-        assert given.mesh_shape == self.whole.mesh_shape
-        found = [self.one_turn(whole)]
-        found += (self._floored(self.traced, whole, parts=False, cluster=c) for c in joined)
-        return float(min(turn.step.sum() for turn in found)) * least_share(EXPOSED)
+        least_s = math.inf
+        # few axes are soon searched
+        given = meshes(self.whole, self.constraints)
+        for cluster in sorted(given, key=lambda cluster: len(cluster.mesh_shape)):
+            if cluster.mesh_shape == self.whole.mesh_shape:
+                turn = self.one_turn(whole)
+            else:
+                turn = self._floored(self.traced, whole, parts=False, cluster=cluster)
+            least_s = min(least_s, float(turn.step.sum()) * least_share(EXPOSED))
+            if least_s <= enough_s:
+                break
+        return least_s
 
     def _floors(
         self,
