@@ -98,10 +98,12 @@ def bucketed(plan: Plan, run: Callable[[Plan], Trial]) -> tuple[Plan, Trial]:
         best, trial = smaller, after
         return True
 
-    if not (serves(_LIKELY) and serves(_LIKELY / 2)):
-        serves(_LIKELY * 2)
-    else:
+    if serves(_LIKELY) and serves(_LIKELY / 2):
         share = _LIKELY / 4
         while share >= _LEAST and serves(share):
             share /= 2
+    else:
+        share = _LIKELY * 2
+        while share < 1 and serves(share):
+            share *= 2
     return best, trial
