@@ -38,7 +38,6 @@ from autopar.step_plans import StepPlans
 from autopar.symmetric_calls import with_symmetric_calls
 from autopar.tracer.accepted import check_model
 from autopar.tracer.fold import find_repeats
-from autopar.tracer.known_values import may_be_sizes
 from autopar.tracer.trace import trace
 
 __all__ = ["Planner", "Settings", "traced_for"]
@@ -369,8 +368,10 @@ def _fewer_turns(pin: PipelinePin, traced: TracedModel) -> Iterator[PipelinePin]
 
 
 def _as_example(value: Tensor) -> Tensor:
-    """A stand-in of the global shape; of the batch nothing is kept but what may be sizes."""
-    if may_be_sizes(value) and not value.is_meta:
+    """A stand-in of the global shape; of the batch nothing is kept but what a forward may ask for:
+    sizes, and integers that functions of them alone are given.
+    """
+    if not (value.is_floating_point() or value.is_complex() or value.is_meta):
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         return whole.detach().to("cpu", copy=True)
     return torch.zeros(value.shape, dtype=value.dtype, device="meta" if value.is_meta else "cpu")

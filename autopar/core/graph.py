@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from autopar.core.eager_calls import EAGER_CALL, EagerCall
 from autopar.core.flights import Flight
 
 __all__ = [
@@ -181,6 +182,7 @@ class TracedModel:
         repeats: blocks that the graph holds once for many; empty for a graph to run. A container
             has several where its blocks are recomputed or placed in several ways.
         known: inputs and buffers whose values the graph was traced for.
+        eager_calls: functions that the graph calls by name, kept for as long as it is.
         sections: container and number of the blocks from which on equal blocks are placed apart.
         reduce_dtype: of sums of gradients over ranks; None where it is the solver's choice.
         precision: what its parameters and inputs are cast to: "fp32" (nothing), "bf16", "fp16".
@@ -212,6 +214,7 @@ class TracedModel:
     numbers: tuple[int, ...] = ()
     sections: tuple[tuple[str, int], ...] = ()
     known: tuple[KnownValue, ...] = ()
+    eager_calls: tuple[EagerCall, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:
@@ -251,7 +254,9 @@ class TracedModel:
         for spec in (*self.inputs, *self.outputs):
             digest.update(repr(spec).encode())
         for node in self.graph.nodes:
-            digest.update(repr((node.name, node.args, node.kwargs)).encode())
+            # names of eager calls tell traces of one model apart
+            args = node.args[:1] if node.target is EAGER_CALL else node.args
+            digest.update(repr((node.name, args, node.kwargs)).encode())
             digest.update(repr(self.info.get(node.name)).encode())
         return digest.hexdigest()
 

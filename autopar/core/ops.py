@@ -12,11 +12,13 @@ sharding rule and one plan serve them all:
 - ``autopar::inverse_permutation``: where each row stands after a sort.
 - ``autopar::token_nll``: negative log-likelihood per token over the last dim.
 - ``autopar::ctc``: connectionist temporal classification, a loss per sample (`core/ctc.py`).
+- ``autopar::eager_call``: a function of the model's own, of integers (`core/eager_calls.py`).
 - ``autopar::gather_matmul``, ``autopar::matmul_reduce_scatter``: products and the collective beside
   them in one call, in emitted programs only (`core/overlapped.py`).
 - ``autopar::to_host``, ``autopar::from_host``: activations in host memory (`core/host.py`).
 
-All have fake implementations for tracing, and all but the last four backward formulas made of these
+All have fake implementations for tracing, and those of floating-point tensors, but for the last
+four, backward formulas made of these
 same ops.
 """
 
@@ -30,6 +32,7 @@ from torch import Tensor
 
 from autopar.core import attention_cuda as _attention  # noqa: F401  (defines the ops)
 from autopar.core import ctc as _ctc  # noqa: F401  (defines the ops)
+from autopar.core import eager_calls as _eager_calls  # noqa: F401  (defines the op)
 from autopar.core import host as _host  # noqa: F401  (defines the ops)
 from autopar.core import overlapped as _overlapped  # noqa: F401  (defines the ops)
 from autopar.core.einsum import contract, gradient_equations, output_shape

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar._compat import register_dataclasses
+from autopar.core.eager_calls import EagerCall
 from autopar.core.graph import KnownValue
 from autopar.errors import TraceError
 from autopar.tracer.caches import emptying_caches
@@ -31,6 +32,7 @@ from autopar.tracer.diagnose import (
     refuse_vmap,
 )
 from autopar.tracer.eager_answers import telling_eager, warn_of_compiled
+from autopar.tracer.eager_functions import EagerFunctions
 from autopar.tracer.effects import changes_in_place
 from autopar.tracer.frozen_values import Frozen, putting_back, warn_of_frozen
 from autopar.tracer.known_values import KnownValues, Sources, warn_of_known
@@ -69,6 +71,7 @@ class Notes:
     frozen: Frozen
     outside: OutsideTensors
     numbers: tuple[int, ...] = ()
+    eager_calls: tuple[EagerCall, ...] = ()
 
     def __init__(self) -> None:
         self.lines: dict[str, str] = {}
@@ -181,13 +184,20 @@ def _captured_with_values(capture: Capture, args: Any, kwargs: Any) -> tuple[Any
         if not asks_for_values(error):
             raise
         first = error
-    lines, capture.notes.lines = capture.notes.lines, {}
-    known = capture.notes.known = KnownValues(Sources(capture.wrapped, args, kwargs))
-    try:
-        captured = _captured_as_eager(capture, args, kwargs)
-    except Exception as error:
-        capture.notes.lines, capture.notes.known = lines, None
-        raise first from error
+    lines, eager = capture.notes.lines, EagerFunctions()
+    while True:
+        capture.notes.lines = {}
+        sources = Sources(capture.wrapped, args, kwargs, whole=bool(eager))
+        known = capture.notes.known = KnownValues(sources)
+        try:
+            with eager.called(known):
+                captured = _captured_as_eager(capture, args, kwargs)
+            break
+        except Exception as error:
+            if not (asks_for_values(error) and eager.add(error)):
+                capture.notes.lines, capture.notes.known = lines, None
+                raise first from error
+    capture.notes.eager_calls = tuple(eager.calls)
     written = captured[0].graph_signature.buffers_to_mutate.values()
     asked = {f"{PREFIX}{name}" for kind, name in known.asked if kind == "buffer"}
     if asked.intersection(written):

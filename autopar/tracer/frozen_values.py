@@ -28,7 +28,7 @@ from autopar.errors import FrozenValueWarning, TraceError
 from autopar.tracer.kept import Reads, depend_on_step, fakes_in, holders, made_by, tensors_in
 from autopar.tracer.scopes import Names, scopes_of
 
-__all__ = ["Frozen", "putting_back", "warn_of_frozen"]
+__all__ = ["Frozen", "generator_states", "kept_generators", "putting_back", "warn_of_frozen"]
 
 _NUMBERS = (bool, int, float, complex)
 _OWN = vars(nn.Module())  # what torch keeps on a module: buffers, hooks
@@ -63,7 +63,7 @@ def putting_back(model: nn.Module) -> Iterator[Frozen]:
     parameters = {name: dict(module._parameters) for name, module in modules.items()}
     buffers = {name: dict(module._buffers) for name, module in modules.items()}
     state = made_by(model.buffers())
-    drawn = _states()
+    drawn = generator_states()
     frozen, reads = Frozen(), Reads()
     for scope in scopes:
         reads.add(scope.found, scope.lines)
@@ -82,7 +82,9 @@ def putting_back(model: nn.Module) -> Iterator[Frozen]:
         new = after.replaced_buffers(modules, buffers)
     _refuse_replaced(modules, parameters)
     _write_buffers(new)
-    frozen.told += (_of_drawn(n) for n, state in _states().items() if state != drawn.get(n, state))
+    frozen.told += (
+        _of_drawn(n) for n, state in generator_states().items() if state != drawn.get(n, state)
+    )
 
 
 def warn_of_frozen(frozen: Frozen, constants: Iterable[Any]) -> None:
@@ -236,7 +238,7 @@ def _refuse_replaced(
                 )
 
 
-def _states() -> dict[str, Any]:
+def generator_states() -> dict[str, Any]:
     """Of the generators that torch knows nothing of."""
     found: dict[str, Any] = {"Python's random": random.getstate()}
     numpy = sys.modules.get("numpy")
@@ -244,6 +246,19 @@ def _states() -> dict[str, Any]:
         kind, keys, *rest = numpy.random.get_state()
         found["numpy.random"] = (kind, keys.tobytes(), *rest)
     return found
+
+
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """Afterwards they go on as if nothing had been drawn."""
+    numpy = sys.modules.get("numpy")
+    state, other = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(other)
 
 
 def _of_made(path: str) -> str:

@@ -29,7 +29,7 @@ from autopar.core.graph import KnownValue
 from autopar.errors import FrozenValueWarning
 from autopar.tracer.randomness import draws
 
-__all__ = ["KnownValues", "Sources", "may_be_sizes", "warn_of_known"]
+__all__ = ["KnownValues", "Sources", "may_be_sizes", "plainly", "warn_of_known"]
 
 Origins = frozenset[tuple[str, str]]
 """Kind and name of each input and buffer that a value is computed from."""
@@ -61,21 +61,31 @@ class _Known:
 
 
 class Sources:
-    """Real values of what a forward is given."""
+    """Real values of what a forward is given.
 
-    def __init__(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    Args:
+        model, args, kwargs: that are captured.
+        whole: know integers that are no sizes too, such as tokens, which nothing may ask for.
+    """
+
+    def __init__(
+        self, model: nn.Module, args: Any, kwargs: Mapping[str, Any], whole: bool = False
+    ) -> None:
         self.buffers = {
             name: buffer
             for name, buffer in model.named_buffers(remove_duplicate=False)
             if _has_value(buffer) and buffer.numel() <= _MOST
         }
         self.inputs: dict[tuple[Any, int], tuple[str, Tensor]] = {}
+        self.untold: dict[tuple[Any, int], tuple[str, Tensor]] = {}
         place = 0
         for key, given in (*enumerate(args), *kwargs.items()):
             for i, leaf in enumerate(pytree.tree_leaves(given)):
                 if isinstance(leaf, Tensor):
                     if may_be_sizes(leaf) and _has_value(leaf):
                         self.inputs[key, i] = (str(place), leaf)
+                    elif whole and not _is_inexact(leaf) and _has_value(leaf):
+                        self.untold[key, i] = (str(place), leaf)
                     place += 1
 
     def pairs(
@@ -90,14 +100,21 @@ class Sources:
                 if (key, i) in self.inputs:
                     place, value = self.inputs[key, i]
                     yield leaf, value, ("input", place)
+                elif (key, i) in self.untold:
+                    place, value = self.untold[key, i]
+                    yield leaf, value, ("untold", place)
 
 
 def may_be_sizes(tensor: Tensor) -> bool:
     """True for an input whose values a forward may take sizes from: a number, a row, or a table."""
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dim() > 2:
+    if _is_inexact(tensor) or tensor.dim() > 2:
         return False
     rows, columns = (*tensor.shape, 1, 1)[:2]
     return rows <= _MOST_ROWS and columns <= _MOST_COLUMNS
+
+
+def _is_inexact(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _has_value(tensor: Tensor) -> bool:
@@ -123,7 +140,7 @@ class KnownValues(TorchFunctionMode):
         self.asked.clear()  # an attempt before this one may have failed
         self._known.clear()
         for tensor, value, origin in self.sources.pairs(model, args, kwargs):
-            with _plainly():  # a copy, as the forward may write to it
+            with plainly():  # a copy, as the forward may write to it
                 value = value.detach().clone()
             self._keep(tensor, value, frozenset((origin,)))
         with self:
@@ -161,17 +178,24 @@ class KnownValues(TorchFunctionMode):
         return self._noted(func, name, args, kwargs)
 
     # --- what is known -------------------------------------------------------------------------
-    def _find(self, tensor: Any) -> _Known | None:
+    def value_of(self, tensor: Tensor) -> Tensor | None:
+        """For what only computes with it in each step, and does not put it into the graph."""
         known = self._known.get(id(tensor))
-        return known if known is not None and known.version == tensor._version else None
+        return known.value if known is not None and known.version == tensor._version else None
+
+    def _find(self, tensor: Any, untold: bool = False) -> _Known | None:
+        known = self._known.get(id(tensor))
+        if known is None or known.version != tensor._version:
+            return None
+        return known if untold or all(kind != "untold" for kind, _ in known.origins) else None
 
     def _keep(self, tensor: Tensor, value: Tensor, origins: Origins) -> None:
         self._known[id(tensor)] = _Known(tensor, tensor._version, value, origins)
 
-    def _of(self, arguments: Any) -> tuple[Any, Origins] | None:
+    def _of(self, arguments: Any, untold: bool = False) -> tuple[Any, Origins] | None:
         """Arguments with values in place of tensors, if all are known; what they come from."""
         leaves, spec = pytree.tree_flatten(arguments)
-        found = [self._find(x) if isinstance(x, Tensor) else None for x in leaves]
+        found = [self._find(x, untold) if isinstance(x, Tensor) else None for x in leaves]
         if any(isinstance(x, Tensor) and f is None for x, f in zip(leaves, found, strict=True)):
             return None
         plain = [x if f is None else f.value for x, f in zip(leaves, found, strict=True)]
@@ -181,7 +205,7 @@ class KnownValues(TorchFunctionMode):
     def _told(self, compute: Callable[[], Any], origins: Origins) -> Any:
         """A value that goes into the graph as a number."""
         self.asked.update(dict.fromkeys(sorted(origins)))
-        with _plainly():
+        with plainly():
             return compute()
 
     def _noted(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -189,7 +213,7 @@ class KnownValues(TorchFunctionMode):
         known = None
         has_tensors = any(isinstance(x, Tensor) for x in pytree.tree_leaves((args, kwargs)))
         if (has_tensors or name in _MAKING) and name not in _UNSET and not draws(name):
-            known = self._of((args, kwargs))
+            known = self._of((args, kwargs), untold=True)
         result = func(*args, **kwargs)
         if known is not None:
             self._compute(func, known, result)
@@ -201,7 +225,7 @@ class KnownValues(TorchFunctionMode):
             return
         (args, kwargs), origins = known
         try:
-            with _plainly():
+            with plainly():
                 values = func(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError):
             return  # it runs in the capture alone, so no value is known
@@ -253,7 +277,7 @@ class KnownValues(TorchFunctionMode):
         mask = self._find(args[1]) if name == "masked_select" and len(args) > 1 else None
         if mask is not None and _is_mask(mask):
             x, wide = torch.broadcast_tensors(args[0], args[1])
-            with _plainly():
+            with plainly():
                 value = mask.value.expand(wide.shape).clone()
             self._keep(wide, value, mask.origins)
             return x[self._as_index(wide)]
@@ -274,7 +298,7 @@ class KnownValues(TorchFunctionMode):
 
     def _constant(self, value: Tensor, like: Tensor, origins: Origins = frozenset()) -> Tensor:
         """A tensor of the capture with a value."""
-        with _plainly():
+        with plainly():
             numbers = value.tolist()
         made = torch.tensor(numbers, dtype=value.dtype, device=like.device).reshape(value.shape)
         self._keep(made, value, origins)
@@ -294,7 +318,7 @@ def _is_mask(known: _Known) -> bool:
 
 
 @contextmanager
-def _plainly() -> Iterator[None]:
+def plainly() -> Iterator[None]:
     """While values are computed: nothing is captured."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         yield

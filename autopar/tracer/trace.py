@@ -340,6 +340,7 @@ class _JointTrace:
             numbers=self.capture.notes.numbers,
             tied=tuple(tied_parameters(self.model)),
             known=self.capture.notes.known_values(),
+            eager_calls=self.capture.notes.eager_calls,
             state_values=self._constants(gm, inputs),
         )
 

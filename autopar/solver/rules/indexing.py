@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from autopar.core.eager_calls import EAGER_CALL
 from autopar.core.placement import Partial, Placement, Replicate, Shard
 from autopar.core.strategy import AxisStrategy, OpCall
 from autopar.solver.rules.dims import Names, dim_names, without
@@ -137,6 +138,12 @@ def index_write_rule(call: OpCall) -> list[AxisStrategy]:
 @rule(torch.ops.autopar.inverse_permutation.default)
 def inverse_permutation_rule(call: OpCall) -> list[AxisStrategy]:
     """Every row may be anybody's; see `own_order` for what a rank alone has sorted."""
+    return [replicated_row(call)]
+
+
+@rule(EAGER_CALL)
+def eager_call_rule(call: OpCall) -> list[AxisStrategy]:
+    """Code of the model, which may put anything together."""
     return [replicated_row(call)]
 
 
