@@ -37,11 +37,13 @@ class EagerCall:
         function: that is called.
         leaves: of its arguments `(args, kwargs)`; those that are tensors are given in each call.
         spec: their structure.
+        remedy: what to do where the results have other shapes.
     """
 
     function: Callable[..., Any]
     leaves: tuple[Any, ...]
     spec: Any
+    remedy: str = "Call it outside the model, and pass the result in as an input."
     name: str = ""
     out_spec: Any = None
     likes: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
@@ -78,8 +80,7 @@ class EagerCall:
             raise AutoparError(
                 f"{self.name} returned {_said(likes)}, and the step was planned for what it "
                 f"returned when it was traced, {_said(self.likes)}: its shapes have to be the same "
-                "for all values of inputs of one shape. Call it outside the model, and pass the "
-                "result in as an input."
+                f"for all values of inputs of one shape. {self.remedy}"
             )
         return found
 

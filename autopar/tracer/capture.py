@@ -184,19 +184,25 @@ def _captured_with_values(capture: Capture, args: Any, kwargs: Any) -> tuple[Any
         if not asks_for_values(error):
             raise
         first = error
-    lines, eager = capture.notes.lines, EagerFunctions()
+    lines, eager, counting = capture.notes.lines, EagerFunctions(), False
     while True:
         capture.notes.lines = {}
-        sources = Sources(capture.wrapped, args, kwargs, whole=bool(eager))
-        known = capture.notes.known = KnownValues(sources)
+        sources = Sources(capture.wrapped, args, kwargs, whole=bool(eager) or counting)
+        known = KnownValues(sources, eager.places if counting else None)
+        capture.notes.known = known
         try:
             with eager.called(known):
                 captured = _captured_as_eager(capture, args, kwargs)
             break
         except Exception as error:
-            if not (asks_for_values(error) and eager.add(error)):
+            asks = asks_for_values(error)
+            if asks and eager.add(error):
+                continue
+            if counting or not asks:
                 capture.notes.lines, capture.notes.known = lines, None
                 raise first from error
+            counting = True  # of what masks select
+    capture.notes.frozen.told += eager.told
     capture.notes.eager_calls = tuple(eager.calls)
     written = captured[0].graph_signature.buffers_to_mutate.values()
     asked = {f"{PREFIX}{name}" for kind, name in known.asked if kind == "buffer"}

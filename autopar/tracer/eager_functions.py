@@ -7,6 +7,9 @@
 Where a capture fails for want of values, the functions on the way to the line that asks for one are
 tried on the real values, the outermost first. One that is given integers, reads no parameter or
 buffer, changes nothing and returns tensors only becomes one op (`core/eager_calls.py`).
+
+So does, if nothing else helps, what finds the places that a mask of inputs selects, where their
+number seems to be one of the model's settings: `x[~masked].reshape(batch, -1, width)`.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType, FunctionType
@@ -25,13 +29,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.core.eager_calls import EAGER_CALL, EagerCall
-from autopar.tracer.diagnose import is_outside
+from autopar.tracer.diagnose import innermost_line, is_outside
 from autopar.tracer.frozen_values import generator_states, kept_generators
 from autopar.tracer.known_values import KnownValues, plainly
 
 __all__ = ["EagerFunctions"]
 
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
+_AS_MANY = "Give masks that select as many in each step."
 _Place = tuple[Any, str]  # a class or a namespace, and the name in it
 
 
@@ -40,6 +45,7 @@ class EagerFunctions:
 
     def __init__(self) -> None:
         self.calls: list[EagerCall] = []
+        self.told: list[str] = []  # of masks
         self._places: dict[CodeType, _Place] = {}
 
     def __bool__(self) -> bool:
@@ -61,6 +67,7 @@ class EagerFunctions:
     @contextmanager
     def called(self, known: KnownValues) -> Iterator[None]:
         """While a model is captured: its calls of them become ops where they can."""
+        self.told.clear()
         self.calls.clear()  # an attempt before this one may have failed
         originals = [(*place, _at(*place)) for place in self._places.values()]
         for holder, name, function in originals:
@@ -70,6 +77,25 @@ class EagerFunctions:
         finally:
             for holder, name, function in originals:
                 _put(holder, name, function)
+
+    def places(self, mask: Tensor, value: Tensor) -> list[Tensor] | None:
+        """Where a mask (B, …) selects, if it selects as many, and not all, in each of B rows: such
+        a number is of the model's settings, and any other changes with each batch.
+        """
+        with plainly():
+            counts = value.flatten(1).sum(1).tolist() if value.dim() > 1 else []
+            if len(counts) < 2 or len(set(counts)) > 1 or counts[0] in (0, value[0].numel()):
+                return None
+            leaves, spec = pytree.tree_flatten(((mask,), {}))
+            call = EagerCall(selected_places, tuple(leaves), spec, _AS_MANY)
+            call.named(selected_places(value))
+        self.calls.append(call)
+        self.told.append(
+            f"{innermost_line(traceback.extract_stack())}\n    what follows needs to know how many "
+            f"rows the mask selects: this step is for masks that select {sum(counts)} of "
+            f"{mask.numel()}, and others are an error"
+        )
+        return list(EAGER_CALL([mask], call.name))
 
     def _watched(self, function: FunctionType, known: KnownValues) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -119,6 +145,10 @@ def _tried(
         return None  # a write to it would be one to what it was given
     written = versions != [value._version for value in values]
     return None if written or drew or not same else call.named(results)
+
+
+def selected_places(mask: Tensor) -> tuple[Tensor, ...]:
+    return mask.nonzero(as_tuple=True)
 
 
 class _Watch(TorchDispatchMode):

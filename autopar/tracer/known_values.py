@@ -31,6 +31,7 @@ from autopar.tracer.randomness import draws
 
 __all__ = ["KnownValues", "Sources", "may_be_sizes", "plainly", "warn_of_known"]
 
+Places = Callable[[Tensor, Tensor], list[Tensor] | None]
 Origins = frozenset[tuple[str, str]]
 """Kind and name of each input and buffer that a value is computed from."""
 
@@ -126,11 +127,13 @@ class KnownValues(TorchFunctionMode):
 
     Args:
         sources: of the forward that is captured.
+        places: finds what a mask selects, given its value too, where their number has to be known;
+            returns None where it may not be, and is None where it has not.
     """
 
-    def __init__(self, sources: Sources) -> None:
+    def __init__(self, sources: Sources, places: Places | None = None) -> None:
         super().__init__()
-        self.sources = sources
+        self.sources, self._places = sources, places
         self.asked: dict[tuple[str, str], None] = {}
         self._known: dict[int, _Known] = {}
 
@@ -258,9 +261,18 @@ class KnownValues(TorchFunctionMode):
                 where = partial(torch.nonzero, known.value, as_tuple=True)
                 columns = self._told(where, known.origins)
                 parts += [self._constant(column, part) for column in columns]
+            elif places and (found := self._places_of(part)) is not None:
+                parts += found
             else:
                 parts.append(part)
         return tuple(parts) if isinstance(index, tuple) or len(parts) != 1 else parts[0]
+
+    def _places_of(self, mask: Any) -> list[Tensor] | None:
+        """The places that a mask of inputs selects, one tensor for each dim of it."""
+        if self._places is None or not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
+            return None
+        value = self.value_of(mask)
+        return None if value is None else self._places(mask, value)
 
     def _picked(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Results whose shapes depend on values, as constants or by places that are constants."""
