@@ -127,6 +127,34 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
         assert all(torch.equal(a, b) for a, b in zip(weights, results[0][2], strict=True))
 
 
+def overflow_by_torch(rank: int, constraints: Any, fused: bool) -> tuple[Any, ...]:
+    """Scales and which steps changed what this rank holds, where one rank's gradient overflows."""
+    parallel = parallel_mlp(4, constraints)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
+    scales, changed = [], []
+    for poisoned in (None, 3, 0, None):
+        before = [p.to_local().clone() for p in parallel.parameters()]
+        scaler.scale(parallel(**hw.vectors())).backward()
+        if rank == poisoned:
+            list(parallel.parameters())[-1].grad.to_local()[-1] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+        after = [p.to_local() for p in parallel.parameters()]
+        changed.append(any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)))
+    return scales, changed
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("constraints", [MIXED, {"pipeline": 2, "data": 2}])
+def test_torchs_scaler_skips_a_step_on_all_ranks_too(constraints: Any, fused: bool) -> None:
+    for scales, changed in run_ranks(overflow_by_torch, 4, constraints, fused):
+        assert scales == [1024, 512, 256, 256]
+        assert changed == [True, False, False, True]
+
+
 def accumulated(rank: int, constraints: Any) -> None:
     parallel = parallel_mlp(4, constraints)
     batches = [hw.vectors(), {k: v[:4] for k, v in hw.vectors(16).items()}, hw.vectors(24)]

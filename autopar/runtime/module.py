@@ -21,6 +21,7 @@ from autopar.core.grad_modes import outside_inference_mode
 from autopar.core.loss import position_of_loss
 from autopar.core.plan import Plan
 from autopar.errors import AutoparError
+from autopar.runtime.amp_scaler import agree_on_overflows
 from autopar.runtime.asked_values import AskedValues
 from autopar.runtime.autocast import check_autocast, outside_autocast
 from autopar.runtime.children import adopt, as_in, modes
@@ -76,6 +77,7 @@ class ParallelModule(StateModule):
     ) -> None:
         super().__init__(model)
         go_plain_ways()
+        agree_on_overflows()
         self._compile = compile_step
         self._materialize = materialize
         self._steps: dict[Any, CompiledStep | PipelinedStep] = {}

@@ -4,8 +4,8 @@
     scale ← min(scale · growth_factor, max_scale)    after `growth_interval` steps without one
 
 Both counters start anew when the scale grows; an overflow starts the growth's anew. The interface
-is that of `torch.amp.GradScaler`, which has no bounds and no hysteresis, and which asks only the
-ranks that share the first gradient whether it is finite.
+is that of `torch.amp.GradScaler`, which has no bounds and no hysteresis, and does not scale what
+`train_step` computes.
 """
 
 from __future__ import annotations
