@@ -229,6 +229,7 @@ class Planner:
                 raise
         # blocks that look alike but compute different things: each has its own choice
         self.first = None
+        whole = replace(whole, held_by={})
         return whole, self._choose(whole)
 
     def _traced(self, args: Any, kwargs: Any, training: bool, fold: bool) -> TracedModel:
@@ -255,7 +256,7 @@ class Planner:
             failure = error
         agree(failure, {} if traced is None else _describe(traced), "plan a step")
         assert traced is not None
-        return traced
+        return traced if self.first is None else replace(traced, held_by=_holders(self.first))
 
     def _loss_for(self, args: Any, kwargs: Any, training: bool) -> Callable[..., Any] | None:
         """The loss function, but where no target comes: for predictions without gradients."""
@@ -332,6 +333,13 @@ class Planner:
                     f"parameter {name} has shape {shapes.get(name)} in the model and "
                     f"{chosen.shapes.get(name)} in the plan"
                 )
+
+
+def _holders(plan: Plan) -> dict[str, int]:
+    """The stage that holds each parameter, where the plan has several."""
+    if plan.pipeline is None or len(plan.pipeline.stages) == 1:
+        return {}
+    return {name: i for i, stage in enumerate(plan.pipeline.stages) for name in stage.parameters}
 
 
 def _like(first: Plan, cluster: Cluster, training: bool) -> tuple[Cluster, Constraints]:

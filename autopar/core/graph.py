@@ -191,6 +191,7 @@ class TracedModel:
         flight: how many microbatches are held at once, and what is on its way to other stages.
         batch_bytes: of the whole batch and what is computed from it, where the graph is of a
             microbatch.
+        held_by: pipeline stage that holds each parameter, where another step has settled it.
     """
 
     graph_module: fx.GraphModule
@@ -215,6 +216,7 @@ class TracedModel:
     sections: tuple[tuple[str, int], ...] = ()
     known: tuple[KnownValue, ...] = ()
     eager_calls: tuple[EagerCall, ...] = ()
+    held_by: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def graph(self) -> fx.Graph:
@@ -251,6 +253,7 @@ class TracedModel:
         """Hash of everything that a plan's price depends on: arguments and wiring too."""
         digest = hashlib.sha256(self.fingerprint().encode())
         digest.update(repr((self.training, self.loss_index, self.tied, self.reduce_dtype)).encode())
+        digest.update(repr(sorted(self.held_by.items())).encode() if self.held_by else b"")
         for spec in (*self.inputs, *self.outputs):
             digest.update(repr(spec).encode())
         for node in self.graph.nodes:

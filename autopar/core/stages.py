@@ -3,8 +3,9 @@
 A stage is a run of blocks (`cells.py`) with what stands between them. Forward values flow from a
 stage to the next, backward values to the one before; a value that is needed further on is handed
 on. What no parameter reaches (masks, positions) is computed by every stage that needs it. A
-parameter is held by the first stage that reads it: other stages get what they read of it once a
-step, and send the sum of their contributions to its gradient once. So a tied weight is one tensor.
+parameter is held by the first stage that reads it (in the step that was planned first): others get
+what they read of it once a step, and send the sum of their contributions to its gradient once. So a
+tied weight is one tensor.
 """
 
 from __future__ import annotations
@@ -181,6 +182,25 @@ class _Cutter:
             readers += [u for r in readers if r.name in self.loose for u in r.users]
             stages = [self.stage[u.name] for u in readers if u.name in self.stage]
             self.stage[node.name] = min(stages, default=0)
+            if parameter:
+                self._settle(self.specs[node.name].target, node, stages)
+
+    def _settle(self, name: str, node: fx.Node, readers: Sequence[int]) -> None:
+        """A parameter stays where another step has it, which may read what this one does not.
+
+        Raises:
+            ConstraintError: a stage before that one reads it.
+        """
+        holder = self.traced.held_by.get(name)
+        if holder is None:
+            return
+        if holder > min(readers, default=holder):
+            raise ConstraintError(
+                f"stage {min(readers)} of the pipeline reads {name}, which stage {holder} holds, "
+                "as no stage before that one read it in the step that was planned first. Pass "
+                "example_inputs with which it is read as early as in any step"
+            )
+        self.stage[node.name] = holder
 
     # --- gradients of parameters that several stages read --------------------------------------
     def _split_gradients(self) -> None:
@@ -222,7 +242,7 @@ class _Cutter:
                 self._need(path[-1], stage)
         for given in self.traced.parameters():
             if not any(self.named[given.node] in needs for needs in self.needs):
-                self.needs[0].add(self.named[given.node])  # nobody reads it
+                self.needs[self.stage.get(given.node, 0)].add(self.named[given.node])  # not read
         for spec in self.traced.outputs:
             if spec.node is not None and not (
                 spec.kind == "gradient" and spec.target in self.dropped
