@@ -129,6 +129,39 @@ def test_a_stage_without_gradients_is_named() -> None:
     assert [norm0, norm1] == pytest.approx([expected] * 2)
 
 
+def frozen_later(rank: int) -> list[float]:
+    """Norms and losses of steps, of which the middle ones have the first stage frozen."""
+    model, x = tower()
+    constraints = {"pipeline": {"size": 2, "microbatches": 2, "cuts": ["layers.2"]}}
+    mesh = init_device_mesh("cpu", (2,))
+    return with_frozen_steps(
+        autopar.parallelize(model, mesh, x, constraints=constraints, cache=False), x
+    )
+
+
+def with_frozen_steps(model: nn.Module, x: Tensor) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found: list[float] = []
+    for step, order in enumerate((2.0, 2.0, 1.0, float("inf"), 2.0)):
+        for layer in model.layers[:2]:  # type: ignore[index]
+            layer.requires_grad_(step in (0, 4))
+        loss = model(x)
+        loss.backward()
+        chosen = [p for p in model.parameters() if p.requires_grad]
+        given = chosen if step == 2 else model.parameters()
+        norm = torch.nn.utils.clip_grad_norm_(given, 0.1, norm_type=order)
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.item(), norm.item()]
+    return found
+
+
+def test_a_stage_that_is_frozen_later_takes_part_in_norms() -> None:
+    expected = with_frozen_steps(*tower())
+    for found in run_ranks(frozen_later, 2):
+        assert found == pytest.approx(expected, rel=1e-6)  # torch makes a norm of nothing in fp32
+
+
 def some_of_them(rank: int) -> tuple[int, list[str], list[float]]:
     """What torch's norms say to a part of this rank's gradients, and what the module's own gives.
 

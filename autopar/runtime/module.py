@@ -42,6 +42,7 @@ from autopar.runtime.same_batch import check_same_batch
 from autopar.runtime.scaler import LossScaler
 from autopar.runtime.settings import FixedValues, Reachable, is_set_already
 from autopar.runtime.stage_gradients import count_all_stages
+from autopar.runtime.stages_without import join_norms
 from autopar.runtime.state_module import StateModule
 from autopar.runtime.step_text import step_text
 from autopar.runtime.trainable import check_still_frozen, fill, reserved_parameters
@@ -129,6 +130,7 @@ class ParallelModule(StateModule):
         """Let optimizers and norms know what the parameters are."""
         if isinstance(step, PipelinedStep) and step.pipeline.size > 1:
             count_all_stages(self.parameters(), step.line())
+            join_norms()
         step_on_shares(self.parameters())
         if step.plan.offload == "optimizer":
             offload(self.parameters())

@@ -26,7 +26,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from autopar.errors import AutoparError
 from autopar.runtime.lost import naming_lost_ranks
 
-__all__ = ["Line", "StageGradient", "StageNorm", "count_all_stages", "is_of_a_stage"]
+__all__ = [
+    "Line",
+    "StageGradient",
+    "StageNorm",
+    "count_all_stages",
+    "is_of_a_stage",
+    "line_of",
+    "lines_without_gradients",
+    "of_all_stages",
+]
 
 _NORMS = {torch.linalg.vector_norm, torch.norm, Tensor.norm, torch._foreach_norm}
 _KEEPING = {torch.stack, Tensor.to, Tensor.cpu, Tensor.cuda}  # of norms, what is norms still
@@ -41,7 +50,7 @@ class Line:
 
     Attributes:
         group: one rank of each pipeline rank.
-        without: pipeline ranks none of whose parameters get gradients.
+        without: pipeline ranks none of whose parameters get gradients, from the first step on.
     """
 
     group: dist.ProcessGroup
@@ -103,7 +112,7 @@ class StageNorm(Tensor):
         given = {**dict(zip(("self", "ord"), args, strict=False)), **(kwargs or {})}
         order = given.get("ord", given.get("p", 2.0))
         _check_all_are_there(norms)
-        return _of_all_stages(found, 2.0 if order == "fro" else float(order), norms.line)
+        return of_all_stages(found, 2.0 if order == "fro" else float(order), norms.line)
 
 
 def _plain(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
@@ -141,7 +150,7 @@ def _check_all_are_there(norms: StageNorm) -> None:
         )
 
 
-def _of_all_stages(norm: Tensor, order: float, line: Line) -> Tensor:
+def of_all_stages(norm: Tensor, order: float, line: Line) -> Tensor:
     """The norm over all stages of what each has the norm of. Collective."""
     if line.without:
         raise AutoparError(
@@ -178,3 +187,15 @@ def count_all_stages(parameters: Iterable[nn.Parameter], line: Line) -> None:
 def is_of_a_stage(parameter: Tensor) -> bool:
     """True if the parameter is one of a pipeline's, of which this rank has some."""
     return parameter in _lines
+
+
+def line_of(parameter: Tensor) -> Line | None:
+    """The ranks that hold the stages of a parameter's model; None where it is of no pipeline."""
+    line: Line | None = _lines.get(parameter)
+    return line
+
+
+def lines_without_gradients() -> list[Line]:
+    """Those of whose stages this rank has no gradients at the moment."""
+    known = {id(line): line for line in _lines.values()}
+    return [line for line in known.values() if not line.num_gradients()]
