@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from autopar.runtime.local_step import is_share
 from autopar.runtime.lost import naming_lost_ranks
 
 __all__ = ["agree_on_overflows"]
@@ -53,7 +53,7 @@ def _of_all_ranks(optimizer: Optimizer, found: dict[torch.device, Tensor], zero:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
+    if not any(is_share(p) for group in optimizer.param_groups for p in group["params"]):
         return
     mine = torch.stack([x.to(zero.device) for x in found.values()]).amax() if found else zero
     told = torch.stack([mine, torch.full_like(zero, float(bool(found)))])
