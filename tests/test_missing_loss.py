@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 import autopar
@@ -108,3 +110,28 @@ def steps_without_loss(rank: int) -> None:
 def test_train_step_says_why() -> None:
     (outcome,) = try_ranks(steps_without_loss, 1)
     assert outcome is None, outcome
+
+
+def logs_its_loss(rank: int) -> list[float]:
+    """Gradients of losses that are returned a second time, detached or as they are."""
+    mesh, found = init_device_mesh("cpu", (1,)), []
+    for again in (lambda loss: loss.detach(), lambda loss: loss):
+        returned = Returning(lambda o, t, f=again: {"log": f(s := cross_entropy(o, t)), "loss": s})
+        plain = copy.deepcopy(returned)
+        parallel = autopar.parallelize(returned, mesh, BATCH, cache=False)
+        logged = [m(*BATCH) for m in (parallel, plain)]
+        assert logged[0]["log"].requires_grad == logged[1]["log"].requires_grad
+        for results in logged:
+            results["loss"].backward()
+        weights = zip(parallel.parameters(), plain.parameters(), strict=True)
+        found += [float((whole(p.grad) - q.grad).abs().max()) for p, q in weights]
+    return found
+
+
+def whole(gradient: Any) -> Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def test_a_loss_may_be_returned_detached_too() -> None:
+    (outcome,) = try_ranks(logs_its_loss, 1)
+    assert isinstance(outcome, list) and max(outcome) < 1e-6, outcome

@@ -96,7 +96,7 @@ class StepFunction(torch.autograd.Function):
         run.holders = ()  # an input that is not read again may be freed
         # what has no gradient here says so when one arrives, as a sum without it would be wrong
         attached = run.differentiable | set(run.step.traced.beside)
-        outputs = tuple(results)
+        outputs = _told_apart(results)
         ctx.mark_non_differentiable(
             *(o for i, o in enumerate(outputs) if isinstance(o, Tensor) and i not in attached)
         )
@@ -305,6 +305,20 @@ class Run:
             name = output.target
             found[name] = gradient_dtensor(self.module, name, value, layout)
         return [found.get(name) for name in self.module._parameter_order]
+
+
+def _told_apart(results: Sequence[Any]) -> tuple[Any, ...]:
+    """Results of which none is another one's object: autograd marks objects, not places.
+
+    A loss that is returned detached as well would otherwise have no gradient either.
+    """
+    seen: set[int] = set()
+    found: list[Any] = []
+    for result in results:
+        again = isinstance(result, Tensor) and id(result) in seen
+        found.append(result.detach() if again else result)
+        seen.add(id(result))
+    return tuple(found)
 
 
 def _global_shape(value: Tensor, layout: Layout, mesh_shape: Sequence[int]) -> tuple[int, ...]:
