@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,6 +20,8 @@ from autopar.tracer.randomness import RandomContext
 __all__ = ["Mark", "Replay", "last_node"]
 
 aten = torch.ops.aten
+_set_grad = torch.ops.higher_order.wrap_with_set_grad_enabled
+_autocast = torch.ops.higher_order.wrap_with_autocast
 Mark = tuple[fx.Node, fx.Node]  # the last node of the traced graph before an op's, and the op
 
 
@@ -33,8 +35,10 @@ class Replay(fx.Interpreter):
         device: torch.device,
         calls: FunctionCalls,
         casts: Mapping[str, torch.dtype] | None = None,
+        autocast: bool = False,
     ) -> None:
         super().__init__(gm, garbage_collect_values=False)
+        self.autocast = autocast  # which casts for torch's calls, and not for what replaces them
         self.casts = dict(casts or {})
         self.rng = rng
         self.device = device
@@ -54,9 +58,8 @@ class Replay(fx.Interpreter):
                 result = super().run_node(n)
             except RuntimeError as error:  # shapes or dtypes that export's fakes let pass
                 raise TraceError(f"cannot trace {user_line(n)}\n  {error}") from error
-        self.ranges.append((first, torch._C._autograd._get_sequence_nr(), n))
-        inside = n.target is torch.ops.higher_order.wrap_with_set_grad_enabled
-        if not inside:  # its ops have marks of their own
+        if n.target not in (_set_grad, _autocast):  # the ops in there have marks of their own
+            self.ranges.append((first, torch._C._autograd._get_sequence_nr(), n))
             self.marks.append((before, n))
         return result
 
@@ -68,19 +71,19 @@ class Replay(fx.Interpreter):
                 self.env[operand] = self.env[operand].to(dtype)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+        if target is _set_grad:
             enabled, part, *operands = args
             with torch.set_grad_enabled(enabled):
-                inner = Replay(part, self.rng, self.device, self.calls)
-                try:
-                    return inner.run(*operands)
-                finally:
-                    self.marks += inner.marks
+                return self._run_part(part, operands, self.autocast)
+        if target is _autocast:
+            kind, dtype, enabled, cached, part, *operands = args
+            with torch.autocast(kind, dtype, enabled, cached):
+                return self._run_part(part, operands, True)
         if target is custom_function:
             return self.calls.run(*args)
         if target is aten._assert_tensor_metadata.default:
             return None  # it may name the meta device
-        replacement = REPLACEMENTS.get(target)
+        replacement = None if self.autocast else REPLACEMENTS.get(target)
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": self.device}
         args = tuple(self.device if isinstance(a, torch.device) else a for a in args)
@@ -89,6 +92,14 @@ class Replay(fx.Interpreter):
         if replacement is not None:
             return replacement(self.rng, *args, **kwargs)
         return super().call_function(target, args, kwargs)
+
+    def _run_part(self, part: fx.GraphModule, operands: Sequence[Any], autocast: bool) -> Any:
+        inner = Replay(part, self.rng, self.device, self.calls, autocast=autocast)
+        try:
+            return inner.run(*operands)
+        finally:
+            self.marks += inner.marks
+            self.ranges += inner.ranges
 
 
 def last_node() -> fx.Node:

@@ -1,0 +1,58 @@
+"""Blocks inside a `torch.autocast` region of a forward: where they are, and what they compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import autopar
+from autopar.tracer.trace import trace
+
+aten = torch.ops.aten
+BATCH = (torch.randn(8, 16), torch.randint(0, 4, (8,)))
+
+
+class Mixed(nn.Module):
+    """The second of its blocks computes in fp32, in a region of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)) for _ in range(3)
+        )
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            for index, layer in enumerate(self.layers):
+                with torch.autocast("cpu", torch.bfloat16, enabled=index != 1):
+                    x = x + torch.tanh(layer(x)).float()
+            return cross_entropy(self.head(x).float(), labels)
+
+
+def test_ops_know_their_modules_lines_and_dtypes() -> None:
+    traced = trace(Mixed(), BATCH, training=True)
+    phases = {aten.addmm.default: "forward", aten.mm.default: "backward"}
+    nodes = [n for n in traced.graph.nodes if n.op == "call_function"]
+    assert all(traced.info[n.name].source for n in nodes)
+    found = set()
+    for node in nodes:
+        if node.target in phases and node.meta["val"].dtype == torch.bfloat16:
+            info = traced.info[node.name]
+            assert info.phase == phases[node.target]
+            found.add(info.module)
+    assert found == {"layers.0.1", "layers.2.1", "head"}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_blocks_are_stages(size: int) -> None:
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    torch.manual_seed(0)
+    model = Mixed()
+    pins = {"pipeline": {"size": size, "microbatches": 2}}
+    plan = autopar.plan(model, cluster, BATCH, constraints=pins, cache=False)
+    found = autopar.verify(plan, model, BATCH)
+    assert found.worst[1] < 2e-2  # sums of bfloat16 gradients, in another order
+    assert all(e < 1e-6 for n, e in found.gradients.items() if n.startswith("layers.1."))
