@@ -36,6 +36,7 @@ from autopar.tracer.eager_functions import EagerFunctions
 from autopar.tracer.effects import changes_in_place
 from autopar.tracer.frozen_values import Frozen, putting_back, warn_of_frozen
 from autopar.tracer.known_values import KnownValues, Sources, warn_of_known
+from autopar.tracer.left_out import leave_out, warn_of_left_out
 from autopar.tracer.no_grad import keep_written_gradients, mark_no_grad, restore_lines
 from autopar.tracer.outside_tensors import OutsideTensors, say_own
 from autopar.tracer.picked_places import say_picked
@@ -71,6 +72,7 @@ class Notes:
     frozen: Frozen
     outside: OutsideTensors
     numbers: tuple[int, ...] = ()
+    left_out: tuple[str, ...] = ()
     eager_calls: tuple[EagerCall, ...] = ()
 
     def __init__(self) -> None:
@@ -97,12 +99,14 @@ class Capture(nn.Module):
         wrapped: nn.Module,
         loss_fn: Callable[..., Any] | None,
         dtype: torch.dtype | None = None,
+        has_loss: bool = False,
     ) -> None:
         super().__init__()
         self.wrapped = wrapped
         # a name of its own: a loss with class weights is a module with buffers
         self.autopar_loss_fn = loss_fn
         self.dtype = dtype
+        self.has_loss = has_loss
         # Export restores attributes and containers after the call, but not opaque objects.
         self.notes = Notes()
 
@@ -173,6 +177,7 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
     warn_of(checks, answers)
     warn_of_frozen(capture.notes.frozen, exported.constants.values())
     warn_of_known(capture.wrapped, capture.notes.known_values())
+    warn_of_left_out(capture.wrapped, capture.notes.left_out)
     return exported
 
 
@@ -243,6 +248,9 @@ def _captured(capture: Capture, args: Any, kwargs: Any) -> tuple[Any, Any, Answe
         capture.notes.frozen.told += told
         checks = {**answers.passed, **dict.fromkeys(drop_assertions(exported.graph_module))}
         stuck = say_picked(exported.graph_module, answers.of_none)
+        capture.notes.left_out = ()
+        if capture.has_loss and not stuck:
+            capture.notes.left_out = leave_out(exported, capture.notes.out_spec)
         refuse_data_dependent(capture.wrapped, exported.graph_module, lines, stuck)
         refuse_vmap(exported, lines)
         if capture.dtype is not None:

@@ -84,7 +84,8 @@ class Rows:
         dim: where rows are counted.
         pick: which of them are picked.
         places: rows are their own places in the mask: "all" as columns of a matrix (n, dims of the
-            mask), a number for one of the columns alone, None for any other values.
+            mask), a number for one of the columns alone, None for any other values. "order" is how
+            many are picked before a row.
     """
 
     node: fx.Node
@@ -126,6 +127,7 @@ class Picks:
     known: dict[fx.Node, Said] = field(default_factory=dict)
     sums: dict[fx.Node, Pick] = field(default_factory=dict)
     picks: dict[tuple[int, tuple[int, ...]], Pick] = field(default_factory=dict)
+    wholes: dict[Hashable, Pick] = field(default_factory=dict)
     keys: dict[fx.Node, int] = field(default_factory=dict)
     numbers: dict[Hashable, int] = field(default_factory=dict)
     written: frozenset[fx.Node] = frozenset()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch
 from torch import fx
 
 from autopar.tracer.picked import (
@@ -21,9 +22,23 @@ from autopar.tracer.picked import (
     schema_of,
     value_of,
 )
-from autopar.tracer.picked_rows import again, first_rows, same_for_all, swapped
+from autopar.tracer.picked_rows import again, expand, first_rows, same_for_all, swapped
 
-__all__ = ["attention", "convolved", "filled", "ordered", "padded", "spread", "stacked", "turned"]
+__all__ = [
+    "attention",
+    "bucketed",
+    "convolved",
+    "filled",
+    "ordered",
+    "padded",
+    "repeated",
+    "spread",
+    "stacked",
+    "turned",
+    "unfolded",
+]
+
+aten = torch.ops.aten
 
 
 def several(picks: Picks, node: fx.Node, dims: list[int], pick: Pick) -> list[Rows]:
@@ -138,3 +153,34 @@ def filled(picks: Picks, node: fx.Node) -> Rows | None:
     args = [shape if i == place else arg for i, arg in enumerate(args_of(node))]
     made = picks.call(node.target, *args, **dict(node.kwargs))
     return Rows(node=made, dim=dim, pick=count.pick)
+
+
+def repeated(picks: Picks, node: fx.Node) -> Rows | None:
+    """`expand` of rows, or of one value to as many as rows were picked."""
+    source, sizes = args_of(node)[:2]
+    if picks.found(source) is not None or not isinstance(sizes, (list, tuple)):
+        return expand(picks, node)
+    counts = {i: picks.found(n) for i, n in enumerate(sizes) if isinstance(n, fx.Node)}
+    if len(counts) != 1:
+        return None
+    ((dim, count),) = counts.items()
+    if not isinstance(count, Count) or count.pick is None:
+        return None
+    if not same_for_all(source, len(sizes) - dim):
+        return None
+    shape = [count.pick.rows if i == dim else size for i, size in enumerate(sizes)]
+    return Rows(node=picks.call(aten.expand.default, source, shape), dim=dim, pick=count.pick)
+
+
+def unfolded(picks: Picks, node: fx.Node) -> Rows | None:
+    """Windows of another dim."""
+    rows = first_rows(picks, node)
+    if rows is None or args_of(node)[1] % value_of(rows.node).dim() == rows.dim:
+        return None
+    return again(picks, node, rows.dim, rows.pick)
+
+
+def bucketed(picks: Picks, node: fx.Node) -> Rows | None:
+    """Where each element stands among boundaries that are the same for all."""
+    rows = first_rows(picks, node)
+    return None if rows is None else again(picks, node, rows.dim, rows.pick)

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from autopar.tracer import picked_batch as batch
+from autopar.tracer import picked_order as order
 from autopar.tracer import picked_products as products
 from autopar.tracer import picked_rows as rows_of
 from autopar.tracer.effects import drop_dead
@@ -30,6 +31,7 @@ from autopar.tracer.picked import (
 from autopar.tracer.picked_finite import guarded, started
 from autopar.tracer.picked_known import say_known
 from autopar.tracer.picked_rows import pointwise
+from autopar.tracer.picked_scatter import put_rows, scattered
 from autopar.tracer.picked_sums import (
     LOSSES,
     NEUTRAL,
@@ -45,6 +47,7 @@ from autopar.tracer.picked_writes import (
     put_known,
     row_of_places,
     rows_at_places,
+    settled,
     where_put,
     written,
 )
@@ -71,6 +74,7 @@ def say_picked(gm: fx.GraphModule, zero_of_none: bool = False) -> list[fx.Node]:
             part.recompile()
         if isinstance(part, fx.GraphModule) and any(map(_is_source, part.graph.nodes)):
             out_of_place(part.graph)
+            settled(part.graph)
             found = _say(Picks(graph=part.graph, zero_of_none=zero_of_none))
             drop_dead(part)
             stuck += [node for node in part.graph.nodes if node in set(found)]
@@ -127,6 +131,8 @@ def _index(picks: Picks, node: fx.Node) -> Rows | None:
         return None
     first = given[0]
     inner = picks.found(source)
+    if own := order.own_rows(picks, node):
+        return own
     if len(given) == 1 and indices[first].meta["val"].dtype is torch.bool:
         if inner is not None or indices[first] in picks.known:
             return _picked_again(picks, inner, indices[first], first)
@@ -261,22 +267,7 @@ def _put(picks: Picks, node: fx.Node) -> fx.Node | None:
             return None
         put = rows_at_places(picks, one, table, rows, adds)
         return None if put is None else written(picks, node, table, put)
-    if place is None or place.key != rows.pick.key:
-        return None
-    value, given = value_of(table), value_of(rows.node)
-    shape = value_of(place.mask).shape
-    if value.shape[: len(shape)] != shape or given.shape[1:] != value.shape[len(shape) :]:
-        return None
-    if given.dtype is not value.dtype:
-        return None
-    mask = place.mask
-    own = picks.call(aten.reshape.default, rows.node, list(value.shape))
-    if value.dim() > len(shape):
-        wide = [*shape, *[1] * (value.dim() - len(shape))]
-        mask = picks.call(aten.reshape.default, mask, wide)
-    other = picks.call(aten.add.Tensor, table, own) if adds else own
-    chosen = picks.call(aten.where.self, mask, other, table)
-    return written(picks, node, table, chosen)
+    return None if place is None else put_rows(picks, node, place, rows, bool(adds))
 
 
 def _add(picks: Picks, node: fx.Node) -> fx.Node | None:
@@ -300,38 +291,12 @@ def _add(picks: Picks, node: fx.Node) -> fx.Node | None:
     return picks.call(node.target, table, dim, places.node, zeroed, **node.kwargs)
 
 
-def _scatter(picks: Picks, node: fx.Node) -> fx.Node | None:
-    """`masked_scatter` of rows by the mask that picked them, over their columns."""
-    table, mask, source = args_of(node)
-    rows = picks.found(source)
-    if picks.found(table) is not None or not isinstance(rows, Rows) or rows.dim != 0:
-        return None
-    value = value_of(table)
-    shape = value_of(rows.pick.mask).shape
-    inner: Any = mask
-    while name_of(inner.target) in ("expand", "expand_as"):
-        inner = args_of(inner)[0]
-    while name_of(inner.target) == "unsqueeze" and args_of(inner)[1] in (
-        -1,
-        value_of(inner).dim() - 1,
-    ):
-        inner = args_of(inner)[0]
-    wide = value_of(mask).shape == value.shape and value.shape[: len(shape)] == shape
-    same = value_of(inner).shape == shape and picks.order_key(inner) == rows.pick.key
-    given = value_of(rows.node)
-    if not wide or not same or given.shape[1:] != value.shape[len(shape) :]:
-        return None
-    if given.dtype is not value.dtype:
-        return None
-    own = picks.call(aten.reshape.default, rows.node, list(value.shape))
-    return written(picks, node, table, picks.call(aten.where.self, mask, own, table))
-
-
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(rows_of.ROWWISE, rows_of.kept),
     **dict.fromkeys(LOSSES, elementwise_loss),
     **dict.fromkeys(("linear", "layer_norm", "rms_norm"), rows_of.last_dim),
-    **dict.fromkeys(("chunk", "split", "split_with_sizes"), products.parts),
+    **dict.fromkeys(("chunk", "split"), products.parts),
+    **dict.fromkeys(("cat", "concat", "concatenate"), order.joined),
     **dict.fromkeys(("matmul", "mm", "bmm"), products.product),
     **dict.fromkeys(
         ("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "glu"), rows_of.beside_dim
@@ -339,7 +304,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten"), rows_of.view),
     **dict.fromkeys(("select", "squeeze"), rows_of.dropped_dim),
     **dict.fromkeys(("transpose", "permute", "t", "numpy_T", "mT"), rows_of.transpose),
-    **dict.fromkeys(("expand", "expand_as"), rows_of.expand),
+    **dict.fromkeys(("expand", "expand_as"), batch.repeated),
     **dict.fromkeys((*NEUTRAL, "mean", "argmax", "argmin"), reduced),
     **dict.fromkeys(("cross_entropy_loss", "nll_loss_nd"), token_loss),
     **dict.fromkeys(("var", "std", "var_mean", "std_mean"), batch.spread),
@@ -357,7 +322,10 @@ _RULES: dict[str, Rule] = {
     "slice": rows_of.slice,
     "unsqueeze": rows_of.unsqueeze,
     "embedding": rows_of.embedding,
-    "cat": rows_of.joined_dims,
+    "split_with_sizes": order.split,
+    "arange": order.numbered,
+    "unfold": batch.unfolded,
+    "bucketize": batch.bucketed,
     "broadcast_tensors": rows_of.broadcast,
     "getitem": rows_of.getitem,
     "gather": _gather,
@@ -365,15 +333,15 @@ _RULES: dict[str, Rule] = {
     "index_put": _put,
     "index_add": _add,
     "index_fill": fill,
-    "masked_scatter": _scatter,
-    "where": pointwise,
+    "masked_scatter": scattered,
+    **dict.fromkeys(("where", "__and__", "__or__", "__xor__"), pointwise),
     "sym_size": rows_of.size,
 }
 _WRITES: dict[str, Rule] = {
     "index_put_": _put,
     "index_add_": _add,
     "index_fill_": fill,
-    "masked_scatter_": _scatter,
+    "masked_scatter_": scattered,
 }
 _SOURCES: dict[str, Rule] = {
     "index": _index,

@@ -30,7 +30,15 @@ from autopar.tracer.picked import (
     value_of,
 )
 
-__all__ = ["again", "first_rows", "pointwise", "same_for_all", "swapped"]
+__all__ = [
+    "again",
+    "first_rows",
+    "joined_dims",
+    "joined_pick",
+    "pointwise",
+    "same_for_all",
+    "swapped",
+]
 
 aten = torch.ops.aten
 
@@ -210,15 +218,24 @@ def _joined(picks: Picks, rows: Rows, given: list[Any], wanted: list[Any], dim: 
         and wanted[2:] == given[1:]
     ):
         return Grid(rows=rows)
-    width = math.prod(given[rows.dim + 1 :])
-    if dim != rows.dim or wanted[:dim] != given[:dim] or wanted[dim:] != [size * width]:
+    behind = wanted[dim + 1 :]
+    if not all(isinstance(extent, int) for extent in (*given[rows.dim + 1 :], *behind)):
         return None
-    flat = picks.call(aten.unsqueeze.default, rows.pick.flat, 1)
-    flat = picks.call(aten.expand.default, flat, [rows.pick.rows, width])
-    flat = picks.call(aten.reshape.default, flat, [rows.pick.rows * width])
-    pick = Pick(mask=flat, flat=flat, key=("joined", rows.pick.key, width))
-    made = picks.call(aten.reshape.default, rows.node, [*given[:dim], rows.pick.rows * width])
+    width = math.prod(given[rows.dim + 1 :]) // max(math.prod(behind), 1)
+    fits = wanted[:dim] == given[:dim] and wanted[dim] == size * width
+    if dim != rows.dim or not fits or math.prod(given[dim + 1 :]) != width * math.prod(behind):
+        return None
+    pick = joined_pick(picks, rows.pick, width)
+    made = picks.call(aten.reshape.default, rows.node, [*given[:dim], pick.rows, *behind])
     return Rows(node=made, dim=dim, pick=pick)
+
+
+def joined_pick(picks: Picks, pick: Pick, width: int) -> Pick:
+    """What picks as many rows as a width for each that is picked."""
+    flat = picks.call(aten.unsqueeze.default, pick.flat, 1)
+    flat = picks.call(aten.expand.default, flat, [pick.rows, width])
+    flat = picks.call(aten.reshape.default, flat, [pick.rows * width])
+    return Pick(mask=flat, flat=flat, key=("joined", pick.key, width))
 
 
 def unsqueeze(picks: Picks, node: fx.Node) -> Rows | None:
@@ -227,7 +244,8 @@ def unsqueeze(picks: Picks, node: fx.Node) -> Rows | None:
         return None
     at: int = args_of(node)[1]
     dim = rows.dim + (at % (value_of(rows.node).dim() + 1) <= rows.dim)
-    return again(picks, node, dim, rows.pick)
+    made = again(picks, node, dim, rows.pick)
+    return replace(made, places="order") if made and rows.places == "order" else made
 
 
 def dropped_dim(picks: Picks, node: fx.Node) -> Said | fx.Node | None:

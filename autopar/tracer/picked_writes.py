@@ -37,6 +37,7 @@ __all__ = [
     "put_known",
     "row_of_places",
     "rows_at_places",
+    "settled",
     "where_put",
     "written",
 ]
@@ -55,6 +56,26 @@ def out_of_place(graph: fx.Graph) -> None:
             found = target(*fakes[0], **fakes[1])
         if found.dtype is value_of(node).dtype and extents(found) == extents(value_of(node)):
             node.target = target
+
+
+def settled(graph: fx.Graph) -> None:
+    """Copy masks after the last write to them, `mask[0] |= …`, for what reads them then."""
+    last = {base_of(args_of(n)[0]): n for n in graph.nodes if n.args and is_write(n)}
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    for mask, write in last.items():
+        value: Any = mask.meta.get("val") if mask.op == "call_function" else None
+        if not isinstance(value, Tensor) or value.dtype is not torch.bool:
+            continue
+        if free_unbacked_symbols(value) or graph is not write.graph:
+            continue
+        later = [user for user in mask.users if order[user] > order[write]]
+        with graph.inserting_after(write):
+            copy = graph.call_function(aten.clone.default, (mask,))
+        copy.meta.update(mask.meta)
+        with value_of(mask).fake_mode, torch.no_grad():
+            copy.meta["val"] = value.clone()
+        for user in later:
+            user.replace_input_with(mask, copy)
 
 
 def _value(argument: Any) -> Any:

@@ -113,7 +113,8 @@ def trace(
             return folded
     args, kwargs = normalize_inputs(example_inputs)
     with_grad = model.training if training is None else training
-    capture = Capture(model, loss_fn, low_dtype(precision))
+    has_loss = with_grad and loss == "auto"
+    capture = Capture(model, loss_fn, low_dtype(precision), has_loss)
     capture.training = model.training  # not .train(): submodules keep modes of their own
     calls = FunctionCalls()
     if with_grad:
