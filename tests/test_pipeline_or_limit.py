@@ -50,7 +50,7 @@ def test_nothing_is_searched_within_the_limit_where_a_pipeline_is_faster_than_wi
         asked.append(limit)
 
     monkeypatch.setattr(_Search, "_climb", climb)
-    monkeypatch.setattr(_Search, "_alone_s", lambda search: 0.0)
+    monkeypatch.setattr(_Search, "_alone_s", lambda search, enough_s: 0.0)
     monkeypatch.setattr(_Search, "_reported", lambda search, plan, *rest: plan)
     monkeypatch.setattr(_Search, "_against_limited", lambda search, found, shapes: found)
     monkeypatch.setattr(OnePiece, "soon", glance)
