@@ -34,8 +34,8 @@ from autopar.runtime.initialize import InitWeights
 from autopar.runtime.pipeline import PipelinedStep
 from autopar.runtime.pipeline_mesh import PipelineMesh, check_ascending, own_plan
 from autopar.runtime.state import materialize
+from autopar.search.symmetric_calls import with_symmetric_calls
 from autopar.step_plans import StepPlans
-from autopar.symmetric_calls import with_symmetric_calls
 from autopar.tracer.accepted import check_model
 from autopar.tracer.fold import find_repeats
 from autopar.tracer.trace import trace

@@ -22,7 +22,7 @@ from autopar.cost_model.opdb import OpDatabase
 from autopar.cost_model.simulator import Simulation
 from autopar.cost_model.simulator import simulate as simulate_program
 from autopar.errors import AutoparError
-from autopar.symmetric_calls import with_symmetric_calls
+from autopar.search.symmetric_calls import with_symmetric_calls
 from autopar.tracer.trace import trace
 
 __all__ = ["simulate"]

@@ -11,10 +11,10 @@ from autopar.core.constraints import Constraints
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
-from autopar.scheduling import scheduled
+from autopar.search.scheduling import scheduled
 
 if TYPE_CHECKING:
-    from autopar.step_limits import StepLimits
+    from autopar.search.step_limits import StepLimits
 
 __all__ = ["StepPlans"]
 
@@ -55,8 +55,8 @@ class StepPlans:
         known = self.plans.get(key) if self.plans else None
         if known is not None:
             return known
-        from autopar.pipelining import plan_within
-        from autopar.step_limits import StepLimits
+        from autopar.search.pipelining import plan_within
+        from autopar.search.step_limits import StepLimits
 
         if self._known is None:
             given = (self.traced, cluster, constraints, optimizer, fusion)

@@ -20,7 +20,7 @@ from autopar.core.plan import Plan
 from autopar.runtime.lockstep import Strided, mesh_coords, run_lockstep
 from autopar.runtime.shards import assemble, take_shard
 from autopar.runtime.virtual_stages import run_stages
-from autopar.symmetric_calls import with_symmetric_calls
+from autopar.search.symmetric_calls import with_symmetric_calls
 from autopar.tracer.precision import call_in, low_dtype
 from autopar.tracer.trace import normalize_inputs, trace
 

@@ -19,8 +19,8 @@ from rich.table import Table
 import autopar
 from autopar.core.constraints import Constraints
 from autopar.core.graph import TracedModel
-from autopar.pipelining import plan_step
-from autopar.scheduling import scheduled
+from autopar.search.pipelining import plan_step
+from autopar.search.scheduling import scheduled
 from autopar.tracer.trace import trace
 from benchmarks.planner import ROWS, Row, fusion_of
 from benchmarks.provenance import provenance

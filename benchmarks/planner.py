@@ -39,8 +39,8 @@ from autopar.codegen.fusion import Fusion
 from autopar.core.collector import paused_collector
 from autopar.core.constraints import Constraints
 from autopar.core.plan import PipelinePlan
-from autopar.pipelining import plan_step
-from autopar.scheduling import scheduled
+from autopar.search.pipelining import plan_step
+from autopar.search.scheduling import scheduled
 from autopar.tracer.trace import trace
 from benchmarks.provenance import provenance
 

@@ -18,11 +18,11 @@ from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.cost_model.simulator import simulate
-from autopar.pipelining import plan_step
-from autopar.scheduling import scheduled
+from autopar.search.pipelining import plan_step
+from autopar.search.scheduling import scheduled
+from autopar.search.trials import Trial, bucketed
 from autopar.solver.solve import solve
 from autopar.tracer.trace import trace
-from autopar.trials import Trial, bucketed
 from autopar.verification import verify
 from tests import zoo
 

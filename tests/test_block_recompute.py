@@ -31,8 +31,8 @@ from autopar.cost_model import Cluster
 from autopar.errors import ConstraintError, PlanMismatchError
 from autopar.explain import explain
 from autopar.frontier import frontier, render_frontier
-from autopar.pipelining import plan_step
 from autopar.report.differences import render_differences
+from autopar.search.pipelining import plan_step
 from autopar.solver.solve import StepSearch, solve
 from autopar.tracer.trace import trace
 from benchmarks.memory import measure, predicted_of

@@ -22,7 +22,7 @@ from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.errors import ConstraintError
-from autopar.pipelining import plan_step
+from autopar.search.pipelining import plan_step
 from autopar.tracer.trace import trace
 from autopar.verification import verify
 from tests import zoo

@@ -22,13 +22,13 @@ from autopar.core.schedule import actions
 from autopar.cost_model import Cluster
 from autopar.cost_model.pipeline import simulate_pipeline
 from autopar.cost_model.stages import transfer_seconds
-from autopar.critical_stages import CriticalStages
 from autopar.explain import explain
-from autopar.pipelining import plan_step
+from autopar.search.critical_stages import CriticalStages
+from autopar.search.pipelining import plan_step
+from autopar.search.stage_menus import Aim
+from autopar.search.stage_planning import StagePlanner
 from autopar.solver.offers import Offers
 from autopar.solver.pipeline_shape import PipelineShape
-from autopar.stage_menus import Aim
-from autopar.stage_planning import StagePlanner
 from autopar.tracer.trace import trace
 from autopar.verification import verify
 from tests import zoo

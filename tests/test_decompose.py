@@ -31,10 +31,10 @@ from autopar.core.graph import TracedModel
 from autopar.core.plan import Pieces, Plan
 from autopar.cost_model import Cluster
 from autopar.cost_model.simulator import simulate
-from autopar.pipelining import plan_step
 from autopar.planning import traced_for
 from autopar.runtime.lockstep import mesh_coords, run_lockstep
-from autopar.scheduling import scheduled
+from autopar.search.pipelining import plan_step
+from autopar.search.scheduling import scheduled
 from autopar.solver.solve import solve
 from autopar.tracer.trace import trace
 from autopar.verification import relative_error, verify
@@ -50,7 +50,7 @@ AROUND = PASSES[1:]
 
 @pytest.fixture(autouse=True)
 def few_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.decomposing._COUNTS", (2, 4))
+    monkeypatch.setattr("autopar.search.decomposing._COUNTS", (2, 4))
 
 
 # --- one site, written by hand, on two ranks
@@ -413,7 +413,7 @@ def test_only_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     found, again = chosen("llama"), scheduled(plan, traced)
     assert found.pieces
     assert found.pieces == again.pieces
-    monkeypatch.setattr("autopar.decomposing._COUNTS", ())
+    monkeypatch.setattr("autopar.search.decomposing._COUNTS", ())
     whole = scheduled(plan, traced)
     assert whole.pieces == ()
     assert found.predicted.step_time_s < 0.99 * whole.predicted.step_time_s

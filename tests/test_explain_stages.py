@@ -16,8 +16,8 @@ from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.explain import explain, render_explanation
 from autopar.planning import traced_for
+from autopar.search.stage_planning import port_names
 from autopar.solver.solve import solve
-from autopar.stage_planning import port_names
 from tests.test_folding import TEXT, cluster, llama
 
 LAYERS = 11

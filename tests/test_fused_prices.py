@@ -25,8 +25,8 @@ from autopar.cost_model import Cluster, OpCost, compute_seconds
 from autopar.cost_model.simulator import simulate
 from autopar.errors import ConstraintError, InfeasiblePlanError
 from autopar.explain import explain
-from autopar.pipelining import plan_step
-from autopar.scheduling import scheduled
+from autopar.search.pipelining import plan_step
+from autopar.search.scheduling import scheduled
 from autopar.solver.candidates import Candidate
 from autopar.solver.ideal import BlockWork
 from autopar.solver.offers import Offers

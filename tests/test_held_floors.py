@@ -13,11 +13,11 @@ from autopar.core.constraints import Constraints
 from autopar.core.graph import TracedModel
 from autopar.cost_model import Cluster
 from autopar.errors import InfeasiblePlanError
-from autopar.pipelining import plan_step
+from autopar.search.pipelining import plan_step
+from autopar.search.stage_planning import StagePlanner
 from autopar.solver.known import places_of
 from autopar.solver.offers import Offers
 from autopar.solver.pipeline_shape import PipelineShape, least_seconds
-from autopar.stage_planning import StagePlanner
 from autopar.tracer.trace import trace
 
 WIDTH, ROUNDING = 256, 1 + 1e-6

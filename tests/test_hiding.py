@@ -27,7 +27,7 @@ from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.cost_model.simulator import simulate
-from autopar.one_piece import OnePiece, _Doubts
+from autopar.search.one_piece import OnePiece, _Doubts
 from autopar.solver.build import build_problem
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.known import Variants
@@ -236,7 +236,7 @@ def test_a_limit_is_looked_at_first_where_the_free_step_is_fastest(
             seen.append(self.planned.mesh_shape)
             return super().glance(below_s)
 
-    monkeypatch.setattr("autopar.one_piece.StepSearch", Recorded)
+    monkeypatch.setattr("autopar.search.one_piece.StepSearch", Recorded)
     free = whole.plan(UNLIMITED)
     assert seen == [(32,), (4, 8)]
     assert set(whole.free_s) == set(seen)
@@ -273,7 +273,7 @@ def test_all_is_counted_where_the_rule_is_in_doubt(
             seen.add(round(self.exposed, 6))
             return super().run(*given)
 
-    monkeypatch.setattr("autopar.one_piece.StepSearch", Recorded)
+    monkeypatch.setattr("autopar.search.one_piece.StepSearch", Recorded)
     monkeypatch.setattr(OnePiece, "_hidden", lambda self, plan: hidden)
     plan = whole.best(limit)
     assert plan.predicted.peak_memory_bytes <= limit
@@ -295,7 +295,7 @@ def test_all_is_counted_where_programs_without_a_limit_hide_nothing(
             seen.add(self.exposed)
             return super().run(*given)
 
-    monkeypatch.setattr("autopar.one_piece.StepSearch", Recorded)
+    monkeypatch.setattr("autopar.search.one_piece.StepSearch", Recorded)
     plan = whole.best(round(0.95 * free.predicted.peak_memory_bytes))
     assert seen == {1.0}
     assert plan.solver.exposed == 1.0

@@ -21,8 +21,8 @@ from autopar.cost_model.measure import measure_profile
 from autopar.cost_model.profile import ClusterError, Profile
 from autopar.cost_model.toml_text import to_toml
 from autopar.errors import InfeasiblePlanError
-from autopar.pipelining import plan_step
 from autopar.report.summary import facts
+from autopar.search.pipelining import plan_step
 from autopar.solver.liveness import HOST_ROW
 from autopar.solver.solve import StepSearch
 from autopar.tracer.trace import trace

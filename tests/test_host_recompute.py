@@ -32,11 +32,11 @@ from autopar.cost_model import Cluster
 from autopar.cost_model.simulator import simulate
 from autopar.errors import ConstraintError, InfeasiblePlanError
 from autopar.explain import explain
-from autopar.pipelining import plan_step
 from autopar.report.differences import render_differences
 from autopar.report.page import render_page
 from autopar.runtime.live import LiveBytes
-from autopar.scheduling import scheduled
+from autopar.search.pipelining import plan_step
+from autopar.search.scheduling import scheduled
 from autopar.solver.solve import solve
 from autopar.tracer.trace import trace
 from benchmarks.memory import measure, predicted_of

@@ -23,9 +23,9 @@ from autopar.core.constraints import Constraints
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
-from autopar.pipelining import plan_step
 from autopar.runtime.stage_values import stages_at_turns
-from autopar.scheduling import scheduled
+from autopar.search.pipelining import plan_step
+from autopar.search.scheduling import scheduled
 from autopar.tracer.trace import trace
 from autopar.verification import verify
 from tests import zoo

@@ -13,13 +13,13 @@ from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.errors import InfeasiblePlanError
-from autopar.pipeline_shapes import Shapes
-from autopar.pipelining import _Search
+from autopar.search.pipeline_shapes import Shapes
+from autopar.search.pipelining import _Search
+from autopar.search.stage_planning import StagePlanner
+from autopar.search.step_limits import StepLimits
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.offers import Offers
 from autopar.solver.pipeline_shape import PipelineShape
-from autopar.stage_planning import StagePlanner
-from autopar.step_limits import StepLimits
 from autopar.tracer.trace import trace
 from tests.test_mixed_bound import Deep
 

@@ -16,13 +16,13 @@ from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.errors import InfeasiblePlanError
-from autopar.pipeline_shapes import Shapes
-from autopar.pipeline_stages import Stopped
-from autopar.pipelining import _Search, plan_step
+from autopar.search.pipeline_shapes import Shapes
+from autopar.search.pipeline_stages import Stopped
+from autopar.search.pipelining import _Search, plan_step
+from autopar.search.stage_planning import StagePlanner
+from autopar.search.step_limits import StepLimits
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.pipeline_shape import PipelineShape
-from autopar.stage_planning import StagePlanner
-from autopar.step_limits import StepLimits
 from autopar.tracer.trace import trace
 from tests.test_folding import llama
 

@@ -15,7 +15,7 @@ from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.errors import InfeasiblePlanError
-from autopar.pipelining import plan_step
+from autopar.search.pipelining import plan_step
 from autopar.solver.mixed_bound import least_mixed
 from autopar.solver.overlap import ALL
 from autopar.solver.solve import StepSearch, solve

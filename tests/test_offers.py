@@ -21,8 +21,9 @@ from autopar.core.placement import Layout, Partial, Placement, Replicate, Shard
 from autopar.core.plan import Plan
 from autopar.core.schedule import actions
 from autopar.cost_model import Cluster
-from autopar.pipeline_stages import Pipeliner, Stopped
-from autopar.pipelining import plan_step
+from autopar.search.pipeline_stages import Pipeliner, Stopped
+from autopar.search.pipelining import plan_step
+from autopar.search.stage_planning import StagePlanner
 from autopar.solver.candidates import Pricer, expand
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.microbatch import split_in_time
@@ -32,7 +33,6 @@ from autopar.solver.pipeline_shape import PipelineShape
 from autopar.solver.read_step import build_step
 from autopar.solver.rules.own_order import note_orders
 from autopar.solver.solve import StepSearch, in_other_flights
-from autopar.stage_planning import StagePlanner
 from autopar.tracer.trace import trace
 from tests import zoo
 from tests.test_pipeline_search import nodes_apart, stack

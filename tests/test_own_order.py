@@ -15,7 +15,7 @@ from autopar.core.plan import Plan
 from autopar.core.redistribute import path
 from autopar.core.strategy import AxisStrategy, op_call
 from autopar.cost_model import Cluster
-from autopar.pipelining import plan_step
+from autopar.search.pipelining import plan_step
 from autopar.solver.offers import likeness
 from autopar.solver.rules.own_order import Order, own_order_rows
 from autopar.solver.solve import solve

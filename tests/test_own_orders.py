@@ -19,11 +19,11 @@ from autopar.cost_model import Cluster
 from autopar.cost_model.rank_memory import rank_memory
 from autopar.cost_model.stages import ranks_time
 from autopar.errors import PlanMismatchError
-from autopar.own_orders import fastest_orders, least_held
+from autopar.search.own_orders import fastest_orders, least_held
+from autopar.search.stage_planning import StagePlanner
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.offers import Offers
 from autopar.solver.pipeline_shape import PipelineShape
-from autopar.stage_planning import StagePlanner
 from autopar.tracer.trace import trace
 from autopar.verification import verify
 from tests import zoo

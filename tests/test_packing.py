@@ -13,7 +13,7 @@ from autopar.core.placement import Partial, Replicate, Shard, is_valid
 from autopar.core.redistribute import copied_fractions
 from autopar.core.strategy import TensorSpec
 from autopar.cost_model import Cluster
-from autopar.scheduling import scheduled
+from autopar.search.scheduling import scheduled
 from autopar.solver.moves import MoveCosts
 from autopar.solver.packing import packing_seconds
 from autopar.solver.solve import solve

@@ -21,7 +21,7 @@ from autopar.core.plan import Plan
 from autopar.core.stages import cut
 from autopar.cost_model import Cluster
 from autopar.errors import ConstraintError, InfeasiblePlanError
-from autopar.pipelining import plan_step
+from autopar.search.pipelining import plan_step
 from autopar.tracer.trace import trace
 from autopar.verification import verify
 from tests import zoo

@@ -24,9 +24,11 @@ from autopar.cost_model import Cluster, CollectiveKind
 from autopar.cost_model.pipeline import simulate_pipeline
 from autopar.cost_model.stages import action_seconds, transfer_seconds
 from autopar.errors import ConstraintError, InfeasiblePlanError
-from autopar.pipeline_shapes import Shapes
-from autopar.pipelining import _Search, plan_step
 from autopar.report.summary import render_summary
+from autopar.search.pipeline_shapes import Shapes
+from autopar.search.pipelining import _Search, plan_step
+from autopar.search.stage_planning import StagePlanner
+from autopar.search.step_limits import StepLimits
 from autopar.solver.balanced_cuts import _on_the_clock, balanced_cuts, expected_seconds
 from autopar.solver.cuts import least_cuts, runs_of
 from autopar.solver.fit import UNLIMITED
@@ -39,8 +41,6 @@ from autopar.solver.pipeline_shape import (
 )
 from autopar.solver.turn import WIDE, Turn
 from autopar.solver.windows import Window, WindowKind, kinds_for, runs_with
-from autopar.stage_planning import StagePlanner
-from autopar.step_limits import StepLimits
 from autopar.tracer.trace import trace
 from tests import zoo
 from tests.test_critical_stages import near_ranks

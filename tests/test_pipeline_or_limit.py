@@ -9,11 +9,11 @@ import pytest
 
 from autopar.core.constraints import Constraints, PipelinePin
 from autopar.core.plan import Plan
-from autopar.one_piece import OnePiece
-from autopar.pipeline_shapes import Shapes
-from autopar.pipelining import _Search, _seconds
+from autopar.search.one_piece import OnePiece
+from autopar.search.pipeline_shapes import Shapes
+from autopar.search.pipelining import _Search, _seconds
+from autopar.search.step_limits import StepLimits
 from autopar.solver.fit import UNLIMITED
-from autopar.step_limits import StepLimits
 from tests.test_limited_stages import cluster, traced
 from tests.test_limited_stages import free as free_pipeline
 

@@ -20,7 +20,7 @@ from autopar.core.timeline import PipelineSlot
 from autopar.core.trace_events import event, predicted_count, predicted_events, spread
 from autopar.report import format_bytes, format_seconds, parameter_rows, render_summary
 from autopar.report.page import page_data, render_page
-from autopar.scheduling import scheduled
+from autopar.search.scheduling import scheduled
 from tests.browser import browser, inspect
 from tests.dist import run_ranks
 from tests.test_stage_passes import MODES, built, planned

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar import pipelining
 from autopar.codegen.stage_unfolding import unfolded_plan
 from autopar.core.cells import block_order
 from autopar.core.constraints import Constraints, PipelinePin
@@ -22,11 +21,12 @@ from autopar.core.plan import Plan, SolverReport
 from autopar.core.stage_folding import outline
 from autopar.cost_model import Cluster
 from autopar.errors import ConstraintError, InfeasiblePlanError
-from autopar.pipeline_shapes import Shapes
-from autopar.pipelining import _Search, plan_step
+from autopar.search import pipelining
+from autopar.search.pipeline_shapes import Shapes
+from autopar.search.pipelining import _Search, plan_step
+from autopar.search.step_limits import StepLimits
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.pipeline_shape import PipelineShape
-from autopar.step_limits import StepLimits
 from autopar.tracer.trace import trace
 from autopar.verification import verify
 from tests import zoo

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from autopar import critical_stages
 from autopar.core.constraints import Constraints
 from autopar.core.flights import Waits
 from autopar.core.list_schedule import RankLoad, list_schedule, most_ahead
 from autopar.core.soonest import forwards_ahead, soonest
 from autopar.cost_model import Cluster
-from autopar.critical_stages import CriticalStages
+from autopar.search import critical_stages
+from autopar.search.critical_stages import CriticalStages
+from autopar.search.stage_planning import StagePlanner
+from autopar.search.step_limits import StepLimits
 from autopar.solver.pipeline_shape import PipelineShape
 from autopar.solver.stage_mixture import StageLoad, best_mixture
-from autopar.stage_planning import StagePlanner
-from autopar.step_limits import StepLimits
 from autopar.tracer.trace import trace
 from autopar.verification import verify
 from benchmarks.planner import ROWS, fusion_of

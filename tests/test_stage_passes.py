@@ -24,9 +24,9 @@ from autopar.core.plan import Plan
 from autopar.core.strategy import op_call
 from autopar.core.work import global_flops, op_class
 from autopar.cost_model import Cluster
-from autopar.pipelining import plan_step
 from autopar.runtime.inductor import SummingPart
 from autopar.runtime.stage_values import stages_at_turns
+from autopar.search.pipelining import plan_step
 from autopar.tracer.trace import trace
 from autopar.verification import verify
 from tests.dist import run_ranks

@@ -10,8 +10,8 @@ from autopar.core.constraints import Constraints
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
 from autopar.errors import InfeasiblePlanError
-from autopar.pipelining import plan_step, plan_within
-from autopar.step_limits import StepLimits
+from autopar.search.pipelining import plan_step, plan_within
+from autopar.search.step_limits import StepLimits
 from tests.test_host_memory import heavy, on_host
 from tests.test_host_recompute import deep
 

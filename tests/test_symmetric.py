@@ -30,10 +30,10 @@ from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.cost_model.overlapped_calls import call_seconds, pipelined_seconds
 from autopar.cost_model.simulator import simulate
-from autopar.pipelining import plan_step
-from autopar.scheduling import scheduled
+from autopar.search.pipelining import plan_step
+from autopar.search.scheduling import scheduled
+from autopar.search.symmetric_calls import with_symmetric_calls
 from autopar.solver.solve import solve
-from autopar.symmetric_calls import with_symmetric_calls
 from autopar.tracer.trace import trace
 from autopar.verification import verify
 from tests import zoo

@@ -11,11 +11,11 @@ from autopar.core.plan import Plan
 from autopar.core.schedule import AUTOMATIC
 from autopar.core.units import format_seconds
 from autopar.errors import ConstraintError, InfeasiblePlanError
-from autopar.pipeline_shapes import Shapes
-from autopar.pipeline_stages import Stopped
+from autopar.search.pipeline_shapes import Shapes
+from autopar.search.pipeline_stages import Stopped
+from autopar.search.stage_planning import StagePlanner
 from autopar.solver.memory_cuts import RECOMPUTED, RankBytes, cuts_within
 from autopar.solver.pipeline_shape import PipelineShape
-from autopar.stage_planning import StagePlanner
 
 __all__ = ["FittingCuts"]
 

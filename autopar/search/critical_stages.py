@@ -33,10 +33,10 @@ from autopar.core.placement import Layout
 from autopar.core.plan import Plan
 from autopar.cost_model.stages import RanksTime, ranks_time, transfer_seconds
 from autopar.errors import ConstraintError, InfeasiblePlanError
-from autopar.stage_menus import Aim, Aims, StageMenus
+from autopar.search.stage_menus import Aim, Aims, StageMenus
 
 if TYPE_CHECKING:
-    from autopar.pipeline_stages import Pipeliner
+    from autopar.search.pipeline_stages import Pipeliner
 
 __all__ = ["CriticalStages"]
 

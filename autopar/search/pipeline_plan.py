@@ -13,7 +13,7 @@ from autopar.core.schedule import kinds_of
 from autopar.cost_model.stages import PipelinedTime
 
 if TYPE_CHECKING:
-    from autopar.pipeline_stages import Pipeliner
+    from autopar.search.pipeline_stages import Pipeliner
 
 __all__ = ["plan_of_stages"]
 

@@ -15,11 +15,11 @@ from autopar.core.folding import every_instance
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
-from autopar.one_piece import OnePiece
+from autopar.search.one_piece import OnePiece
+from autopar.search.stage_planning import StagePlanner
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.offers import Offers
 from autopar.solver.solve import KnownVariants
-from autopar.stage_planning import StagePlanner
 
 __all__ = ["StepLimits"]
 

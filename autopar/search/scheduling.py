@@ -41,8 +41,8 @@ from autopar.cost_model.emitted_ops import node_seconds
 from autopar.cost_model.simulator import Simulation, simulate
 from autopar.cost_model.stages import pipelined_time, transfer_seconds
 from autopar.cost_model.waits import with_waits
-from autopar.decomposing import decomposed
-from autopar.trials import Trial, bucketed
+from autopar.search.decomposing import decomposed
+from autopar.search.trials import Trial, bucketed
 
 __all__ = ["scheduled"]
 

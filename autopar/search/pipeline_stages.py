@@ -29,16 +29,16 @@ from autopar.cost_model.stages import (
     transfer_seconds,
 )
 from autopar.errors import ConstraintError, InfeasiblePlanError
-from autopar.own_orders import fastest_orders, least_seconds
-from autopar.pipeline_plan import plan_of_stages
+from autopar.search.own_orders import fastest_orders, least_seconds
+from autopar.search.pipeline_plan import plan_of_stages
+from autopar.search.stage_menus import Aim
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.pipeline_shape import PipelineShape
 from autopar.solver.solve import fits
 from autopar.solver.variant import host_is_short
-from autopar.stage_menus import Aim
 
 if TYPE_CHECKING:
-    from autopar.stage_planning import StagePlanner
+    from autopar.search.stage_planning import StagePlanner
 
 __all__ = ["Pipeliner", "Stopped"]
 

@@ -20,13 +20,13 @@ from autopar.core.plan import Plan
 from autopar.core.units import format_bytes
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError
-from autopar.fitting_cuts import FittingCuts
-from autopar.one_piece import OnePiece
-from autopar.pipeline_shapes import Shapes
+from autopar.search.fitting_cuts import FittingCuts
+from autopar.search.one_piece import OnePiece
+from autopar.search.pipeline_shapes import Shapes
+from autopar.search.stage_planning import StagePlanner, on_the_clock
+from autopar.search.step_limits import StepLimits
 from autopar.solver.pipeline_shape import PipelineShape
 from autopar.solver.solve import fits
-from autopar.stage_planning import StagePlanner, on_the_clock
-from autopar.step_limits import StepLimits
 
 __all__ = ["plan_step", "plan_within"]
 

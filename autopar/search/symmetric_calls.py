@@ -34,8 +34,8 @@ from autopar.core.plan import PipelinePlan, Plan
 from autopar.cost_model import Cluster
 from autopar.cost_model.collectives import axis_geometry
 from autopar.cost_model.simulator import simulate
-from autopar.decomposing import form_of
-from autopar.trials import Trial
+from autopar.search.decomposing import form_of
+from autopar.search.trials import Trial
 
 __all__ = ["with_symmetric_calls"]
 

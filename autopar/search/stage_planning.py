@@ -26,17 +26,17 @@ from autopar.core.schedule import AUTOMATIC, Kind, Orders, actions
 from autopar.cost_model import Cluster
 from autopar.cost_model.pipeline import simulate_pipeline
 from autopar.cost_model.stages import action_seconds
-from autopar.critical_stages import CriticalStages
 from autopar.errors import ConstraintError, InfeasiblePlanError
-from autopar.own_orders import fastest_orders, least_held
-from autopar.pipeline_stages import Pipeliner
+from autopar.search.critical_stages import CriticalStages
+from autopar.search.own_orders import fastest_orders, least_held
+from autopar.search.pipeline_stages import Pipeliner
+from autopar.search.stage_bounds import StageBounds
+from autopar.search.stage_menus import Aim
 from autopar.solver.balanced_cuts import balanced_cuts
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.offers import Offers
 from autopar.solver.pipeline_shape import PipelineShape
 from autopar.solver.solve import KnownVariants, Solved, StepSearch, fits, in_other_flights
-from autopar.stage_bounds import StageBounds
-from autopar.stage_menus import Aim
 
 __all__ = ["StagePlanner", "on_the_clock"]
 

@@ -25,7 +25,7 @@ from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.errors import ConstraintError, InfeasiblePlanError
-from autopar.scheduling import scheduled
+from autopar.search.scheduling import scheduled
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.meshes import meshes
 from autopar.solver.offers import Offers

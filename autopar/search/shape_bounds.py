@@ -18,12 +18,12 @@ import numpy as np
 from autopar.core.constraints import PipelinePin, assign_mesh
 from autopar.core.schedule import AUTOMATIC, SCHEDULES, actions
 from autopar.cost_model import CollectiveKind
+from autopar.search.stage_planning import StagePlanner
 from autopar.solver.balanced_cuts import balanced_cuts
 from autopar.solver.pipeline_shape import PipelineShape, least_seconds
 from autopar.solver.problem import Array
 from autopar.solver.turn import Turn, hoped
 from autopar.solver.windows import WindowKind
-from autopar.stage_planning import StagePlanner
 
 __all__ = ["CLOSEST", "ShapeBounds", "is_bound_of"]
 

@@ -27,7 +27,7 @@ from autopar.core.timeline import PlannedOp
 from autopar.cost_model import Cluster
 from autopar.cost_model.collectives import CollectiveKind
 from autopar.cost_model.simulator import simulate
-from autopar.trials import Trial
+from autopar.search.trials import Trial
 
 __all__ = ["decomposed", "form_of"]
 
