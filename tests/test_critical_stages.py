@@ -28,7 +28,7 @@ from autopar.search.pipelining import plan_step
 from autopar.search.stage_menus import Aim
 from autopar.search.stage_planning import StagePlanner
 from autopar.solver.offers import Offers
-from autopar.solver.pipeline_shape import PipelineShape
+from autopar.solver.pipelines.pipeline_shape import PipelineShape
 from autopar.tracer.trace import trace
 from autopar.verification import verify
 from tests import zoo

@@ -15,10 +15,10 @@ from autopar.errors import AutoparError, ConstraintError, PlanMismatchError
 from autopar.explain import explain, render_explanation
 from autopar.report.differences import render_differences, render_price_of
 from autopar.solver.build import build_problem
-from autopar.solver.ilp import Infeasible, solve_problem
+from autopar.solver.discrete.ilp import Infeasible, solve_problem
+from autopar.solver.discrete.problem import ChoiceProblem
 from autopar.solver.overlap import EXPOSED, Weights
 from autopar.solver.pins import Pins
-from autopar.solver.problem import ChoiceProblem
 from autopar.solver.read_step import build_step
 from autopar.tracer.trace import trace
 from tests import handwritten as hw

@@ -12,10 +12,10 @@ import pytest
 
 from autopar.solver import fit, relaxed
 from autopar.solver.branch import Part
+from autopar.solver.discrete.ilp import Solution, solve_whole
+from autopar.solver.discrete.problem import ChoiceProblem, Row, evaluate
+from autopar.solver.discrete.reduce import reduce_problem
 from autopar.solver.fit import Fit, MemorySearch
-from autopar.solver.ilp import Solution, solve_whole
-from autopar.solver.problem import ChoiceProblem, Row, evaluate
-from autopar.solver.reduce import reduce_problem
 
 
 def random_problem(rng: np.random.Generator, nodes: int) -> ChoiceProblem:

@@ -28,8 +28,8 @@ from autopar.explain import explain
 from autopar.search.pipelining import plan_step
 from autopar.search.scheduling import scheduled
 from autopar.solver.candidates import Candidate
-from autopar.solver.ideal import BlockWork
 from autopar.solver.offers import Offers
+from autopar.solver.pipelines.ideal import BlockWork
 from autopar.solver.read_step import build_step
 from autopar.solver.solve import solve
 from autopar.tracer.trace import trace

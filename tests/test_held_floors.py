@@ -17,7 +17,7 @@ from autopar.search.pipelining import plan_step
 from autopar.search.stage_planning import StagePlanner
 from autopar.solver.known import places_of
 from autopar.solver.offers import Offers
-from autopar.solver.pipeline_shape import PipelineShape, least_seconds
+from autopar.solver.pipelines.pipeline_shape import PipelineShape, least_seconds
 from autopar.tracer.trace import trace
 
 WIDTH, ROUNDING = 256, 1 + 1e-6

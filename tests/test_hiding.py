@@ -29,6 +29,7 @@ from autopar.cost_model import Cluster
 from autopar.cost_model.simulator import simulate
 from autopar.search.one_piece import OnePiece, _Doubts
 from autopar.solver.build import build_problem
+from autopar.solver.discrete.problem import ChoiceProblem
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.known import Variants
 from autopar.solver.meshes import meshes
@@ -44,7 +45,6 @@ from autopar.solver.overlap import (
     least,
 )
 from autopar.solver.pins import Pins, with_roles
-from autopar.solver.problem import ChoiceProblem
 from autopar.solver.read_step import build_step
 from autopar.solver.rules.notes import note_places
 from autopar.solver.solve import Solved, StepSearch, solve

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.solver.eliminate import _order, minimise
-from autopar.solver.ilp import Infeasible, Prepared, solve_problem
-from autopar.solver.messages import MessagePassing
-from autopar.solver.problem import Array, ChoiceProblem, evaluate
-from autopar.solver.reduce import Reduced, _gain, _joined
+from autopar.solver.discrete.eliminate import _order, minimise
+from autopar.solver.discrete.ilp import Infeasible, Prepared, solve_problem
+from autopar.solver.discrete.messages import MessagePassing
+from autopar.solver.discrete.problem import Array, ChoiceProblem, evaluate
+from autopar.solver.discrete.reduce import Reduced, _gain, _joined
 
 
 @st.composite
@@ -227,7 +227,7 @@ def test_nothing_is_printed() -> None:
     """HiGHS prints a banner when the first one of a process is made."""
     program = """
 import pulp
-from autopar.solver.highs import HiGHS
+from autopar.solver.discrete.highs import HiGHS
 problem = pulp.LpProblem("least")
 x = problem.add_variable("x", lowBound=2, cat="Integer")
 problem.setObjective(pulp.LpAffineExpression({x: 1.0}))

@@ -19,7 +19,7 @@ from autopar.search.stage_planning import StagePlanner
 from autopar.search.step_limits import StepLimits
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.offers import Offers
-from autopar.solver.pipeline_shape import PipelineShape
+from autopar.solver.pipelines.pipeline_shape import PipelineShape
 from autopar.tracer.trace import trace
 from tests.test_mixed_bound import Deep
 

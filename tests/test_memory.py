@@ -13,7 +13,7 @@ from autopar.core.constraints import Constraints, assign_mesh
 from autopar.cost_model import Cluster
 from autopar.errors import InfeasiblePlanError
 from autopar.solver.build import build_problem
-from autopar.solver.ilp import solve_problem
+from autopar.solver.discrete.ilp import solve_problem
 from autopar.solver.liveness import Liveness
 from autopar.solver.microbatch import split_in_time
 from autopar.solver.pins import Pins

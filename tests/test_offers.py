@@ -29,7 +29,7 @@ from autopar.solver.fit import UNLIMITED
 from autopar.solver.microbatch import split_in_time
 from autopar.solver.moves import MoveCosts
 from autopar.solver.offers import Offers
-from autopar.solver.pipeline_shape import PipelineShape
+from autopar.solver.pipelines.pipeline_shape import PipelineShape
 from autopar.solver.read_step import build_step
 from autopar.solver.rules.own_order import note_orders
 from autopar.solver.solve import StepSearch, in_other_flights

@@ -23,7 +23,7 @@ from autopar.search.own_orders import fastest_orders, least_held
 from autopar.search.stage_planning import StagePlanner
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.offers import Offers
-from autopar.solver.pipeline_shape import PipelineShape
+from autopar.solver.pipelines.pipeline_shape import PipelineShape
 from autopar.tracer.trace import trace
 from autopar.verification import verify
 from tests import zoo

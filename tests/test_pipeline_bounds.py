@@ -29,18 +29,18 @@ from autopar.search.pipeline_shapes import Shapes
 from autopar.search.pipelining import _Search, plan_step
 from autopar.search.stage_planning import StagePlanner
 from autopar.search.step_limits import StepLimits
-from autopar.solver.balanced_cuts import _on_the_clock, balanced_cuts, expected_seconds
-from autopar.solver.cuts import least_cuts, runs_of
 from autopar.solver.fit import UNLIMITED
-from autopar.solver.functionals import functionals
-from autopar.solver.ideal import BlockWork
 from autopar.solver.offers import Offers
-from autopar.solver.pipeline_shape import (
+from autopar.solver.pipelines.balanced_cuts import _on_the_clock, balanced_cuts, expected_seconds
+from autopar.solver.pipelines.cuts import least_cuts, runs_of
+from autopar.solver.pipelines.functionals import functionals
+from autopar.solver.pipelines.ideal import BlockWork
+from autopar.solver.pipelines.pipeline_shape import (
     PipelineShape,
     least_seconds,
 )
-from autopar.solver.turn import WIDE, Turn
-from autopar.solver.windows import Window, WindowKind, kinds_for, runs_with
+from autopar.solver.pipelines.turn import WIDE, Turn
+from autopar.solver.pipelines.windows import Window, WindowKind, kinds_for, runs_with
 from autopar.tracer.trace import trace
 from tests import zoo
 from tests.test_critical_stages import near_ranks

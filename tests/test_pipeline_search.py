@@ -26,7 +26,7 @@ from autopar.search.pipeline_shapes import Shapes
 from autopar.search.pipelining import _Search, plan_step
 from autopar.search.step_limits import StepLimits
 from autopar.solver.fit import UNLIMITED
-from autopar.solver.pipeline_shape import PipelineShape
+from autopar.solver.pipelines.pipeline_shape import PipelineShape
 from autopar.tracer.trace import trace
 from autopar.verification import verify
 from tests import zoo

@@ -14,12 +14,12 @@ from autopar.core.schedule import actions
 from autopar.core.soonest import soonest
 from autopar.cost_model.pipeline import simulate_pipeline
 from autopar.search.stage_planning import StagePlanner
-from autopar.solver.functionals import functionals
+from autopar.solver.discrete.problem import Array
 from autopar.solver.offers import Offers
-from autopar.solver.pipeline_shape import PipelineShape, least_seconds, line_of, open_runs
-from autopar.solver.problem import Array
-from autopar.solver.ranks_together import Plane, least_together
-from autopar.solver.turn import Turn
+from autopar.solver.pipelines.functionals import functionals
+from autopar.solver.pipelines.pipeline_shape import PipelineShape, least_seconds, line_of, open_runs
+from autopar.solver.pipelines.ranks_together import Plane, least_together
+from autopar.solver.pipelines.turn import Turn
 from autopar.tracer.trace import trace
 from tests.test_critical_stages import near_ranks
 from tests.test_pipeline_bounds import stack

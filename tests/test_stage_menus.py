@@ -20,8 +20,8 @@ from autopar.search import critical_stages
 from autopar.search.critical_stages import CriticalStages
 from autopar.search.stage_planning import StagePlanner
 from autopar.search.step_limits import StepLimits
-from autopar.solver.pipeline_shape import PipelineShape
-from autopar.solver.stage_mixture import StageLoad, best_mixture
+from autopar.solver.pipelines.pipeline_shape import PipelineShape
+from autopar.solver.pipelines.stage_mixture import StageLoad, best_mixture
 from autopar.tracer.trace import trace
 from autopar.verification import verify
 from benchmarks.planner import ROWS, fusion_of

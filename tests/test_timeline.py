@@ -19,9 +19,9 @@ from autopar.core.plan import Plan
 from autopar.core.timeline import Timeline, executed
 from autopar.solver.breakdown import other_states, timeline
 from autopar.solver.build import build_problem
+from autopar.solver.discrete.problem import evaluate
 from autopar.solver.pins import Pins
 from autopar.solver.price import Decision, price
-from autopar.solver.problem import evaluate
 from autopar.solver.read_step import build_step
 from autopar.solver.solve import solve
 from autopar.tracer.trace import trace

@@ -13,7 +13,7 @@ import autopar
 from autopar.core.constraints import Constraints, assign_mesh
 from autopar.core.placement import Shard, shard_factor
 from autopar.solver.build import build_problem
-from autopar.solver.ilp import solve_problem
+from autopar.solver.discrete.ilp import solve_problem
 from autopar.solver.pins import Pins
 from autopar.solver.price import Decision, price
 from autopar.solver.read_step import build_step
@@ -52,7 +52,7 @@ def test_price_of_linked_layers_equals_the_objective() -> None:
 
     assert cost(full.chosen) == pytest.approx(full.objective, rel=1e-6)
     # every saved activation is an edge: moving one class off its optimum is priced, never free
-    from autopar.solver.problem import evaluate
+    from autopar.solver.discrete.problem import evaluate
 
     generator = torch.Generator().manual_seed(0)
     checked = 0

@@ -14,8 +14,8 @@ from autopar.errors import ConstraintError, InfeasiblePlanError
 from autopar.search.pipeline_shapes import Shapes
 from autopar.search.pipeline_stages import Stopped
 from autopar.search.stage_planning import StagePlanner
-from autopar.solver.memory_cuts import RECOMPUTED, RankBytes, cuts_within
-from autopar.solver.pipeline_shape import PipelineShape
+from autopar.solver.pipelines.memory_cuts import RECOMPUTED, RankBytes, cuts_within
+from autopar.solver.pipelines.pipeline_shape import PipelineShape
 
 __all__ = ["FittingCuts"]
 

@@ -14,11 +14,11 @@ from autopar.core.units import format_bytes, format_seconds
 from autopar.errors import AutoparError, ConstraintError
 from autopar.search.shape_bounds import CLOSEST, ShapeBounds, is_bound_of
 from autopar.search.stage_planning import StagePlanner
-from autopar.solver.balanced_cuts import expected_seconds
-from autopar.solver.ilp import Infeasible
-from autopar.solver.pipeline_shape import PipelineShape
-from autopar.solver.turn import WIDE
-from autopar.solver.windows import WindowKind, kinds_for
+from autopar.solver.discrete.ilp import Infeasible
+from autopar.solver.pipelines.balanced_cuts import expected_seconds
+from autopar.solver.pipelines.pipeline_shape import PipelineShape
+from autopar.solver.pipelines.turn import WIDE
+from autopar.solver.pipelines.windows import WindowKind, kinds_for
 
 __all__ = ["Shapes"]
 

@@ -33,7 +33,7 @@ from autopar.search.own_orders import fastest_orders, least_seconds
 from autopar.search.pipeline_plan import plan_of_stages
 from autopar.search.stage_menus import Aim
 from autopar.solver.fit import UNLIMITED
-from autopar.solver.pipeline_shape import PipelineShape
+from autopar.solver.pipelines.pipeline_shape import PipelineShape
 from autopar.solver.solve import fits
 from autopar.solver.variant import host_is_short
 

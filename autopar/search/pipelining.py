@@ -25,7 +25,7 @@ from autopar.search.one_piece import OnePiece
 from autopar.search.pipeline_shapes import Shapes
 from autopar.search.stage_planning import StagePlanner, on_the_clock
 from autopar.search.step_limits import StepLimits
-from autopar.solver.pipeline_shape import PipelineShape
+from autopar.solver.pipelines.pipeline_shape import PipelineShape
 from autopar.solver.solve import fits
 
 __all__ = ["plan_step", "plan_within"]

@@ -19,11 +19,11 @@ from autopar.core.constraints import PipelinePin, assign_mesh
 from autopar.core.schedule import AUTOMATIC, SCHEDULES, actions
 from autopar.cost_model import CollectiveKind
 from autopar.search.stage_planning import StagePlanner
-from autopar.solver.balanced_cuts import balanced_cuts
-from autopar.solver.pipeline_shape import PipelineShape, least_seconds
-from autopar.solver.problem import Array
-from autopar.solver.turn import Turn, hoped
-from autopar.solver.windows import WindowKind
+from autopar.solver.discrete.problem import Array
+from autopar.solver.pipelines.balanced_cuts import balanced_cuts
+from autopar.solver.pipelines.pipeline_shape import PipelineShape, least_seconds
+from autopar.solver.pipelines.turn import Turn, hoped
+from autopar.solver.pipelines.windows import WindowKind
 
 __all__ = ["CLOSEST", "ShapeBounds", "is_bound_of"]
 

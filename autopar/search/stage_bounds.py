@@ -1,7 +1,7 @@
 """What no pipeline of a step is below: bounds of its blocks on the ranks of each shape.
 
-Bounds of blocks (`solver/floor.py`) do not know where a pipeline is cut; what several shapes have
-in common is made once.
+Bounds of blocks (`solver/pipelines/floor.py`) do not know where a pipeline is cut; what several
+shapes have in common is made once.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from autopar.core.plan import NodePlan
 from autopar.core.schedule import AUTOMATIC
 from autopar.cost_model import Cluster
 from autopar.errors import ConstraintError
-from autopar.solver.floor import Floors
-from autopar.solver.functionals import functionals
-from autopar.solver.held_floors import HeldFloors, runs_within
-from autopar.solver.ideal import BlockWork
-from autopar.solver.ilp import Infeasible
+from autopar.solver.discrete.ilp import Infeasible
+from autopar.solver.discrete.problem import Array
 from autopar.solver.known import places_of
 from autopar.solver.meshes import meshes
 from autopar.solver.microbatch import split_in_time
 from autopar.solver.offers import Offers
 from autopar.solver.overlap import EXPOSED, least_share
 from autopar.solver.pins import with_roles
-from autopar.solver.pipeline_shape import PipelineShape, line_of, open_runs, stage_mesh
-from autopar.solver.problem import Array
-from autopar.solver.ranks_together import Plane, least_together
-from autopar.solver.turn import Turn, floored, windowed
-from autopar.solver.windows import WindowKind, widened
+from autopar.solver.pipelines.floor import Floors
+from autopar.solver.pipelines.functionals import functionals
+from autopar.solver.pipelines.held_floors import HeldFloors, runs_within
+from autopar.solver.pipelines.ideal import BlockWork
+from autopar.solver.pipelines.pipeline_shape import PipelineShape, line_of, open_runs, stage_mesh
+from autopar.solver.pipelines.ranks_together import Plane, least_together
+from autopar.solver.pipelines.turn import Turn, floored, windowed
+from autopar.solver.pipelines.windows import WindowKind, widened
 
 __all__ = ["StageBounds"]
 

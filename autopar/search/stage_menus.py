@@ -4,7 +4,7 @@ A stage that no longer paces a step leaves others that do, so what one exchange 
 is little where many ranks are done at about the same time. Each plan that was made of a stage
 serves for all stages of its kind that exchange values in the same layouts. Among these, plans of
 all stages are chosen at once, by what no order of the ranks' work is below
-(`solver/stage_mixture.py`).
+(`solver/pipelines/stage_mixture.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.core.graph import port_names
 from autopar.core.placement import Layout
 from autopar.core.plan import Plan
 from autopar.cost_model.stages import rank_load
-from autopar.solver.stage_mixture import Mixture, StageLoad, best_mixture
+from autopar.solver.pipelines.stage_mixture import Mixture, StageLoad, best_mixture
 
 __all__ = ["Aim", "Aims", "StageMenus"]
 

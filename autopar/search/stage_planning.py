@@ -32,10 +32,10 @@ from autopar.search.own_orders import fastest_orders, least_held
 from autopar.search.pipeline_stages import Pipeliner
 from autopar.search.stage_bounds import StageBounds
 from autopar.search.stage_menus import Aim
-from autopar.solver.balanced_cuts import balanced_cuts
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.offers import Offers
-from autopar.solver.pipeline_shape import PipelineShape
+from autopar.solver.pipelines.balanced_cuts import balanced_cuts
+from autopar.solver.pipelines.pipeline_shape import PipelineShape
 from autopar.solver.solve import KnownVariants, Solved, StepSearch, fits, in_other_flights
 
 __all__ = ["StagePlanner", "on_the_clock"]

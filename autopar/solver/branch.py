@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.solver.problem import Array
+from autopar.solver.discrete.problem import Array
 from autopar.solver.relaxed import Allowed, Column, Relaxation
 
 __all__ = ["Part", "Split", "branch", "split_states"]

@@ -30,10 +30,10 @@ from autopar.core.timeline import (
 )
 from autopar.core.work import op_class
 from autopar.solver.build import StepProblem
+from autopar.solver.discrete.problem import Assignment, ChoiceProblem
 from autopar.solver.footprint import Schedule
 from autopar.solver.order import parts_of_turns
 from autopar.solver.price import Price, Pricing
-from autopar.solver.problem import Assignment, ChoiceProblem
 from autopar.solver.step import Op
 from autopar.solver.twins import Twins
 

@@ -19,11 +19,11 @@ from autopar.core.strategy import TensorSpec
 from autopar.cost_model import Cluster, offload_seconds, optimizer_state_bytes, update_seconds
 from autopar.errors import ConstraintError
 from autopar.solver.candidates import Candidate
+from autopar.solver.discrete.problem import Array, ChoiceProblem
 from autopar.solver.layouts import split_inside
 from autopar.solver.offers import Offers
 from autopar.solver.order import sums_of_turns, waits_of_ops
 from autopar.solver.pins import Pins
-from autopar.solver.problem import Array, ChoiceProblem
 from autopar.solver.reductions import GradientSums
 from autopar.solver.step import Op, Step, Value, storage_of
 from autopar.solver.step_problem import StepProblem

@@ -19,7 +19,7 @@ from autopar.core.strategy import AxisStrategy, OpCall
 from autopar.core.work import LOOKUPS, global_flops, op_class
 from autopar.cost_model import Cluster, CollectiveKind, compute_seconds_array, kernel_seconds
 from autopar.errors import UnsupportedOpWarning
-from autopar.solver.problem import Array
+from autopar.solver.discrete.problem import Array
 from autopar.solver.rules.joined import joined_rows
 from autopar.solver.rules.own_order import own_order_rows
 from autopar.solver.rules.registry import find_rule, goes_together, replicated, stub_for

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autopar.solver.branch import Part, Split, branch, split_states
+from autopar.solver.discrete.ilp import Infeasible, Solution
 from autopar.solver.found import Fit
-from autopar.solver.ilp import Infeasible, Solution
 from autopar.solver.met_plans import CLOSE, UNLIMITED, MetPlans
 from autopar.solver.multipliers import Proposal, best_prices, heaviest_weights
 from autopar.solver.relaxed import Allowed, Column

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autopar.solver.ilp import Solution
+from autopar.solver.discrete.ilp import Solution
+from autopar.solver.discrete.problem import Assignment
 from autopar.solver.liveness import HOST_ROW
 from autopar.solver.price import Decision, Price
-from autopar.solver.problem import Assignment
 
 __all__ = ["Fit", "Met"]
 

@@ -21,7 +21,7 @@ import numpy as np
 from autopar.core.placement import Layout, shard_factor
 from autopar.solver.build import StepProblem
 from autopar.solver.candidates import unlike
-from autopar.solver.problem import Array, Row
+from autopar.solver.discrete.problem import Array, Row
 from autopar.solver.step import Op, Step, Value, storage_of
 
 if TYPE_CHECKING:

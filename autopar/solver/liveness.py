@@ -24,6 +24,7 @@ from autopar.core.work import is_away
 from autopar.cost_model import host_state_bytes, optimizer_state_bytes
 from autopar.solver.build import StepProblem
 from autopar.solver.candidates import scratch_bytes
+from autopar.solver.discrete.problem import Array, Row
 from autopar.solver.kernels import KernelRows
 from autopar.solver.order import (
     FoldedSpan,
@@ -34,7 +35,6 @@ from autopar.solver.order import (
     sums_of_turns,
     turning_sends,
 )
-from autopar.solver.problem import Array, Row
 from autopar.solver.step import Op, Step, Value, input_bytes
 
 __all__ = ["HOST_ROW", "Liveness"]

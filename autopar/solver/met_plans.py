@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 
+from autopar.solver.discrete.ilp import Prepared, Solution, solve_problem
+from autopar.solver.discrete.problem import Assignment, ChoiceProblem, evaluate
+from autopar.solver.discrete.reduce import reduce_problem
 from autopar.solver.found import Fit, Met
-from autopar.solver.ilp import Prepared, Solution, solve_problem
 from autopar.solver.liveness import Liveness
-from autopar.solver.problem import Assignment, ChoiceProblem, evaluate
-from autopar.solver.reduce import reduce_problem
 from autopar.solver.relaxed import Column, Relaxation
 
 __all__ = ["CLOSE", "UNLIMITED", "MetPlans"]

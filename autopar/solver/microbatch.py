@@ -27,8 +27,8 @@ from autopar.core.plan import NodePlan
 from autopar.cost_model import Cluster
 from autopar.errors import ConstraintError
 from autopar.solver.candidates import Candidate, Pricer, expand
-from autopar.solver.ilp import Infeasible, solve_problem
-from autopar.solver.problem import Array, ChoiceProblem
+from autopar.solver.discrete.ilp import Infeasible, solve_problem
+from autopar.solver.discrete.problem import Array, ChoiceProblem
 from autopar.solver.read_step import build_step
 from autopar.solver.rules.notes import note_places
 from autopar.solver.rules.pointwise import share_rows

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autopar.core.recompute import recomputed
-from autopar.solver.floor import Floors
-from autopar.solver.held_floors import HeldFloors, runs_within
-from autopar.solver.ideal import BlockWork
-from autopar.solver.ilp import Infeasible
+from autopar.solver.discrete.ilp import Infeasible
 from autopar.solver.known import Variants, places_of
 from autopar.solver.mixture import uniform_checkpoints
 from autopar.solver.overlap import Weights
+from autopar.solver.pipelines.floor import Floors
+from autopar.solver.pipelines.held_floors import HeldFloors, runs_within
+from autopar.solver.pipelines.ideal import BlockWork
 
 __all__ = ["least_mixed"]
 

@@ -34,9 +34,9 @@ from autopar.core.block_kinds import (
 from autopar.core.blocks import Block, Blocks, section_of
 from autopar.core.graph import TracedModel
 from autopar.errors import ConstraintError
+from autopar.solver.discrete.problem import Assignment
 from autopar.solver.found import Fit, Met
 from autopar.solver.placed import Labels, Placed
-from autopar.solver.problem import Assignment
 from autopar.solver.variant import Variant
 
 __all__ = ["Make", "Mixer", "Point", "free_blocks", "mixtures", "uniform_checkpoints"]

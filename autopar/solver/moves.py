@@ -11,8 +11,8 @@ from autopar.core.placement import Layout
 from autopar.core.redistribute import canonical, canonical_path
 from autopar.core.strategy import TensorSpec
 from autopar.cost_model import Cluster, CollectiveKind, bucketed_latency
+from autopar.solver.discrete.problem import Array, Indices
 from autopar.solver.packing import Packing, alike
-from autopar.solver.problem import Array, Indices
 from autopar.solver.step import ALONE, Bucket
 
 __all__ = ["KEPT", "MoveCosts"]

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import pulp
 
-from autopar.solver.highs import HiGHS
-from autopar.solver.ilp import Infeasible
+from autopar.solver.discrete.highs import HiGHS
+from autopar.solver.discrete.ilp import Infeasible
 from autopar.solver.relaxed import Column
 
 __all__ = ["Proposal", "best_prices", "heaviest_weights"]

@@ -18,8 +18,8 @@ from autopar.core.placement import Layout
 from autopar.core.strategy import OpCall
 from autopar.cost_model import Cluster
 from autopar.solver.candidates import Candidate, Pricer, expand
+from autopar.solver.discrete.problem import Array
 from autopar.solver.moves import KEPT, MoveCosts
-from autopar.solver.problem import Array
 from autopar.solver.rules.joined import joined_of
 from autopar.solver.rules.own_order import orders_of
 from autopar.solver.rules.registry import facts_of

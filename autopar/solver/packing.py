@@ -16,7 +16,7 @@ from autopar.core.placement import Layout
 from autopar.core.redistribute import copied_fractions
 from autopar.core.strategy import TensorSpec
 from autopar.cost_model import Cluster, compute_seconds_array
-from autopar.solver.problem import Array, Indices
+from autopar.solver.discrete.problem import Array, Indices
 
 __all__ = ["Packing", "alike", "packing_seconds"]
 

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from autopar.core.blocks import Block
-from autopar.solver.problem import Assignment
+from autopar.solver.discrete.problem import Assignment
 from autopar.solver.variant import Variant
 
 __all__ = ["Labels", "Placed"]

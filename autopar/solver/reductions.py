@@ -14,7 +14,7 @@ import torch
 
 from autopar.core.ops import NARROW, REARRANGING
 from autopar.core.placement import Layout
-from autopar.solver.problem import Array
+from autopar.solver.discrete.problem import Array
 from autopar.solver.step import Step, Value
 
 __all__ = ["GradientSums"]

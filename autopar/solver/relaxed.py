@@ -19,11 +19,11 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.solver.descent import descend
-from autopar.solver.ilp import Prepared, solve_among, solve_problem, solve_whole
+from autopar.solver.discrete.descent import descend
+from autopar.solver.discrete.ilp import Prepared, solve_among, solve_problem, solve_whole
+from autopar.solver.discrete.problem import Assignment, ChoiceProblem, Row, evaluate
+from autopar.solver.discrete.reduce import Reduced, reduce_problem
 from autopar.solver.liveness import HOST_ROW, Liveness
-from autopar.solver.problem import Assignment, ChoiceProblem, Row, evaluate
-from autopar.solver.reduce import Reduced, reduce_problem
 
 __all__ = ["Allowed", "Column", "Relaxation"]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from autopar.core.placement import Layout
 from autopar.solver.candidates import Candidate
+from autopar.solver.discrete.problem import ChoiceProblem
 from autopar.solver.moves import MoveCosts
 from autopar.solver.overlap import Weights
-from autopar.solver.problem import ChoiceProblem
 from autopar.solver.step import Value
 from autopar.solver.terms import Terms
 

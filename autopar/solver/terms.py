@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from autopar.solver.discrete.problem import Array, ChoiceProblem
 from autopar.solver.overlap import Weights
-from autopar.solver.problem import Array, ChoiceProblem
 
 __all__ = ["Terms"]
 

@@ -17,14 +17,14 @@ from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError
 from autopar.solver.beside import run_beside
 from autopar.solver.build import StepProblem, build_problem
+from autopar.solver.discrete.ilp import Infeasible, Solution
+from autopar.solver.discrete.problem import Assignment, evaluate
 from autopar.solver.fit import UNLIMITED, Fit, MemorySearch
-from autopar.solver.ilp import Infeasible, Solution
 from autopar.solver.liveness import HOST_ROW, Liveness
 from autopar.solver.offers import Offers
 from autopar.solver.overlap import ALL, Weights
 from autopar.solver.pins import Pins
 from autopar.solver.price import Decision, price
-from autopar.solver.problem import Assignment, evaluate
 from autopar.solver.read_step import build_step
 from autopar.solver.step import Step
 

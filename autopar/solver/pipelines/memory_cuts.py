@@ -21,11 +21,11 @@ import numpy as np
 
 from autopar.core.flights import flights
 from autopar.core.schedule import actions
-from autopar.solver.balanced_cuts import cuts_that_fit
-from autopar.solver.ideal import BlockWork
-from autopar.solver.pipeline_shape import PipelineShape
-from autopar.solver.problem import Array
-from autopar.solver.turn import Turn
+from autopar.solver.discrete.problem import Array
+from autopar.solver.pipelines.balanced_cuts import cuts_that_fit
+from autopar.solver.pipelines.ideal import BlockWork
+from autopar.solver.pipelines.pipeline_shape import PipelineShape
+from autopar.solver.pipelines.turn import Turn
 
 __all__ = ["RECOMPUTED", "RankBytes", "cuts_within"]
 

@@ -27,7 +27,7 @@ from autopar.core.graph import TracedModel, dependents, node_info
 from autopar.core.stage_folding import block_names
 from autopar.core.work import LOOKUPS, global_flops, op_class
 from autopar.cost_model import Cluster, compute_seconds_array, kernel_seconds
-from autopar.solver.problem import Array
+from autopar.solver.discrete.problem import Array
 from autopar.solver.read_step import build_step
 from autopar.solver.step import Op, Step, Value
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.solver.problem import Array, ChoiceProblem
+from autopar.solver.discrete.problem import Array, ChoiceProblem
 
 __all__ = ["minimise"]
 

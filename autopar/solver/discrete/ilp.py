@@ -18,12 +18,12 @@ import numpy as np
 import pulp
 
 from autopar.errors import AutoparError
-from autopar.solver.eliminate import minimise
-from autopar.solver.highs import HiGHS
-from autopar.solver.messages import Bounds, MessagePassing
-from autopar.solver.problem import Assignment, ChoiceProblem, Indices, Row, evaluate
-from autopar.solver.program import SECONDS, Program
-from autopar.solver.reduce import Reduced, reduce_problem
+from autopar.solver.discrete.eliminate import minimise
+from autopar.solver.discrete.highs import HiGHS
+from autopar.solver.discrete.messages import Bounds, MessagePassing
+from autopar.solver.discrete.problem import Assignment, ChoiceProblem, Indices, Row, evaluate
+from autopar.solver.discrete.program import SECONDS, Program
+from autopar.solver.discrete.reduce import Reduced, reduce_problem
 
 __all__ = ["Infeasible", "Prepared", "Solution", "solve_among", "solve_problem", "solve_whole"]
 

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable
 
 import numpy as np
 
-from autopar.solver.problem import Array, Assignment, ChoiceProblem, Row
+from autopar.solver.discrete.problem import Array, Assignment, ChoiceProblem, Row
 
 __all__ = ["descend"]
 

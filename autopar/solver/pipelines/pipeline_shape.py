@@ -38,11 +38,11 @@ from numpy.typing import NDArray
 from autopar.core.list_schedule import most_ahead
 from autopar.core.schedule import AUTOMATIC, SCHEDULES, actions
 from autopar.errors import ConstraintError
-from autopar.solver.cuts import least_done
-from autopar.solver.problem import Array
-from autopar.solver.step_lp import Line
-from autopar.solver.turn import Turn
-from autopar.solver.windows import between
+from autopar.solver.discrete.problem import Array
+from autopar.solver.pipelines.cuts import least_done
+from autopar.solver.pipelines.step_lp import Line
+from autopar.solver.pipelines.turn import Turn
+from autopar.solver.pipelines.windows import between
 
 __all__ = [
     "PipelineShape",

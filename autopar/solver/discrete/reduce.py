@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.solver.problem import Array, ChoiceProblem, Indices
+from autopar.solver.discrete.problem import Array, ChoiceProblem, Indices
 
 __all__ = ["Reduced", "reduce_problem"]
 

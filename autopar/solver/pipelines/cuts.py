@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.solver.problem import Array
+from autopar.solver.discrete.problem import Array
 
 __all__ = ["least_cuts", "least_done", "runs_of"]
 

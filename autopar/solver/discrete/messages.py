@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.solver.problem import Array, ChoiceProblem, Indices, evaluate
+from autopar.solver.discrete.problem import Array, ChoiceProblem, Indices, evaluate
 
 __all__ = ["Bounds", "MessagePassing"]
 

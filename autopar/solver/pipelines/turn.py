@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from autopar.core.graph import TracedModel
-from autopar.solver.floor import Floors
-from autopar.solver.functionals import functionals, left_out
-from autopar.solver.ideal import BlockWork
-from autopar.solver.problem import Array
-from autopar.solver.windows import Window, WindowKind, between, runs_with, windows_of
+from autopar.solver.discrete.problem import Array
+from autopar.solver.pipelines.floor import Floors
+from autopar.solver.pipelines.functionals import functionals, left_out
+from autopar.solver.pipelines.ideal import BlockWork
+from autopar.solver.pipelines.windows import Window, WindowKind, between, runs_with, windows_of
 
 __all__ = ["WIDE", "Turn", "floored", "hoped", "windowed"]
 

@@ -28,12 +28,12 @@ from autopar.core.graph import Repeat, TracedModel, dependents
 from autopar.core.ops import NARROW, REARRANGING
 from autopar.solver import overlap
 from autopar.solver.build import StepProblem, build_problem
-from autopar.solver.functionals import Weights, functionals
-from autopar.solver.ideal import owners_of
-from autopar.solver.ilp import solve_problem
+from autopar.solver.discrete.ilp import solve_problem
+from autopar.solver.discrete.problem import ChoiceProblem
 from autopar.solver.offers import Offers, likeness
 from autopar.solver.pins import Pins
-from autopar.solver.problem import ChoiceProblem
+from autopar.solver.pipelines.functionals import Weights, functionals
+from autopar.solver.pipelines.ideal import owners_of
 from autopar.solver.read_step import build_step
 from autopar.solver.rules.notes import note_places
 from autopar.solver.shares import lowest_shares

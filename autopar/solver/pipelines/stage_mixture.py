@@ -18,8 +18,8 @@ import pulp
 from autopar.core.flights import Waits
 from autopar.core.list_schedule import RankLoad, most_ahead
 from autopar.core.soonest import most_held, rounds_of
-from autopar.solver.ilp import Infeasible
-from autopar.solver.step_lp import Line, StepLP
+from autopar.solver.discrete.ilp import Infeasible
+from autopar.solver.pipelines.step_lp import Line, StepLP
 
 __all__ = ["Mixture", "StageLoad", "best_mixture"]
 

@@ -25,12 +25,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.solver.cuts import runs_of
-from autopar.solver.floor import Alone, Floors
-from autopar.solver.functionals import Weights
-from autopar.solver.ilp import solve_problem
+from autopar.solver.discrete.ilp import solve_problem
+from autopar.solver.discrete.problem import Array, Indices, Row
 from autopar.solver.liveness import Liveness
-from autopar.solver.problem import Array, Indices, Row
+from autopar.solver.pipelines.cuts import runs_of
+from autopar.solver.pipelines.floor import Alone, Floors
+from autopar.solver.pipelines.functionals import Weights
 
 __all__ = ["HeldFloors", "runs_within"]
 

@@ -39,8 +39,8 @@ from typing import TypeAlias
 import pulp
 
 from autopar.core.schedule import Action, Orders
-from autopar.solver.functionals import Weights
-from autopar.solver.highs import HiGHS
+from autopar.solver.discrete.highs import HiGHS
+from autopar.solver.pipelines.functionals import Weights
 
 __all__ = ["Line", "StepLP"]
 

@@ -20,9 +20,9 @@ from typing import NamedTuple, TypeAlias
 
 import pulp
 
-from autopar.solver.functionals import Weights
-from autopar.solver.problem import Array
-from autopar.solver.step_lp import Line, StepLP
+from autopar.solver.discrete.problem import Array
+from autopar.solver.pipelines.functionals import Weights
+from autopar.solver.pipelines.step_lp import Line, StepLP
 
 __all__ = ["Plane", "Run", "least_together"]
 

@@ -21,8 +21,8 @@ import numpy as np
 
 from autopar.core.extended_fold import extended
 from autopar.core.graph import Repeat, TracedModel
-from autopar.solver.cuts import runs_of
-from autopar.solver.problem import Array
+from autopar.solver.discrete.problem import Array
+from autopar.solver.pipelines.cuts import runs_of
 
 __all__ = ["Window", "WindowKind", "between", "kinds_for", "runs_with", "widened", "windows_of"]
 

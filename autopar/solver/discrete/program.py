@@ -23,7 +23,7 @@ import numpy as np
 import pulp
 from numpy.typing import NDArray
 
-from autopar.solver.problem import Array, ChoiceProblem, Indices, Row
+from autopar.solver.discrete.problem import Array, ChoiceProblem, Indices, Row
 
 __all__ = ["SECONDS", "Program"]
 

@@ -17,11 +17,11 @@ from autopar.core.list_schedule import RankLoad, list_schedule, most_ahead
 from autopar.core.schedule import AUTOMATIC, Kind, actions
 from autopar.cost_model.pipeline import simulate_pipeline
 from autopar.errors import ConstraintError
-from autopar.solver.cuts import least_cuts, runs_of
-from autopar.solver.ideal import BlockWork
-from autopar.solver.pipeline_shape import PipelineShape, ranks_done, round_trips
-from autopar.solver.problem import Array
-from autopar.solver.turn import Turn
+from autopar.solver.discrete.problem import Array
+from autopar.solver.pipelines.cuts import least_cuts, runs_of
+from autopar.solver.pipelines.ideal import BlockWork
+from autopar.solver.pipelines.pipeline_shape import PipelineShape, ranks_done, round_trips
+from autopar.solver.pipelines.turn import Turn
 
 __all__ = ["balanced_cuts", "cuts_that_fit", "expected_seconds"]
 

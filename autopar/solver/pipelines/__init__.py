@@ -1,0 +1,1 @@
+"""Pipelines before their stages are planned: cuts, bounds of steps, mixtures of stage plans."""
