@@ -164,12 +164,22 @@ def load_only(path: str, kind: str, made: dict[str, Any]) -> None:
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
     if kind == "fewer":
         optimizer = torch.optim.AdamW(list(parallel.parameters())[1:])
+    if kind == "sgd":
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    if kind == "two groups":
+        first, *rest = parallel.parameters()
+        optimizer = torch.optim.AdamW([{"params": [first]}, {"params": rest}])
+    schedule: Any = None
+    if kind == "schedule":
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, float)
     scaler = autopar.LossScaler(parallel) if kind == "scaler" else None
     step = 7 if kind == "step" else None
     try:
-        autopar.load_checkpoint(path, parallel, optimizer, scaler=scaler, step=step)
+        autopar.load_checkpoint(
+            path, parallel, optimizer, scheduler=schedule, scaler=scaler, step=step
+        )
     finally:
-        if kind not in ("fits", "overwritten", "a hole"):
+        if kind not in ("fits", "overwritten", "a hole", "schedule"):
             assert all(torch.equal(before[n], whole(p)) for n, p in parallel.named_parameters())
 
 
@@ -179,7 +189,8 @@ def load_fitting(rank: int, path: str) -> None:
 
 def save_small(rank: int, path: str) -> None:
     parallel, optimizer = small()
-    autopar.save_checkpoint(path, parallel, optimizer, step=1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    autopar.save_checkpoint(path, parallel, optimizer, scheduler=schedule, step=1)
 
 
 def small() -> tuple[Any, torch.optim.Optimizer]:
@@ -243,6 +254,9 @@ MISFITS = {
     "shallower": r"has not, 4 tensors: layers\.1",
     "groups": "not the module's",
     "fewer": r"optimizer state of layers\.0\.0\.weight",
+    "sgd": "is of AdamW, whose options lack dampening, momentum, nesterov of SGD",
+    "two groups": "has 2 parameter groups, the checkpoint 1",
+    "schedule": "the LambdaLR does not take the state of the scheduler that was saved",
     "scaler": "saved without scaler=",
     "step": "no checkpoint of step 7",
 }

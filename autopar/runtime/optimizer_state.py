@@ -25,7 +25,7 @@ from autopar.runtime.pieces import evened
 from autopar.runtime.state import to_dtensor
 from autopar.runtime.summed import layout_of_sums
 
-__all__ = ["collect", "merged", "restore", "targets"]
+__all__ = ["check", "collect", "merged", "restore", "targets"]
 
 _SHARDED, _PLAIN = "optimizer", "optimizer-plain"
 
@@ -70,7 +70,7 @@ def collect(
         }
         for group in optimizer.param_groups
     ]
-    return tensors, {"groups": groups, "values": values}
+    return tensors, {"class": type(optimizer).__name__, "groups": groups, "values": values}
 
 
 def merged(mine: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def merged(mine: dict[str, Any]) -> dict[str, Any]:
         values.update(other["values"])
         for group, same in zip(groups, other["groups"], strict=True):
             group["params"] = list(dict.fromkeys([*group["params"], *same["params"]]))
-    return {"groups": groups, "values": values}
+    return {**mine, "groups": groups, "values": values}
 
 
 def targets(
@@ -133,43 +133,48 @@ def restore(
     saved: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
 ) -> None:
-    """Give an optimizer the options, values and (filled) tensors of a checkpoint.
-
-    Raises:
-        CheckpointError: its groups are not those that were saved.
-    """
+    """Give an optimizer the options, values and (filled) tensors of a checkpoint that fits it."""
     states: dict[str, dict[str, Any]] = {n: dict(v) for n, v in saved["values"].items()}
     for key, tensor in tensors.items():
         _, name, state = _split(key)
         states.setdefault(name, {})[state] = tensor
     numbers: dict[str, int] = {}
     groups = []
-    options = _options(optimizer, names, saved["groups"])
-    for group, chosen in zip(optimizer.param_groups, options, strict=True):
+    for group, before in zip(optimizer.param_groups, saved["groups"], strict=True):
         held = [names[id(p)] for p in group["params"]]
         for name in held:
             numbers[name] = len(numbers)
-        groups.append({**chosen, "params": [numbers[name] for name in held]})
+        groups.append({**before["options"], "params": [numbers[name] for name in held]})
     numbered = {numbers[name]: entry for name, entry in states.items() if name in numbers}
     with on_host(optimizer):
         optimizer.load_state_dict({"state": numbered, "param_groups": groups})
 
 
-def _options(
-    optimizer: Optimizer, names: Mapping[int, str], saved: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    if len(saved) != len(optimizer.param_groups):
+def check(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]) -> None:
+    """Refuse what was saved of another kind of optimizer, or of other groups.
+
+    Raises:
+        CheckpointError: says which of the two.
+    """
+    groups, mine = saved["groups"], type(optimizer).__name__
+    theirs = saved.get("class", mine)
+    options = {key for group in groups for key in group["options"]}
+    missing = sorted(optimizer.defaults.keys() - options)
+    if missing and theirs != mine:  # its own class fills in what an earlier version did not have
+        raise CheckpointError(
+            f"the checkpoint is of {theirs}, whose options lack {', '.join(missing)} of {mine}: "
+            f"make an optimizer of that class, or leave optimizer= and scheduler= out"
+        )
+    if len(groups) != len(optimizer.param_groups):
         raise CheckpointError(
             f"the optimizer has {len(optimizer.param_groups)} parameter groups, the checkpoint "
-            f"{len(saved)}"
+            f"{len(groups)}: make the same groups in the same order"
         )
-    found = []
-    for number, (group, before) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
+    for number, (group, before) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         strange = {names[id(p)] for p in group["params"]} - set(before["params"])
         if strange:
+            more = f" and {len(strange) - 1} more" if len(strange) > 1 else ""
             raise CheckpointError(
-                f"group {number} of the optimizer holds {min(strange)} and {len(strange) - 1} more "
-                "that it did not hold when it was saved: make the same groups in the same order"
+                f"group {number} of the optimizer holds {min(strange)}{more} that it did not hold "
+                "when it was saved: make the same groups in the same order"
             )
-        found.append(dict(before["options"]))
-    return found

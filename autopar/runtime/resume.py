@@ -84,6 +84,8 @@ def load_checkpoint(
     try:
         ready = _ready(Path(path), module, optimizer, step)
         _check_asked(ready.extra, optimizer, scheduler, scaler)
+        if optimizer is not None:
+            optimizer_state.check(optimizer, parameter_names(module), ready.extra["optimizer"])
     except Exception as error:  # whatever it is, the other ranks must hear of it
         failure = error
     agreed(failure, {"the checkpoint": ready.folder.name if ready else ""})
@@ -95,6 +97,8 @@ def load_checkpoint(
     agreed(failure, {})
     try:
         _restore(ready, module, optimizer, scheduler, scaler)
+    except CheckpointError as error:
+        failure = error
     except Exception as error:
         failure = CheckpointError(f"{ready.folder}: {reason(error)}")
     agreed(failure, {})
@@ -200,11 +204,21 @@ def _restore(
         names = parameter_names(module)
         optimizer_state.restore(optimizer, names, extra["optimizer"], ready.states)
     if scheduler is not None:
-        scheduler.load_state_dict(extra["scheduler"])
+        _resume_scheduler(scheduler, extra["scheduler"])
     wanted = scaler or module.loss_scaler
     if wanted is not None and extra["scaler"] is not None:
         wanted.load_state_dict(extra["scaler"])
     module.random_state = extra["random"]
+
+
+def _resume_scheduler(scheduler: Any, state: Any) -> None:
+    try:
+        scheduler.load_state_dict(state)
+    except Exception as error:
+        raise CheckpointError(
+            f"the {type(scheduler).__name__} does not take the state of the scheduler that was "
+            f"saved ({reason(error)}): make one of the same kind, or leave scheduler= out"
+        ) from error
 
 
 def _read(ready: _Ready) -> None:
