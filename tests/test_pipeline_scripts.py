@@ -99,6 +99,43 @@ def test_a_parameter_of_another_stage_is_said_to_be_one() -> None:
         assert "is a parameter of a pipeline stage that another rank holds" in told
 
 
+class Labelled(nn.Module):
+    """Outputs, and a loss where there are labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return {"out": x} if labels is None else {"loss": (x - labels).square().mean(), "out": x}
+
+
+def without_labels(rank: int) -> tuple[str, Tensor]:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(8, 8), "labels": torch.randn(8, 8)}
+    mesh, pins = init_device_mesh("cpu", (2,)), PLANS["1f1b"][1]
+    parallel = autopar.parallelize(Labelled(), mesh, batch, constraints=pins)
+    message = ""
+    try:
+        parallel(x=batch["x"])
+    except autopar.AutoparError as error:
+        message = str(error)
+    with torch.no_grad():
+        return message, parallel(x=batch["x"])["out"]
+
+
+def test_a_training_call_without_a_loss_says_that_a_pipeline_needs_one() -> None:
+    torch.manual_seed(0)
+    x, _ = torch.randn(8, 8), torch.randn(8, 8)
+    expected = Labelled()(x)["out"]
+    for message, out in run_ranks(without_labels, 2):
+        assert "a training step of a pipeline needs one scalar loss" in message
+        assert "under torch.no_grad()" in message
+        torch.testing.assert_close(out, expected)
+
+
 class Scaled(nn.Module):
     """A loss of several terms, each with a factor: its own gradient passes ops of its own."""
 

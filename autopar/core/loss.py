@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from autopar.core.graph import OutputSpec, TracedModel, output_paths
 from autopar.errors import AutoparError
 
-__all__ = ["missing_loss", "position_of_loss"]
+__all__ = ["check_has_loss", "missing_loss", "position_of_loss"]
 
 _HOW = "Return it from the forward (labels passed to the model), or pass loss_fn= to parallelize."
 
@@ -23,6 +23,19 @@ def position_of_loss(traced: TracedModel) -> int:
     if traced.loss_index is None:
         raise AutoparError(f"train_step needs one scalar loss: {missing_loss(traced)}")
     return traced.loss_index
+
+
+def check_has_loss(traced: TracedModel) -> None:
+    """Refuse a training step in microbatches that has no loss, and would return None alone.
+
+    Raises:
+        AutoparError: says why there is none.
+    """
+    if traced.training and traced.loss_index is None:
+        raise AutoparError(
+            f"a training step of a pipeline needs one scalar loss: {missing_loss(traced)} For the "
+            "outputs alone, call the module in evaluation mode or under torch.no_grad()."
+        )
 
 
 def missing_loss(traced: TracedModel) -> str:

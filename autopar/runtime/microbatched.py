@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from autopar.core.loss import check_has_loss
 from autopar.core.placement import Layout, Replicate
 from autopar.runtime.between import address, copies_of_shared
 from autopar.runtime.compiled_step import tensors_in_order
@@ -32,6 +33,7 @@ __all__ = ["run_microbatches"]
 
 def run_microbatches(module: ParallelModule, step: PipelinedStep, args: Any, kwargs: Any) -> Any:
     """Run all microbatches forward and backward; `loss.backward()` then hands out the gradients."""
+    check_has_loss(step.traced)
     # scaled from the start: half-precision gradients would underflow on their way
     scaler = module.loss_scaler
     tangent = scaler.get_scale() if scaler is not None else 1.0
