@@ -74,18 +74,43 @@ def collect(
 
 
 def merged(mine: dict[str, Any]) -> dict[str, Any]:
-    """The second part of `collect` for the parameters of all ranks. Collective."""
+    """The second part of `collect` for the parameters of all ranks. Collective.
+
+    Raises:
+        CheckpointError: an option, such as a learning rate, differs between ranks.
+    """
     everyone: list[Any] = [mine]
     if dist.is_initialized() and dist.get_world_size() > 1:
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
     groups = [dict(group) for group in everyone[0]["groups"]]
     values = dict(everyone[0]["values"])
-    for other in everyone[1:]:
+    for rank, other in enumerate(everyone):
+        _check_same_options(groups, other["groups"], rank)
         values.update(other["values"])
         for group, same in zip(groups, other["groups"], strict=True):
             group["params"] = list(dict.fromkeys([*group["params"], *same["params"]]))
     return {**mine, "groups": groups, "values": values}
+
+
+def _check_same_options(
+    first: list[dict[str, Any]], other: list[dict[str, Any]], rank: int
+) -> None:
+    """A rank with another learning rate has moved its shares of the parameters by another step."""
+    if len(first) != len(other):
+        raise CheckpointError(
+            f"the optimizer has {len(first)} parameter groups on rank 0 and {len(other)} on rank "
+            f"{rank}: make the same groups on every rank"
+        )
+    for number, (group, same) in enumerate(zip(first, other, strict=True)):
+        for key, value in group["options"].items():
+            theirs = same["options"].get(key)
+            if isinstance(value, int | float) and value == value and theirs != value:
+                raise CheckpointError(
+                    f"{key} of group {number} of the optimizer is {value} on rank 0 and {theirs} "
+                    f"on rank {rank}: each rank has updated its shares of the parameters with its "
+                    "own. Set the same options on every rank"
+                )
 
 
 def targets(
