@@ -8,13 +8,16 @@ for the same reason. A process that ends by an exception says so, and why.
 Next to the number, a process writes how many communicating steps it has begun. So the thread of a
 rank that waits for others before a step sees which of them have moved on, and answers for them. It
 also writes a checksum of which steps these were: ranks whose batches have different shapes, all of
-which were met before, would otherwise add up gradients of different batches.
+which were met before, would otherwise add up gradients of different batches. A rank that waits long
+says where, for the others to print (`stalled.py`); one that waits in a step after such other ones
+ends with the error that its next step would raise.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import time
 import zlib
@@ -26,6 +29,7 @@ import torch.distributed as dist
 
 from autopar._compat import cloned_store, default_store
 from autopar.errors import AutoparError, LostRankError
+from autopar.runtime.stalled import Stall, communicating, waiting
 
 __all__ = [
     "NEVER",
@@ -83,6 +87,10 @@ def _end(rank: int) -> str:
 
 def _reason(rank: int) -> str:
     return f"autopar/reason/{rank}"
+
+
+def _waits(rank: int) -> str:
+    return f"autopar/waits/{rank}"
 
 
 def begin_step(fingerprint: str, devices: int) -> None:
@@ -147,7 +155,7 @@ def beat() -> None:
 
 
 def _beat(stop: threading.Event, own: Any, rank: int) -> None:
-    number = 0
+    number, stall = 0, Stall()
     while not stop.wait(_INTERVAL_S):
         number += 1
         try:
@@ -155,8 +163,37 @@ def _beat(stop: threading.Event, own: Any, rank: int) -> None:
             _compare(own, rank)
             for keys in tuple(_awaited):
                 _answer(own, keys)
+            if (doing := waiting()) is not None:
+                _tell_wait(own, rank, doing, stall)
+            elif stall.seen:
+                own.set(_waits(rank), "")
         except RuntimeError:  # the process that holds the store is gone, and with it the job
             return
+
+
+def _tell_wait(store: Any, rank: int, doing: str, stall: Stall) -> None:
+    """Say that this rank waits, and where the others are; end it where that is for nothing."""
+    if _unlike:
+        print(f"autopar: rank {rank} ends {doing}: {_unlike[0]}", file=sys.stderr, flush=True)
+        store.set(_end(rank), "")
+        os._exit(1)  # the main thread is inside a call of the process group
+    store.set(_waits(rank), f"{_at[0].begun}:{doing}")
+    others = (r for r in range(dist.get_world_size()) if r != rank)
+    stall.tell(rank, f"{doing} of step {_at[0].begun}", {r: _place(store, r) for r in others})
+
+
+def _place(store: Any, rank: int) -> str:
+    """Where a rank is, as it has said."""
+    if store.check([_end(rank)]):
+        return "has ended"
+    if not store.check([_key(rank)]):
+        return "has not begun"
+    begun = _read(store.get(_key(rank))).begun
+    if store.check([_waits(rank)]):
+        step, _, doing = store.get(_waits(rank)).decode().partition(":")
+        if step == str(begun):
+            return f"is {doing} of step {begun}"
+    return f"has begun {begun} steps, and is not in communication for long"
 
 
 @atexit.register
@@ -263,7 +300,8 @@ def naming_lost_ranks(doing: str) -> Iterator[None]:
         LostRankError: ranks are gone; else the error is the one that came.
     """
     try:
-        yield
+        with communicating(doing):
+            yield
     except AutoparError:
         raise
     except RuntimeError as error:
