@@ -21,6 +21,7 @@ from autopar.runtime.lockstep import Strided, mesh_coords, run_lockstep
 from autopar.runtime.shards import assemble, take_shard
 from autopar.runtime.virtual_stages import run_stages
 from autopar.search.symmetric_calls import with_symmetric_calls
+from autopar.tracer.frozen_values import kept_attributes
 from autopar.tracer.precision import call_in, low_dtype
 from autopar.tracer.trace import normalize_inputs, trace
 
@@ -262,7 +263,8 @@ def _eager(
         for key, buffer in module._buffers.items()
     ]
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with torch.set_grad_enabled(traced.training):
+    # a cache whose length is kept in an attribute is as empty as its buffer in the next run
+    with torch.set_grad_enabled(traced.training), kept_attributes(model):
         output = call_in(low_dtype(traced.precision), model, args, kwargs)
     leaves = pytree.tree_leaves(output)
     found = _updated(traced, model, before)

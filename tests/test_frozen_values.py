@@ -486,3 +486,29 @@ def test_values_that_are_only_left_behind_are_fine(how: str) -> None:
     model: Any = _scoped()
     model.how = how
     assert texts(model) == [] and KEPT == {} and LAST is None
+
+
+class Caching(nn.Module):
+    """Computes a table in the first call and reads it in later ones, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("table", torch.zeros(8))
+        self.filled, self.calls = 0, [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0] += 1
+        if not self.filled:
+            self.table[:] = torch.arange(8.0)
+            self.filled = 8
+        return (self.linear(x) * self.table).square().mean()
+
+
+def test_verify_leaves_attributes_as_they_were() -> None:
+    model = Caching()
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    plan = autopar.plan(model, cluster, (X,), constraints={"data": 2}, cache=False)
+    for _ in range(2):
+        assert autopar.verify(plan, model, (X,)).worst[1] < 1e-5
+        assert model.filled == 0 and model.calls == [0] and not model.table.any()

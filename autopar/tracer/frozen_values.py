@@ -28,7 +28,14 @@ from autopar.errors import FrozenValueWarning, TraceError
 from autopar.tracer.kept import Reads, depend_on_step, fakes_in, holders, made_by, tensors_in
 from autopar.tracer.scopes import Names, scopes_of
 
-__all__ = ["Frozen", "generator_states", "kept_generators", "putting_back", "warn_of_frozen"]
+__all__ = [
+    "Frozen",
+    "generator_states",
+    "kept_attributes",
+    "kept_generators",
+    "putting_back",
+    "warn_of_frozen",
+]
 
 _NUMBERS = (bool, int, float, complex)
 _OWN = vars(nn.Module())  # what torch keeps on a module: buffers, hooks
@@ -85,6 +92,20 @@ def putting_back(model: nn.Module) -> Iterator[Frozen]:
     frozen.told += (
         _of_drawn(n) for n, state in generator_states().items() if state != drawn.get(n, state)
     )
+
+
+@contextmanager
+def kept_attributes(model: nn.Module) -> Iterator[None]:
+    """Afterwards attributes, and what lists and mappings in them hold, are what they were."""
+    before = [(x, dict(vars(x)), _containers(x)) for x in holders(model).values()]
+    try:
+        yield
+    finally:
+        for holder, known, inside in before:
+            vars(holder).clear()
+            vars(holder).update(known)
+            for value, pairs in inside.values():
+                _refill(value, pairs)
 
 
 def warn_of_frozen(frozen: Frozen, constants: Iterable[Any]) -> None:
