@@ -108,31 +108,6 @@ def test_covariances(correction: int) -> None:
     assert _verified(Covaried(correction).double(), (torch.randn(6, 8).double(),)).worst[1] < 1e-9
 
 
-def _penalty(x: Tensor, out: Tensor) -> Tensor:
-    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    return (grad.norm(dim=-1) - 1).square().mean()
-
-
-def _backward(x: Tensor, out: Tensor) -> Tensor:
-    out.sum().backward(retain_graph=True)
-    return out.mean()
-
-
-@pytest.mark.parametrize("derive", [_penalty, _backward])
-def test_a_derivative_in_the_forward_is_refused(derive: Callable[..., Tensor]) -> None:
-    class Critic(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(8, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.detach().requires_grad_(True)
-            return derive(x, self.inner(x).tanh())
-
-    with pytest.raises(TraceError, match=r"test_spelled.py:\d+ in _(penalty|backward)"):
-        _verified(Critic(), (torch.randn(4, 8),))
-
-
 class Helped(nn.Module):
     """Its forward leaves the work to a function: the error names the line in there."""
 

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from autopar.errors import TraceError
 from autopar.tracer.decompositions import REPLACEMENTS
+from autopar.tracer.derivatives import as_leaf, derivative, derived, take_derivative
 from autopar.tracer.diagnose import user_line
 from autopar.tracer.functions import FunctionCalls, custom_function
 from autopar.tracer.no_grad import runs_without_grad
@@ -45,8 +46,13 @@ class Replay(fx.Interpreter):
         self.calls = calls
         self.ranges: list[tuple[int, int, fx.Node]] = []
         self.marks: list[Mark] = []
+        self.leaves = derived(gm)
 
     def run_node(self, n: fx.Node) -> Any:
+        result = self._run_node(n)
+        return as_leaf(result) if n in self.leaves else result
+
+    def _run_node(self, n: fx.Node) -> Any:
         if n.op != "call_function":
             self._cast_operands(n)
             return super().run_node(n)
@@ -81,6 +87,8 @@ class Replay(fx.Interpreter):
                 return self._run_part(part, operands, True)
         if target is custom_function:
             return self.calls.run(*args)
+        if target is derivative:
+            return take_derivative(*args)
         if target is aten._assert_tensor_metadata.default:
             return None  # it may name the meta device
         replacement = None if self.autocast else REPLACEMENTS.get(target)

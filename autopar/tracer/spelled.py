@@ -17,8 +17,10 @@
 - Layers of ``nn.Transformer`` look into a mask for whether it is causal, which is a hint alone:
   the mask holds without it, and one that depends on no input is looked at later (`masks`).
 
-A derivative that the forward itself takes is refused: there would be a second one behind it. What
-may be refused later is noted with its line: torch keeps those of methods called `forward` alone.
+- A derivative that the forward takes is one op (`derivatives`); forward-mode ones are refused.
+
+What may be refused later is noted with its line: torch keeps those of methods called `forward`
+alone.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.core.ops import ops
 from autopar.errors import TraceError
+from autopar.tracer.derivatives import DERIVING, Derivatives
 from autopar.tracer.diagnose import SYMBOLIC, innermost_line, refuse_packed
 from autopar.tracer.hit_loops import HitLoops
 from autopar.tracer.outside_tensors import OutsideTensors
@@ -46,7 +49,6 @@ from autopar.tracer.same_masks import SameMasks
 __all__ = ["Spelled"]
 
 _SELECTING = (torch.masked_select, torch.Tensor.masked_select)
-_DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm.forward
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _FREEZING = (
@@ -73,6 +75,7 @@ class Spelled(TorchFunctionMode):
         self.lines = lines
         self.loops = HitLoops(looped)
         self.same = SameMasks()
+        self.derivatives = Derivatives()
         self.outside = outside
         # what a mask picked, by id: the result, what from, the mask
         self.picked: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
@@ -120,8 +123,9 @@ class Spelled(TorchFunctionMode):
             return _fill_diagonal(*args, **kwargs)
         if func in _FREEZING and isinstance(args[0], nn.Parameter):
             _refuse_freezing(*args, **kwargs)
-        if func in _DERIVATIVES:
-            _refuse_derivative()
+        self.derivatives.note(func, args)
+        if func in DERIVING:
+            return self.derivatives.take(func, args, kwargs)
         if getattr(func, "__name__", "") == "_pack_padded_sequence":
             refuse_packed(innermost_line(traceback.extract_stack()))
         if (places := self.loops.all_places(func, args)) is not None:

@@ -9,6 +9,7 @@ works on. Hooks on the autograd nodes tell which forward op a backward op belong
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +38,7 @@ from autopar.tracer.cleanup import (
     tied_parameters,
 )
 from autopar.tracer.decompositions import REPLACEMENTS, decomposition_table
+from autopar.tracer.derivatives import derived, no_silent_ends
 from autopar.tracer.diagnose import (
     explain_backward,
     refuse_hooks,
@@ -195,7 +197,7 @@ class _JointTrace:
                 ),
             },
         )
-        with fake:
+        with fake, no_silent_ends() if derived(gm) else nullcontext():
             graph_module = joint(leaves, seed)
         return self._finish(graph_module, specs)
 
@@ -204,7 +206,7 @@ class _JointTrace:
     ) -> list[Any]:
         self.rng = RandomContext(seed)
         replay = Replay(gm, self.rng, torch.device("cpu"), self.calls, self.casts)
-        with torch.set_grad_enabled(self.with_grad):
+        with torch.set_grad_enabled(self.with_grad or bool(replay.leaves)):
             results = replay.run(*flat)
         user_outputs, updates = self._sort_outputs(list(results))
         self.marks += replay.marks
