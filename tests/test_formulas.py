@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from autopar.tracer.decompositions import REPLACEMENTS
 
@@ -22,6 +23,7 @@ def _x(*shape: int) -> Tensor:
 CALLS: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
     "glu": (aten.glu.default, lambda: (_x(4, 6),)),
     "glu dim": (aten.glu.default, lambda: (_x(4, 6, 3), 1)),
+    "einsum promotes": (aten.einsum.default, lambda: ("i, j -> i j", [torch.arange(3), _x(4)])),
     "trace": (aten.trace.default, lambda: (_x(4, 6),)),
     "masked_scatter": (aten.masked_scatter.default, lambda: (_x(2, 3), _MASK, _x(5))),
     "masked_scatter broadcast": (
@@ -59,7 +61,8 @@ def test_same_as_the_call(name: str) -> None:
     found, expected = REPLACEMENTS[op](None, *given), op(*given)
     assert found.shape == expected.shape
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    reads = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
+    leaves = pytree.tree_leaves(given)
+    reads = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
     weights = torch.randn_like(expected)
     for a, b in zip(
         torch.autograd.grad(found, reads, weights),

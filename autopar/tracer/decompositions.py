@@ -114,7 +114,9 @@ def _einsum(rng: RandomContext, equation: str, tensors: list[Tensor], *, path: A
             parse_equation(compact)
         except ValueError:
             return torch.einsum(equation, *tensors)
-        return ops.einsum(compact, *tensors)
+        # torch multiplies where nothing is summed, and a product promotes; else it has refused
+        dtype = torch.result_type(*tensors)
+        return ops.einsum(compact, *(x.to(dtype) for x in tensors))
     return torch.einsum(equation, *tensors)
 
 
