@@ -263,6 +263,8 @@ def _eager(
         for key, buffer in module._buffers.items()
     ]
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    # a forward that takes a derivative by an input may call requires_grad_ for it
+    args, kwargs = pytree.tree_map_only(Tensor, torch.detach, (args, kwargs))
     # a cache whose length is kept in an attribute is as empty as its buffer in the next run
     with torch.set_grad_enabled(traced.training), kept_attributes(model):
         output = call_in(low_dtype(traced.precision), model, args, kwargs)

@@ -87,6 +87,44 @@ def test_sparse_gradients_are_refused_where_there_are_any() -> None:
     assert autopar.verify(plan, frozen, inputs).worst[1] < 1e-5
 
 
+class Neighbours(nn.Module):
+    """Multiplies by a sparse matrix: its own, a given one or one that it makes."""
+
+    def __init__(self, own: bool = False) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("own", torch.eye(4).to_sparse() if own else None)
+
+    def forward(self, x: Tensor, pairs: Tensor) -> Tensor:
+        given = pairs if self.own is None else self.own
+        if not given.is_floating_point():
+            given = torch.sparse_coo_tensor(pairs, torch.ones(8), (4, 4))
+        return torch.sparse.mm(given, self.inner(x)).square().mean()
+
+
+PAIRS = torch.randint(0, 4, (2, 8))
+
+
+@pytest.mark.parametrize(
+    ("own", "pairs", "words"),
+    [
+        (True, PAIRS, "buffer own"),
+        (False, torch.eye(4).to_sparse_csr(), r"input args\[1\].*csr"),
+        (False, PAIRS, r"torch.sparse_coo_tensor\(pairs"),
+    ],
+)
+def test_sparse_matrices_are_refused(own: bool, pairs: Tensor, words: str) -> None:
+    with pytest.raises(autopar.TraceError, match=words) as caught:
+        autopar.plan(Neighbours(own), cluster(), (torch.randn(4, 4), pairs), cache=False)
+    assert "index_add" in str(caught.value)
+
+
+def test_nested_rows_are_refused() -> None:
+    rows = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=torch.jagged)
+    with pytest.raises(autopar.TraceError, match="Pad the rows"):
+        autopar.plan(nn.Linear(4, 4), cluster(), (rows,), cache=False)
+
+
 def wrapped(rank: int) -> list[str]:
     """What parallelize says of models that torch has parallelized, or that are none."""
     from torch.distributed.fsdp import fully_shard

@@ -36,6 +36,7 @@ from autopar.tracer.eager_functions import EagerFunctions
 from autopar.tracer.effects import changes_in_place
 from autopar.tracer.frozen_values import Frozen, putting_back, warn_of_frozen
 from autopar.tracer.known_values import KnownValues, Sources, warn_of_known
+from autopar.tracer.layouts import refuse_given, refuse_made
 from autopar.tracer.left_out import leave_out, warn_of_left_out
 from autopar.tracer.no_grad import keep_written_gradients, mark_no_grad, restore_lines
 from autopar.tracer.outside_tensors import OutsideTensors, say_own
@@ -154,6 +155,7 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
     check_loss_fn(capture.autopar_loss_fn)
     args, kwargs = pytree.tree_map(_plain, (args, kwargs))
     register_dataclasses((args, kwargs))
+    refuse_given(capture.wrapped, args, kwargs)
     on_meta = any(p.is_meta for p in capture.parameters())
     if on_meta:
         args, kwargs = pytree.tree_map(_to_meta, (args, kwargs))
@@ -253,6 +255,7 @@ def _captured(capture: Capture, args: Any, kwargs: Any) -> tuple[Any, Any, Answe
             capture.notes.left_out = leave_out(exported, capture.notes.out_spec)
         refuse_data_dependent(capture.wrapped, exported.graph_module, lines, stuck)
         refuse_vmap(exported, lines)
+        refuse_made(exported.graph)
         if capture.dtype is not None:
             refuse_mixed(capture.wrapped, exported.graph_module, capture.dtype)
         if changes_in_place(exported.graph_module):

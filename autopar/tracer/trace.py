@@ -180,10 +180,9 @@ class _JointTrace:
         self.casts = lift_casts(gm.graph, self.capture.dtype)
         prepare_graph(gm, lifted_tensors(self.exported))
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        device = torch.device("cpu")
         with fake:
-            leaves = [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs]
-            seed = torch.empty((), dtype=torch.int64, device=device)
+            leaves = [torch.empty(spec.shape, dtype=spec.dtype, device="cpu") for spec in specs]
+            seed = torch.empty((), dtype=torch.int64, device="cpu")
         for leaf, spec in zip(leaves, specs, strict=True):
             if spec.trainable and self.with_grad:
                 leaf.requires_grad_(True)
