@@ -156,6 +156,20 @@ def _experts(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
     return out.square().sum()
 
 
+def _experts_at_once(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    """All masks from one comparison, each a slice of it."""
+    flat = x.flatten(0, 1)
+    weights, chosen = m.classes(flat)[:, :4].softmax(-1).topk(2, -1)
+    masks = chosen.unsqueeze(-1) == torch.arange(4)
+    out = torch.zeros_like(flat)
+    for expert, mine in enumerate(masks.permute(2, 0, 1)):
+        token, nth = torch.where(mine)
+        out[token] += weights[token, nth, None] * m.inner(flat[token]) * (expert + 1)
+    token, nth = torch.where(masks[..., 1])
+    out[token] += weights[token, nth, None] * m.inner(flat[token])
+    return out.square().sum()
+
+
 # --- rows are a batch -----------------------------------------------------------------------------
 def _along_rows(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
     a = m.inner(x)[mask != 0]
@@ -228,6 +242,7 @@ HEADS = [
     _none,
     _put,
     _experts,
+    _experts_at_once,
     _mask_changes,
     _source_changes,
 ]

@@ -107,17 +107,47 @@ def row_of_places(picks: Picks, indices: list[Any]) -> Pick | None:
     rows = picks.found(indices[0]) if len(indices) == 1 else None
     if not isinstance(rows, Rows) or rows.places != 0 or value_of(rows.pick.mask).dim() != 2:
         return None
-    mask = rows.pick.mask
-    if name_of(mask.target) != "eq" or isinstance(args_of(mask)[1], fx.Node):
+    through = _compared_with_one(rows.pick.mask)
+    if not through or picks.written.intersection(through):
         return None
-    chosen = args_of(mask)[0]
-    if not isinstance(chosen, fx.Node) or chosen.target is not operator.getitem:
+    chosen = through[-1]
+    if chosen.target is not operator.getitem:
         return None
     source, nth = args_of(chosen)
-    if name_of(source.target) != "topk" or nth != 1 or picks.written.intersection((chosen, mask)):
+    if name_of(source.target) != "topk" or nth != 1:
         return None
     dim = args_of(source)[2] if len(args_of(source)) > 2 else source.kwargs.get("dim", -1)
     return rows.pick if dim in (-1, 1) else None
+
+
+def _compared_with_one(mask: fx.Node) -> list[fx.Node]:
+    """Nodes from a mask to the tensor that it compares, element by element, with one number.
+
+    That is `x == number`, or one of the slices of `x.unsqueeze(-1) == numbers`; else none.
+    """
+    nodes, sliced = [mask], None
+    if mask.target is operator.getitem and name_of(args_of(mask)[0].target) == "unbind":
+        nodes.append(args_of(mask)[0])
+    if name_of(nodes[-1].target) in ("unbind", "select"):
+        source, dim = (*args_of(nodes[-1]), 0)[:2]
+        order = list(range(value_of(source).dim()))
+        if name_of(source.target) == "permute":
+            nodes.append(source)
+            source, order = args_of(source)[0], [d % len(order) for d in args_of(source)[1]]
+        sliced = order.pop(dim)
+        if order != sorted(order) or sliced != len(order):
+            return []
+        nodes.append(source)
+    if name_of(nodes[-1].target) != "eq":
+        return []
+    x, other = args_of(nodes[-1])
+    if sliced is None:
+        return [] if isinstance(other, fx.Node) else [*nodes, x]
+    if not isinstance(other, fx.Node) or value_of(other).dim() != 1:
+        return []
+    if name_of(x.target) != "unsqueeze" or args_of(x)[1] % (sliced + 1) != sliced:
+        return []
+    return [*nodes, x, args_of(x)[0]]
 
 
 def of_each_row(picks: Picks, source: fx.Node, places: list[Rows], dim: int) -> fx.Node | None:
