@@ -455,3 +455,21 @@ def test_normal_numbers_of_a_size() -> None:
 def test_what_cannot_be_said_is_refused_with_what_to_do(function: Any, text: str) -> None:
     with pytest.raises(TraceError, match=text):
         trace(Said(function), (torch.randn(8, 8),))
+
+
+class Sampled(nn.Module):
+    """Draws as libraries do that pass a generator on where they were given one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn(x.shape, generator=None, dtype=x.dtype, layout=torch.strided)
+        kept = torch.bernoulli(torch.full_like(x, 0.5), generator=None)
+        return (self.inner(x) + noise * kept).square().mean()
+
+
+def test_no_generator_is_torchs_own() -> None:
+    torch.manual_seed(0)
+    assert _verified(Sampled().double(), (torch.randn(8, 8).double(),)).worst[1] < 1e-9

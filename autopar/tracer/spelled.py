@@ -110,6 +110,7 @@ class Spelled(TorchFunctionMode):
             return _corrcoef(*args)
         if kwargs.get("generator") is not None:
             _refuse_generator(func)
+        kwargs = {k: x for k, x in kwargs.items() if k != "generator"}  # it chooses another op
         if func is torch.normal and (len(args) == 3 or "size" in kwargs):
             return _normal(*args, **kwargs)
         if func in (F.ctc_loss, torch.ctc_loss):
