@@ -87,3 +87,21 @@ def test_determinants_say_what_the_call_says(op: Any, layout: str) -> None:
     for found, expected in zip(decomposition_table()[op](a), op(a), strict=True):
         assert found.dtype == expected.dtype
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+class TurnedNorm(nn.Module):
+    """A group norm of a turned product, beside random numbers: the trace is the reference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(8, 8), nn.GroupNorm(2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.norm(self.inner(x).transpose(1, 2))
+        return (found * torch.rand_like(found)).square().mean()
+
+
+def test_a_replayed_trace_gives_kernels_dense_operands() -> None:
+    model, inputs = TurnedNorm().double(), (_double(4, 6, 8),)
+    plan = plan_for(model, inputs, (2,), DATA)
+    assert autopar.verify(plan, model, inputs).worst[1] < 1e-9

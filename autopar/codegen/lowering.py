@@ -19,7 +19,7 @@ from autopar.core import extensions
 from autopar.core.placement import Layout, local_shape
 from autopar.core.strategy import OpCall
 
-__all__ = ["LocalCall", "lower", "lowering"]
+__all__ = ["DENSE", "LocalCall", "lower", "lowering"]
 
 aten = torch.ops.aten
 
@@ -91,7 +91,7 @@ def _find_lowering(target: Any) -> Lowering | None:
 
 # kernels that read operands as if they were dense, without a check or with one that fails; a
 # local tensor may be a slice or a turned product, where the traced one was dense
-_DENSE = frozenset(
+DENSE = frozenset(
     {
         aten.native_layer_norm_backward.default,
         aten.native_group_norm.default,
@@ -110,7 +110,7 @@ _DENSE = frozenset(
 
 def lower(b: Builder, local: LocalCall) -> fx.Node:
     """Append the local form of an op; multi-output ops yield a node with a tuple value."""
-    if local.call.target not in _DENSE:
+    if local.call.target not in DENSE:
         return _lowered(b, local)
     args, kwargs = fx.map_arg((local.args, local.kwargs), b.dense)
     result = _lowered(b, replace(local, args=tuple(args), kwargs=dict(kwargs)))

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
+from autopar.codegen.lowering import DENSE
 from autopar.core.einsum import contract
 from autopar.core.overlapped import (
     GATHER_MATMUL,
@@ -137,9 +139,11 @@ def _run_row(
 
 
 class Strided(fx.Interpreter):
-    """Runs a graph whose views were traced on other strides than the kernels here return."""
+    """Runs a graph that was traced on other strides than the kernels here return."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
             target = torch.ops.aten.reshape.default
+        if target in DENSE:
+            args, kwargs = pytree.tree_map_only(Tensor, Tensor.contiguous, (args, kwargs))
         return super().call_function(target, args, kwargs)
