@@ -36,16 +36,20 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import has_side_effect
 from torch.library import Library
 from torch.nn.modules.module import _has_any_global_hook
+from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv
 
 from autopar.core.placement import Layout, Partial, Replicate, Shard
 
 __all__ = [
+    "aliasing_ops",
     "asks_emptiness",
+    "asks_subclasses_of_dtensor",
     "by_dtensors_own_way",
     "cloned_store",
     "default_store",
+    "dtensor_handler",
     "dtensor_like",
     "dtensor_placements",
     "fake_empty",
@@ -267,6 +271,28 @@ def handle_dtensor_op(op: Any, handler: Callable[..., Any]) -> None:
     DTensor._op_dispatcher._custom_op_handlers[op] = handler
 
 
+def dtensor_handler(op: Any) -> Callable[..., Any] | None:
+    """What runs an op that has a DTensor among its operands, if that is not torch itself."""
+    found: Callable[..., Any] | None = DTensor._op_dispatcher._custom_op_handlers.get(op)
+    return found
+
+
+def asks_subclasses_of_dtensor() -> bool:
+    """True if ops ask the `__torch_dispatch__` of a subclass of DTensor, as from torch 2.12 on."""
+    return bool(TorchVersion(torch.__version__) >= "2.12")
+
+
+def aliasing_ops() -> Iterator[Any]:
+    """All ops of torch's that show or change the memory of an operand."""
+    for schema in torch._C._jit_get_all_schemas():
+        kind, _, name = schema.name.partition("::")
+        if kind == "aten" and any(x.alias_info for x in (*schema.arguments, *schema.returns)):
+            packet = getattr(torch.ops.aten, name, None)
+            overload = schema.overload_name or "default"
+            if packet is not None and overload in packet.overloads():
+                yield getattr(packet, overload)
+
+
 def by_dtensors_own_way(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an op that has a handler as if it had none."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
@@ -369,6 +395,15 @@ def lazily_compiled() -> Iterator[None]:
         yield
 
 
+# torch 2.11 has one call for this, which pops each level twice
+_LEAVE = {
+    _functorch.TransformType.Vmap: _functorch._vmap_decrement_nesting,
+    _functorch.TransformType.Grad: _functorch._grad_decrement_nesting,
+    _functorch.TransformType.Jvp: _functorch._jvp_decrement_nesting,
+    _functorch.TransformType.Functionalize: _functorch._func_decrement_nesting,
+}
+
+
 @contextmanager
 def leaving_transforms() -> Iterator[None]:
     """What fails inside a transform of `torch.func` leaves none of its levels behind."""
@@ -377,7 +412,8 @@ def leaving_transforms() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        while _functorch.get_dynamic_layer_stack_depth() > depth:
+            _LEAVE[_functorch.peek_interpreter_stack().key()]()
         if not inside and _in_dual_level():
             torch._C._exit_dual_level(level=0)
         forward_ad._current_level = level

@@ -345,7 +345,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("head", [*REFUSED, _other_mask, _returned, _nth_of_each])
 def test_what_needs_to_know_how_many_is_refused(head: Head) -> None:
-    with pytest.raises(autopar.TraceError, match="How many rows are picked") as caught:
+    # torch 2.11 asks in the trace whether two masks select equally many
+    said = r"How many rows are picked|data-dependent expression Ne\(u0, u1\)"
+    with pytest.raises(autopar.TraceError, match=said) as caught:
         errors(head)
     assert f"in {head.__name__}" in str(caught.value)
     assert REFUSED.get(head, "") in str(caught.value)

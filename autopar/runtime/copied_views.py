@@ -8,7 +8,7 @@ of. Ops are watched below autograd, so that methods, functions, `out=` and `inpl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, cast
 
 import torch
@@ -17,7 +17,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.utils import _pytree as pytree
 
-from autopar._compat import by_dtensors_own_way, dtensor_like, handle_dtensor_op
+from autopar._compat import (
+    aliasing_ops,
+    asks_subclasses_of_dtensor,
+    by_dtensors_own_way,
+    dtensor_handler,
+    dtensor_like,
+    handle_dtensor_op,
+)
 from autopar.errors import AutoparError
 from autopar.runtime.meeting import meet
 
@@ -153,11 +160,29 @@ class _Show:
 
 def _mark(found: Any, base: DTensor, show: _Show) -> None:
     """Let the DTensors among what was found know what they are parts of."""
+    _ask_parts()
     for number, part in enumerate(pytree.tree_leaves(found)):
         if isinstance(part, DTensor):
             part.__class__ = _Copied
             copied = cast(_Copied, part)
             copied.base, copied.show = base, show.numbered(number)
+
+
+@cache
+def _ask_parts() -> None:
+    """Let torch 2.11, which asks no subclass of DTensor, hand ops on parts to `_Copied`."""
+    if not asks_subclasses_of_dtensor():
+        for op in aliasing_ops():
+            handle_dtensor_op(op, _asking_parts(dtensor_handler(op)))
+
+
+def _asking_parts(otherwise: Callable[..., Any] | None) -> Callable[..., Any]:
+    def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if any(isinstance(value, _Copied) for value in pytree.tree_leaves((args, kwargs))):
+            return _Copied.__torch_dispatch__(op, (), args, kwargs)
+        return (otherwise or by_dtensors_own_way)(op, args, kwargs)
+
+    return run
 
 
 def _viewed(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

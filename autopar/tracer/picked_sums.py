@@ -133,8 +133,11 @@ def elementwise_loss(picks: Picks, node: fx.Node) -> Rows | fx.Node | None:
         a.default_value for a in schema_of(node).arguments[len(args_of(node)) : place]
     ]
     args = [*args[:place], 0, *args[place + 1 :]]
-    with picks.mode:
-        like = torch.broadcast_tensors(*(value_of(n) for n in node.all_input_nodes))[0]
+    values = [value_of(n) for n in node.all_input_nodes]
+    like = values[0]
+    if any(str(value.shape) != str(like.shape) for value in values):  # else torch 2.11 asks
+        with picks.mode:
+            like = torch.broadcast_tensors(*values)[0]
     elements = _elements(picks, node, args, like)
     if elements is None:
         return None
