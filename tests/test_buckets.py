@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from autopar.codegen.emit import emit
 from autopar.codegen.passes.bucket import fewest_buckets
@@ -14,6 +16,7 @@ from autopar.codegen.passes.sends import is_start
 from autopar.core.constraints import Constraints
 from autopar.cost_model import Cluster
 from autopar.solver.solve import solve
+from autopar.tracer.trace import trace
 from tests.test_matrix import traced_model
 
 
@@ -55,3 +58,20 @@ def test_buckets_are_as_few_as_fit(members: list[tuple[int, int]], limit: int) -
     ways = list(cuts()) if members else [[]]
     assert found in ways
     assert len(found) == min(map(len, ways))
+
+
+def test_gradients_are_joined_where_they_are_most_of_what_is_held() -> None:
+    """With hardly any activations the peak is where gradients are: some buckets shrink, not all."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.Tanh()) for _ in range(24)]
+    model, x = nn.Sequential(*layers, nn.Linear(32, 1)), torch.randn(8, 32)
+    traced = trace(model, (x, torch.randn(8, 1)), loss_fn=nn.functional.mse_loss)
+    cluster = Cluster.from_profile("h100-sxm", devices_per_node=8)
+    plan = solve(traced, cluster, constraints=Constraints.parse({"data": 8, "zero": 1}))
+    sent = {}
+    for names in ((), ("bucket",)):
+        nodes = emit(traced, plan, [0], passes=names).joint.graph.nodes
+        reduced = [n for n in nodes if is_start(n) and "reduce" in str(n.target)]
+        sent[names] = len([n for n in reduced if n.meta["phase"] == "backward"])
+    assert sent[()] > 90
+    assert sent["bucket",] < sent[()] / 4

@@ -47,6 +47,14 @@ class Trial:
         spans = (span for part in self.parts.values() for span in part.spans)
         return sum(s.duration_s * s.times for s in spans if s.packs and s.kind == "bucket")
 
+    def is_same_with(self, num_bytes: int) -> bool:
+        """True if buckets that so many bytes close would be those that the program has.
+
+        Of a folded program that is not known: other blocks may go into the same buckets.
+        """
+        sent = [n.meta["collective"] for n in self.graph.nodes if "collective" in n.meta]
+        return all(times == 1 and size < num_bytes for _, _, size, times in sent)
+
     def shares(self) -> dict[Key, float]:
         """Part of the seconds of each collective that is hidden."""
         found: dict[Key, float] = {}
@@ -90,7 +98,9 @@ def bucketed(plan: Plan, run: Callable[[Plan], Trial]) -> tuple[Plan, Trial]:
 
     def serves(share: float) -> bool:
         nonlocal best, trial
-        rows = (replace(row, num_bytes=int(share * row.num_bytes)) for row in plan.buckets)
+        rows = [replace(row, num_bytes=int(share * row.num_bytes)) for row in plan.buckets]
+        if trial.is_same_with(min((row.num_bytes for row in rows), default=0)):
+            return False
         smaller = replace(plan, buckets=tuple(rows))
         after = run(smaller)
         if after.step_s() >= trial.step_s() * (1 - _GAIN):

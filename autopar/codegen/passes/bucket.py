@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from autopar.codegen.passes.joined import ancestors, is_copied_out, join_all, size_of
-from autopar.codegen.passes.lifetimes import Lifetimes
+from autopar.codegen.passes.lifetimes import LITTLE, Lifetimes
 from autopar.codegen.passes.order import copied, is_packing, link
 from autopar.codegen.passes.sends import is_start, is_wait
 
@@ -39,9 +39,11 @@ __all__ = [
 
 c10d = torch.ops._c10d_functional
 Sizes = Mapping[tuple[int, str], int]
+Most = Mapping[str, int]  # bytes of the bucket that a member may be in, by name
 Live = Callable[[fx.Graph], Lifetimes]
 
-_MOST_TRIES = 4  # to shrink single buckets, each with a copy of the graph
+_MOST_TRIES = 6  # to shrink single buckets, each with a copy of the graph
+_SHRINK = 4  # of a bucket that does not fit, the part that is tried next
 
 
 def bucket(
@@ -80,17 +82,17 @@ def _joined(
     sizes: Sizes,
     budget: int,
     live: Live,
-    choose: Callable[[fx.Graph, Sizes, int, Live, Collection[str]], list[list[fx.Node]]],
+    choose: Callable[[fx.Graph, Sizes, int, Live, Most], list[list[fx.Node]]],
 ) -> fx.Graph:
     """Join what `choose` finds, in smaller buckets where that lives in more than the budget.
 
     Parts are taken out of what is gathered all at once, or each where it is read if that does not
     fit. Then first only those buckets shrink that are open where the peak is, and at last all.
     """
-    alone: set[str] = set()
+    most: dict[str, int] = {}
     tries = 0
     while any(sizes.values()):
-        buckets = choose(graph, sizes, budget, live, alone)
+        buckets = choose(graph, sizes, budget, live, most)
         if not buckets:
             break
         reached = max(sum(map(size_of, members)) for members in buckets)
@@ -102,16 +104,34 @@ def _joined(
             names = [[(position[twins[m.name]], m.name) for m in members] for members in buckets]
             join_all(trial, [[twins[m.name] for m in members] for members in buckets], split)
             lifetimes = live(trial)
-            if lifetimes.peak_bytes <= budget:
+            if lifetimes.peak_bytes <= budget * (1 + LITTLE):
                 return trial
-        peak = position.get(lifetimes.nodes[int(lifetimes.live.argmax())], -1)
-        early = {n for members in names for at, n in members if at <= peak + 1 <= members[-1][0]}
+        before = lifetimes.nodes[: int(lifetimes.live.argmax()) + 1]
+        peak = next((position[node] for node in reversed(before) if node in position), -1)
         tries += 1
-        if early and tries <= _MOST_TRIES:
-            alone |= early
+        shrunk = _shrunk(buckets, names, peak)
+        if shrunk and tries <= _MOST_TRIES:
+            most |= shrunk
         else:
             sizes = {key: min(num_bytes, reached) // 2 for key, num_bytes in sizes.items()}
     return graph
+
+
+def _shrunk(
+    buckets: Sequence[Sequence[fx.Node]], names: Sequence[Sequence[tuple[int, str]]], peak: int
+) -> dict[str, int]:
+    """Bytes of the bucket that members may be in which are waiting where the peak is.
+
+    Args:
+        buckets: as they were tried.
+        names: positions of their members, and names.
+        peak: position.
+    """
+    found: dict[str, int] = {}
+    for bucket_, members in zip(buckets, names, strict=True):
+        early = [name for at, name in members if at <= peak + 1 <= members[-1][0]]
+        found |= dict.fromkeys(early, sum(map(size_of, bucket_)) // _SHRINK)
+    return found
 
 
 def is_gather_of_storage(node: fx.Node) -> bool:
@@ -147,13 +167,15 @@ def _key(node: fx.Node) -> Hashable:
     return kind, axis, times, node.args[1:], node.meta["val"].dtype, node.meta.get("phase")
 
 
-def _limit(node: fx.Node, sizes: Sizes) -> int:
+def _limit(node: fx.Node, sizes: Sizes, most: Most) -> int:
+    """Bytes that close the bucket of a collective."""
     kind, axis, _, _ = node.meta["collective"]
-    return sizes.get((axis, kind), 0)
+    limit = sizes.get((axis, kind), 0)
+    return min(limit, most.get(node.name, limit))
 
 
 def _reductions(
-    graph: fx.Graph, sizes: Sizes, budget: int, live: Live, alone: Collection[str]
+    graph: fx.Graph, sizes: Sizes, budget: int, live: Live, most: Most
 ) -> list[list[fx.Node]]:
     """Runs of reductions that only the caller reads, in the order in which they can be issued.
 
@@ -166,21 +188,21 @@ def _reductions(
     issued: dict[fx.Node, int] = {}
     found: list[list[fx.Node]] = []
     for level in _levels(graph, private):
-        alike: dict[Hashable, list[fx.Node]] = defaultdict(list)
+        alike: dict[tuple[Hashable, int], list[fx.Node]] = defaultdict(list)
         for node in level:
             before = (issued[source] for source in reduced_before(node, private))
             issued[node] = max([lifetimes.position[node], *before])
-            small = size_of(node) < _limit(node, sizes) and node.name not in alone
-            if small and _may_share(node):
-                alike[_key(node)].append(node)
-        for unsorted in alike.values():
+            limit = _limit(node, sizes, most)
+            if size_of(node) < limit and _may_share(node):
+                alike[_key(node), limit].append(node)
+        for (_, limit), unsorted in alike.items():
             members = sorted(unsorted, key=issued.__getitem__)
             room = [budget - int(lifetimes.beside(m)[issued[m]]) for m in members]
-            ends = fewest_buckets([size_of(m) for m in members], room, _limit(members[0], sizes))
+            ends = fewest_buckets([size_of(m) for m in members], room, limit)
             for first, end in itertools.pairwise([0, *ends]):
                 found.append(members[first:end])
                 issued.update(dict.fromkeys(members[first:end], issued[members[end - 1]]))
-            _mark_open(members, ends, _limit(members[0], sizes))
+            _mark_open(members, ends, limit)
     return [members for members in found if len(members) > 1]
 
 
@@ -277,7 +299,7 @@ def _gathers(
     sizes: Sizes,
     budget: int,
     live: Live,
-    alone: Collection[str],
+    most: Most,
     block_of: Callable[[fx.Node], Hashable],
 ) -> list[list[fx.Node]]:
     """Gathers of parameters that one block needs in one phase.
@@ -290,11 +312,11 @@ def _gathers(
     for node in graph.nodes:
         if not is_start(node) or not is_gather_of_storage(node):
             continue
-        limit, block = _limit(node, sizes), block_of(node)
+        limit, block = _limit(node, sizes, most), block_of(node)
         chained = any(is_start(n) for n in ancestors(node))
-        if block is None or chained or size_of(node) >= limit or node.name in alone:
+        if block is None or chained or size_of(node) >= limit:
             continue
-        key = (_key(node), block)
+        key = (_key(node), block, limit)
         joined = sum(map(size_of, open_[key])) + size_of(node)
         between = slice(lifetimes.position[next(iter(open_[key]), node)], lifetimes.position[node])
         if joined > limit or lifetimes.beside(node)[between].max(initial=0) + joined > budget:

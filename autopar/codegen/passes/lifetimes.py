@@ -21,8 +21,10 @@ from autopar.codegen.passes.folded_runs import Bytes, FoldedRuns
 from autopar.codegen.passes.sends import is_wait
 from autopar.core.work import is_away
 
-__all__ = ["FUSED_BYTES", "Lifetimes"]
+__all__ = ["FUSED_BYTES", "LITTLE", "Lifetimes"]
 
+LITTLE = 1e-3
+"""Of a peak: a rise by so much is not asked after."""
 FUSED_BYTES = "fused_bytes"
 """Key in the `meta` of a node: what more (or less) is live from there on, once it is fused."""
 

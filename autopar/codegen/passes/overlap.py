@@ -22,7 +22,7 @@ from types import MappingProxyType
 from torch import fx
 
 from autopar.codegen.passes.bucket import is_gather_of_storage, leaving, reduced_before
-from autopar.codegen.passes.lifetimes import Lifetimes
+from autopar.codegen.passes.lifetimes import LITTLE, Lifetimes
 from autopar.codegen.passes.order import feeding, is_packing, link, phase_starts, reorder
 from autopar.codegen.passes.sends import is_start, is_wait
 from autopar.core.host import ARRIVED, FROM_HOST
@@ -40,7 +40,6 @@ __all__ = [
 
 Resident = Mapping[str, int] | None
 _BEHIND = 2  # collectives, before one that works on what another has made
-_LITTLE = 1e-3  # of the peak
 _BEFORE = 1e-4
 """Of a key: a chain of views stays within the place of its reader."""
 
@@ -179,7 +178,7 @@ def _made_of_inputs(lifetimes: Lifetimes, start: fx.Node) -> list[fx.Node]:
                 return []
             found[source] = None
             stack.append(source)
-    little = _LITTLE * lifetimes.peak_bytes
+    little = LITTLE * lifetimes.peak_bytes
     return list(found) if sum(map(lifetimes.created, found)) <= little else []
 
 
@@ -362,5 +361,5 @@ def tell_last(graph: fx.Graph, budget: int) -> None:
     if not told:
         return
     reorder(graph, {node: len(nodes) + index for index, node in enumerate(told)})
-    if Lifetimes(graph).peak_bytes > (1 + _LITTLE) * budget:
+    if Lifetimes(graph).peak_bytes > (1 + LITTLE) * budget:
         reorder(graph, {node: float(index) for index, node in enumerate(nodes)})
