@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.utils import _pytree as pytree
 
-from autopar._compat import (
+from autopar._dtensors import (
     aliasing_ops,
     asks_subclasses_of_dtensor,
     by_dtensors_own_way,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar._compat import dtensor_placements
+from autopar._dtensors import dtensor_placements
 from autopar.core.graph import InputSpec, TracedModel
 from autopar.core.placement import Layout
 from autopar.errors import AutoparError

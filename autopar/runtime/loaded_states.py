@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from autopar._compat import dtensor_like
+from autopar._dtensors import dtensor_like
 from autopar.runtime.saved_shares import check_own_shares, count_as_own, is_from_a_file
 from autopar.runtime.stand_ins import COUNTERS
 from autopar.runtime.state import share_like

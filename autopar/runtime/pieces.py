@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar._compat import dtensor_placements, layout_of
+from autopar._dtensors import dtensor_placements, layout_of
 from autopar.core.placement import Layout, Replicate, is_valid, local_index_runs
 
 __all__ = ["Piece", "evened", "pieces"]

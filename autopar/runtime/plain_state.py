@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar._compat import layout_of
+from autopar._dtensors import layout_of
 from autopar.errors import CheckpointError
 from autopar.runtime.agree import agreed
 from autopar.runtime.shards import take_shard

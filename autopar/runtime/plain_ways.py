@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.utils import _pytree as pytree
 
-from autopar._compat import (
+from autopar._dtensors import (
     by_dtensors_own_way,
     dtensor_like,
     handle_dtensor_op,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar._compat import dtensor_like
+from autopar._dtensors import dtensor_like
 from autopar.core.graph import TracedModel, output_paths
 from autopar.core.placement import Layout
 from autopar.errors import AutoparError

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar._compat import dtensor_like
+from autopar._dtensors import dtensor_like
 from autopar.core.host_link import HOST, HostLink
 
 __all__ = ["COUNTERS", "StandIns"]

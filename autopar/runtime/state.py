@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from autopar._compat import dtensor_placements
+from autopar._dtensors import dtensor_placements
 from autopar.core.placement import Layout
 from autopar.core.plan import Plan
 from autopar.errors import AutoparError

@@ -25,7 +25,7 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from autopar._compat import dtensor_like, layout_of
+from autopar._dtensors import dtensor_like, layout_of
 from autopar.core.placement import Layout, Replicate
 from autopar.runtime.state import to_dtensor
 
