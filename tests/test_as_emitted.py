@@ -167,7 +167,8 @@ def test_larger_and_smaller_buckets_are_tried(
     def run(trial: Plan) -> Any:
         seen.append(round(most / max(b.num_bytes for b in trial.buckets)))
         step_s = steps[seen[-1]]
-        return SimpleNamespace(step_s=lambda: step_s, joining_s=lambda: 1.0)
+        like = {"step_s": lambda: step_s, "joining_s": lambda: 1.0}
+        return SimpleNamespace(**like, is_same_with=lambda num_bytes: False)
 
     chosen, _ = bucketed(plan, run)
     assert seen == runs
