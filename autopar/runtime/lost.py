@@ -178,8 +178,10 @@ def _tell_wait(store: Any, rank: int, doing: str, stall: Stall) -> None:
         store.set(_end(rank), "")
         os._exit(1)  # the main thread is inside a call of the process group
     store.set(_waits(rank), f"{_at[0].begun}:{doing}")
-    others = (r for r in range(dist.get_world_size()) if r != rank)
-    stall.tell(rank, f"{doing} of step {_at[0].begun}", {r: _place(store, r) for r in others})
+    if stall.is_due():  # each rank is asked for, which is much of a large job
+        others = (r for r in range(dist.get_world_size()) if r != rank)
+        places = {other: _place(store, other) for other in others}
+        stall.tell(rank, f"{doing} of step {_at[0].begun}", places)
 
 
 def _place(store: Any, rank: int) -> str:

@@ -1,9 +1,9 @@
 """Says where each rank is, when one of them has been in communication for long.
 
-A rank that leaves out a call which all have to make, as of `clip_grad_norm_` below `if rank == 0`,
-or that leaves the loop early, keeps the others waiting until the process group gives up, with an
-error that says nothing of it. That the others are only slow cannot be ruled out, so they are told
-and not ended.
+A rank that leaves out a call which all have to make, as of `model.clip_grad_norm_` below
+`if rank == 0`, or that leaves the loop early, keeps the others waiting until the process group
+gives up, with an error that says nothing of it. That the others are only slow cannot be ruled out,
+so they are told and not ended.
 """
 
 from __future__ import annotations
@@ -47,17 +47,20 @@ class Stall:
         self.seen = False
         self.told = False
 
+    def is_due(self) -> bool:
+        """True at the second call alone, by when all ranks that wait have said where."""
+        due = self.seen and not self.told
+        self.seen = True
+        return due
+
     def tell(self, rank: int, doing: str, places: Mapping[int, str]) -> None:
-        """Print where the ranks are; at the second call, by when all have said it.
+        """Print where the ranks are.
 
         Args:
             rank: of this process, which waits.
             doing: what it communicates for.
             places: of the other ranks.
         """
-        if not self.seen or self.told:
-            self.seen = True
-            return
         self.told = True
         found: dict[str, list[int]] = defaultdict(list)
         for other, place in sorted(places.items()):
