@@ -580,3 +580,27 @@ def test_plain_data_parallelism_is_looked_at_also_for_little(
     assert found.predicted.step_time_s == pytest.approx(0.998 * close_s)
     assert found.solver.bound == free.solver.bound
     assert found.constraints == whole.constraints.to_dict()
+
+
+@pytest.mark.parametrize("share", [2.0, 1.0])
+def test_where_no_limit_binds_others_are_planned_without_it(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is recomputed there; what does not fit so is planned again within the limit."""
+    whole = _two_products(mesh_shape=(8,))
+    free = whole.plan(UNLIMITED)
+    limit = round(share * free.predicted.peak_memory_bytes)
+    limits: set[int] = set()
+
+    class Recorded(StepSearch):
+        def __init__(self, *given: Any, **more: Any) -> None:
+            super().__init__(*given, **more)
+            limits.add(self.limit)
+
+    monkeypatch.setattr("autopar.search.one_piece.StepSearch", Recorded)
+    monkeypatch.setattr(OnePiece, "_hidden", lambda self, plan: 0.5)
+    plan = whole.best(limit, replace(free, memory_limit_bytes=limit))
+    assert plan.memory_limit_bytes == limit
+    assert plan.predicted.peak_memory_bytes <= limit
+    # plain data parallelism holds all parameters on every device
+    assert limits == ({UNLIMITED} if share > 1.0 else {UNLIMITED, limit})

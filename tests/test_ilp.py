@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.solver.discrete import eliminate
 from autopar.solver.discrete.eliminate import _order, minimise
 from autopar.solver.discrete.ilp import Infeasible, Prepared, solve_problem
 from autopar.solver.discrete.messages import MessagePassing
@@ -71,6 +72,17 @@ def test_elimination_equals_enumeration(problem: ChoiceProblem) -> None:
         assert evaluate(problem, chosen) == pytest.approx(best)
 
 
+@given(problems(), st.integers(1, 40))
+@settings(max_examples=100, deadline=None)
+def test_tables_that_are_summed_in_blocks_equal_whole_ones(
+    problem: ChoiceProblem, block: int
+) -> None:
+    whole = minimise(problem)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eliminate, "_BLOCK", block)
+        assert minimise(problem) == whole
+
+
 def test_elimination_gives_up_before_its_tables_are_too_large() -> None:
     problem = ChoiceProblem()
     for node in range(6):
@@ -79,6 +91,9 @@ def test_elimination_gives_up_before_its_tables_are_too_large() -> None:
         problem.add_edge(i, j, np.ones((10, 10)))
     assert minimise(problem, max_entries=10_000) is None
     assert minimise(problem, max_entries=10_000_000) is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eliminate, "_MAX_TABLE", 10**4)  # of 10**5 that are left of the first node
+        assert minimise(problem, max_entries=10_000_000) is None
 
 
 def slow_order(problem: ChoiceProblem) -> list[Hashable]:
@@ -107,7 +122,8 @@ def test_nodes_are_eliminated_in_the_order_of_the_least_fill(seed: int) -> None:
     for i, j in itertools.combinations(range(14), 2):
         if rng.random() < 0.25:
             problem.add_edge(i, j, np.zeros((len(problem.costs[i]), len(problem.costs[j]))))
-    assert _order(problem, 1 << 40) == slow_order(problem)
+    states = {node: len(costs) for node, costs in problem.costs.items()}
+    assert _order(states, problem.edges, 1 << 40) == slow_order(problem)
 
 
 @given(problems(), st.integers(1, 3))
@@ -169,6 +185,27 @@ def test_what_bounds_leave_open_is_eliminated(problem: ChoiceProblem) -> None:
         solution = solve_problem(problem, exact=exact, proved=proved, prepared=prepared)
         assert solution.bound <= best + 1e-9 <= solution.objective + 2e-9
     assert solution.objective == pytest.approx(best)
+
+
+def test_where_messages_stay_apart_more_of_the_states_are_eliminated() -> None:
+    """A ladder of cycles, on which the bound of messages is far from the optimum."""
+    rng = np.random.default_rng(3)
+    problem = ChoiceProblem({n: rng.random(20) for n in range(40)})
+    for n in range(38):
+        problem.add_edge(n, n + 2, rng.random((20, 20)) ** 8)
+    for n in range(39):
+        problem.add_edge(n, n + 1, rng.random((20, 20)) ** 8)
+    optimum = minimise(problem, 1 << 40)
+    assert optimum is not None
+    kept = {n: np.arange(20) for n in problem.costs}
+    prepared = Prepared(Reduced(problem, kept=kept))
+    prepared.least = None  # as if it were too wide
+    few = prepared.passing.run(40, 0.0)
+    assert few.gap > 0.02
+    found = solve_problem(problem, exact=False, prepared=prepared)
+    assert found.bound <= optimum[0] + 1e-9
+    assert found.objective <= optimum[0] + 1e-9 < few.upper - 1e-3
+    assert solve_problem(problem, prepared=prepared).bound == pytest.approx(optimum[0])
 
 
 def test_sweeps_that_only_raise_a_bound_are_left_out_where_it_is_of_no_use() -> None:

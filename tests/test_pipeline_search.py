@@ -21,11 +21,13 @@ from autopar.core.plan import Plan, SolverReport
 from autopar.core.stage_folding import outline
 from autopar.cost_model import Cluster
 from autopar.errors import ConstraintError, InfeasiblePlanError
-from autopar.search import pipelining
+from autopar.search import pipelining, stage_bounds
 from autopar.search.pipeline_shapes import Shapes
 from autopar.search.pipelining import _Search, plan_step
+from autopar.search.stage_bounds import StageBounds
 from autopar.search.step_limits import StepLimits
 from autopar.solver.fit import UNLIMITED
+from autopar.solver.microbatch import split_in_time
 from autopar.solver.pipelines.pipeline_shape import PipelineShape
 from autopar.tracer.trace import trace
 from autopar.verification import verify
@@ -414,3 +416,53 @@ def test_a_stage_may_have_no_parameters() -> None:
     assert plan.pipeline is not None
     assert [bool(stage.parameters) for stage in plan.pipeline.stages] == [True, False, True, True]
     assert verify(plan, model, batch).worst[1] <= 1e-9
+
+
+class Normed(Block):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+@pytest.mark.parametrize(("batch", "asked"), [(64, [2]), (18, [2, 3])])
+def test_what_cannot_run_in_some_turns_is_not_asked_for_their_multiples(
+    monkeypatch: pytest.MonkeyPatch, batch: int, asked: list[int]
+) -> None:
+    """A batch norm needs the whole batch: that is found out before anything is bounded."""
+    tried: list[int] = []
+
+    def split(traced: TracedModel, cluster: Cluster, microbatches: int) -> Any:
+        tried.append(microbatches)
+        return split_in_time(traced, cluster, microbatches)
+
+    monkeypatch.setattr(stage_bounds, "split_in_time", split)
+    monkeypatch.setattr(StageBounds, "_floored", None)  # no bound of blocks is asked for
+    model = nn.Sequential(*(Normed(64) for _ in range(4)), Mean()).train()
+    traced = trace(model, (torch.randn(batch, 64),), fold=True)
+    cluster = Cluster.from_profile("h100-sxm", nodes=2, devices_per_node=8, mesh_shape=(2, 8))
+    plan = plan_step(traced, cluster, constraints=Constraints())
+    assert plan.pipeline is None
+    assert sorted(set(tried)) == asked
+    refused = [row.why for row in plan.considered if row.bound_s is None]
+    assert refused
+    assert all("needs the whole batch" in why for why in refused)
+
+
+def test_a_pinned_pipeline_of_what_needs_the_whole_batch_runs_in_one_turn() -> None:
+    model = nn.Sequential(*(Normed(64) for _ in range(4)), Mean()).train()
+    traced = trace(model, (torch.randn(64, 64),), fold=True)
+    cluster = Cluster.from_profile("h100-sxm", nodes=2, devices_per_node=8, mesh_shape=(2, 8))
+    plan = plan_step(traced, cluster, constraints=Constraints(pipeline=PipelinePin(size=2)))
+    assert plan.pipeline is not None
+    assert (plan.pipeline.size, plan.pipeline.microbatches) == (2, 1)
+    with pytest.raises(ConstraintError, match=r"in 8 microbatches.*needs the whole batch"):
+        pin = PipelinePin(size=2, microbatches=8)
+        plan_step(traced, cluster, constraints=Constraints(pipeline=pin))
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -52,8 +52,11 @@ class Shapes(ShapeBounds):
         super().__init__(planner, pin)
         self.known: dict[PipelineShape, _Known] = {}
         self.others: dict[PipelineShape, AutoparError] = {}  # that are impossible
-        for shape in self._listed(short):
+        listed = list(self._listed(short))
+        turns = {shape.microbatches for shape in listed}
+        for shape in listed:
             try:
+                planner.in_time(_fewest(shape.microbatches, turns))
                 bound_s = self._bound(shape, 0)
                 self.known[shape] = _Known(bound_s, bound_s)
             except ConstraintError as error:
@@ -295,6 +298,11 @@ class Shapes(ShapeBounds):
         rows.sort(key=lambda row: (row.bound_s or 0.0, row.shape))
         refused = [Considered(shape=str(s), why=str(why)) for s, why in self.others.items()]
         return tuple([*rows, *refused][:_KEPT])
+
+
+def _fewest(microbatches: int, listed: Collection[int]) -> int:
+    """The least of some numbers that divides one of them: what cannot run in it, cannot in that."""
+    return min((n for n in listed if n > 1 and microbatches % n == 0), default=1)
 
 
 def _not_planned(bound_s: float, limit_s: float) -> str:

@@ -139,6 +139,8 @@ class _Search:
 
     def _alone_s(self, enough_s: float) -> float:
         """Seconds that no plan in one piece is below; more than `enough_s` are of interest."""
+        if math.isinf(enough_s):
+            return 0.0  # no pipeline is possible
         try:
             return self.planner.least_alone_s(enough_s)
         except ConstraintError:

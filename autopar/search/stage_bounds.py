@@ -56,6 +56,8 @@ class StageBounds:
         self.optimizer = optimizer
         self.offers = offers
         self.work = BlockWork(traced, cluster, offers.fused)
+        self._times: dict[int, dict[str, NodePlan]] = {}
+        self._refused: dict[int, ConstraintError] = {}  # numbers of microbatches
         self._micros: dict[int, tuple[dict[str, NodePlan], Microbatch]] = {}
         self._turns: dict[tuple[int, int], Turn] = {}
         self._wide: dict[tuple[int, int], Floors] = {}
@@ -70,6 +72,25 @@ class StageBounds:
         mesh = stage_mesh(self.whole.mesh_shape, size)
         return replace(self.whole, mesh_shape=mesh, axis_names=self.whole.axis_names[-len(mesh) :])
 
+    def in_time(self, microbatches: int) -> dict[str, NodePlan]:
+        """The placements of all ops over the microbatches.
+
+        Raises:
+            ConstraintError: the model cannot be split so, nor in a divisor of that number, as
+                microbatches that follow each other would make one.
+        """
+        for fewer, error in self._refused.items():
+            if microbatches % fewer == 0:
+                raise error
+        if microbatches not in self._times:
+            try:
+                time = split_in_time(self.traced, self.whole, microbatches)
+            except ConstraintError as error:
+                self._refused[microbatches] = error
+                raise
+            self._times[microbatches] = time
+        return self._times[microbatches]
+
     def micro(self, microbatches: int) -> tuple[dict[str, NodePlan], Microbatch]:
         """The step on one microbatch, and the placements of all ops over the microbatches.
 
@@ -77,7 +98,7 @@ class StageBounds:
             ConstraintError: the model cannot be split so.
         """
         if microbatches not in self._micros:
-            time = split_in_time(self.traced, self.whole, microbatches)
+            time = self.in_time(microbatches)
             self._micros[microbatches] = time, localise(self.traced, time, microbatches)
         return self._micros[microbatches]
 

@@ -14,17 +14,23 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from autopar.solver.discrete.problem import Array, ChoiceProblem
+from autopar.solver.discrete.problem import Array, ChoiceProblem, Indices
 
-__all__ = ["minimise"]
+__all__ = ["MAX_ENTRIES", "MOST_ENTRIES", "is_narrow", "minimise"]
 
-_MAX_ENTRIES = 1 << 24  # of all tables together: a fraction of a second
+_BLOCK = 1 << 18  # entries that are summed at once: they stay in the processor's caches
+_MAX_TABLE = 1 << 25  # entries that are left of one table
+
+MAX_ENTRIES = 1 << 24
+"""Entries of all tables together that take a fraction of a second."""
+
+MOST_ENTRIES = 3 << 30
+"""Entries that take some seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +40,6 @@ class _Table:
     nodes: tuple[Hashable, ...]
     costs: Array
 
-    def given(self, chosen: dict[Hashable, int]) -> Array:
-        """The costs of the first node's states, where those of the others are chosen."""
-        at: tuple[Any, ...] = (slice(None), *(chosen[node] for node in self.nodes[1:]))
-        return np.asarray(self.costs[at])
-
     def over(self, nodes: tuple[Hashable, ...]) -> Array:
         """The table with an axis for each of `nodes`, of length 1 for those it does not have."""
         sizes = dict(zip(self.nodes, self.costs.shape, strict=True))
@@ -46,13 +47,14 @@ class _Table:
 
 
 def minimise(
-    problem: ChoiceProblem, max_entries: int = _MAX_ENTRIES
+    problem: ChoiceProblem, max_entries: int = MAX_ENTRIES
 ) -> tuple[float, dict[Hashable, int]] | None:
     """The least cost and an assignment of that cost; None if the tables would be too large.
 
     The cost is infinite where no assignment is possible.
     """
-    order = _order(problem, max_entries)
+    states = {node: len(costs) for node, costs in problem.costs.items()}
+    order = _order(states, problem.edges, max_entries)
     if order is None:
         return None
     place = {node: k for k, node in enumerate(order)}
@@ -63,33 +65,71 @@ def minimise(
         else:
             buckets[j].append(_Table((j, i), matrix.T))
     least = 0.0
+    best: dict[Hashable, tuple[tuple[Hashable, ...], Indices]] = {}
     for node in order:
-        tables = buckets[node]
+        tables = buckets.pop(node)
         around = {other for table in tables for other in table.nodes if other != node}
         nodes = (node, *sorted(around, key=place.__getitem__))
-        total = tables[0].over(nodes)
         # small tables first, as sums grow to the size of the largest
-        for table in sorted(tables[1:], key=lambda t: t.costs.size):
-            total = total + table.over(nodes)
-        left = total.min(axis=0)
+        tables.sort(key=lambda t: t.costs.size)
+        left, where = _without([table.over(nodes) for table in tables])
+        best[node] = nodes[1:], where
         if len(nodes) == 1:
             least += float(left)
         else:
             buckets[nodes[1]].append(_Table(nodes[1:], left))
     chosen: dict[Hashable, int] = {}
     for node in reversed(order):
-        cost = np.zeros(len(problem.costs[node]))
-        for table in buckets[node]:
-            cost = cost + table.given(chosen)
-        chosen[node] = int(cost.argmin())
+        others, where = best[node]
+        chosen[node] = int(where[tuple(chosen[other] for other in others)])
     return least, chosen
 
 
-def _order(problem: ChoiceProblem, max_entries: int) -> list[Hashable] | None:
+def _without(tables: Sequence[Array]) -> tuple[Array, Indices]:
+    """The least sum of some tables along their first axis, and where that is."""
+    shape = np.broadcast_shapes(*(table.shape for table in tables))
+    whole = 0  # axes behind the first, of which one index is taken at a time; the last is not
+    while shape[0] * math.prod(shape[1 + whole :]) > _BLOCK and whole + 2 < len(shape):
+        whole += 1
+    if not whole:
+        total = _sum(tables)
+        return total.min(axis=0), total.argmin(axis=0)
+    left = np.empty(shape[1:])
+    states: Indices = np.zeros(shape[1:], dtype=np.min_scalar_type(shape[0]))
+    for at in np.ndindex(shape[1 : 1 + whole]):
+        total = _sum([_part(table, at) for table in tables])
+        least = left[at] = total.min(axis=0)
+        where = states[at]
+        for state in range(shape[0] - 1, -1, -1):  # the first that is as good stays
+            np.copyto(where, state, where=total[state] == least)
+    return left, states
+
+
+def _part(table: Array, at: Sequence[int]) -> Array:
+    """What a table has at some indices of the axes behind the first."""
+    return table[(slice(None), *(i * (n > 1) for i, n in zip(at, table.shape[1:], strict=False)))]
+
+
+def _sum(tables: Sequence[Array]) -> Array:
+    total = tables[0]
+    for table in tables[1:]:
+        total = total + table
+    return total
+
+
+def is_narrow(
+    states: Mapping[Hashable, int], pairs: Iterable[tuple[Hashable, Hashable]], max_entries: int
+) -> bool:
+    """True if a problem with so many states of each node has tables of no more entries."""
+    return _order(states, pairs, max_entries) is not None
+
+
+def _order(
+    states: Mapping[Hashable, int], pairs: Iterable[tuple[Hashable, Hashable]], max_entries: int
+) -> list[Hashable] | None:
     """Which node to eliminate when; None where the tables get more entries than that."""
-    states = {node: len(costs) for node, costs in problem.costs.items()}
     around: dict[Hashable, dict[Hashable, None]] = {node: {} for node in states}
-    for i, j in problem.edges:
+    for i, j in pairs:
         around[i][j] = around[j][i] = None
 
     def effort(node: Hashable) -> tuple[int, int]:
@@ -112,8 +152,9 @@ def _order(problem: ChoiceProblem, max_entries: int) -> list[Hashable] | None:
         *least, _, node = heapq.heappop(queue)
         if efforts.get(node) != tuple(least):
             continue  # eliminated, or another effort by now
-        entries += efforts.pop(node)[1]
-        if entries > max_entries:
+        size = efforts.pop(node)[1]
+        entries += size
+        if entries > max_entries or size > _MAX_TABLE * states[node]:
             return None
         order.append(node)
         others = list(around.pop(node))

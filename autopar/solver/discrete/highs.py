@@ -7,7 +7,17 @@ import math
 import highspy
 import pulp
 
-__all__ = ["HiGHS"]
+__all__ = ["BOUND_ALONE", "HiGHS"]
+
+BOUND_ALONE = {
+    "mip_heuristic_run_rins": False,
+    "mip_heuristic_run_rens": False,
+    "mip_heuristic_run_root_reduced_cost": False,
+}
+"""Options where a bound is wanted and no solution: nothing is searched beside the tree.
+
+Versions of HiGHS that do not know them search as ever.
+"""
 
 
 class _Silent(highspy.Highs):

@@ -18,7 +18,7 @@ import numpy as np
 import pulp
 
 from autopar.errors import AutoparError
-from autopar.solver.discrete.eliminate import minimise
+from autopar.solver.discrete.eliminate import MAX_ENTRIES, MOST_ENTRIES, is_narrow, minimise
 from autopar.solver.discrete.highs import HiGHS
 from autopar.solver.discrete.messages import Bounds, MessagePassing
 from autopar.solver.discrete.problem import Assignment, ChoiceProblem, Indices, Row, evaluate
@@ -37,6 +37,9 @@ _CLOSE = 200, 1e-6
 _SWEEPS = (10, 20, 40)  # behind which what looks best is tried
 _LIKELY = 1200  # states of that
 _ROUGH = 1e-3  # gap at which it ends
+_WIDE = 0.02  # gap: more, and as many states as are soon eliminated are tried
+_SOON = 1 << 26  # entries of tables
+_FEWER = 0.8  # of the states, in turns, until so few are eliminated
 
 
 class Infeasible(AutoparError):
@@ -96,7 +99,7 @@ class Prepared:
         found = self._rough(proved)
         if exact and not _closed(found):
             lower = found.lower
-            found = self._of_open(found) or self.passing.run(*_CLOSE)
+            found = self._of_open(found, MOST_ENTRIES) or self.passing.run(*_CLOSE)
             if not _closed(found):
                 found = self._of_open(found) or found
             found = replace(found, lower=max(lower, found.lower))
@@ -115,12 +118,26 @@ class Prepared:
             if not proved and found.upper >= before * (1 - _ROUGH):
                 break  # more sweeps would raise the bound alone
             before = found.upper
+        if found.gap > _WIDE:
+            found = self._with_likeliest(found, self._most())
+            lower = max(lower, found.lower)
         return replace(found, lower=lower)
 
-    def _with_likeliest(self, found: Bounds) -> Bounds:
+    def _most(self) -> int:
+        """How many of the states that look best are soon eliminated."""
+        count = self.passing.num_states
+        while count > _LIKELY:
+            keep, _ = self.passing.likeliest(count)
+            states = {node: len(numbers) for node, numbers in keep.items()}
+            if is_narrow(states, self.reduced.problem.edges, _SOON):
+                break
+            count = int(_FEWER * count)
+        return count
+
+    def _with_likeliest(self, found: Bounds, count: int = _LIKELY) -> Bounds:
         """The bounds with the optimum among the states that look best, and what others cost."""
-        keep, rest = self.passing.likeliest(_LIKELY)
-        likely = self._among(keep)
+        keep, rest = self.passing.likeliest(count)
+        likely = self._among(keep, _SOON)
         if likely is None:
             return found
         if likely.upper < found.upper:
@@ -128,17 +145,19 @@ class Prepared:
             found = replace(found, upper=likely.upper, chosen=likely.chosen)
         return replace(found, lower=max(found.lower, min(likely.lower, rest, found.upper)))
 
-    def _of_open(self, bounds: Bounds) -> Bounds | None:
+    def _of_open(self, bounds: Bounds, max_entries: int = MAX_ENTRIES) -> Bounds | None:
         """The optimum among the states that the bounds leave open, if these are narrow enough."""
-        return self._among(bounds.keep) if math.isfinite(bounds.upper) else None
+        return self._among(bounds.keep, max_entries) if math.isfinite(bounds.upper) else None
 
-    def _among(self, keep: Mapping[Hashable, Indices]) -> Bounds | None:
+    def _among(
+        self, keep: Mapping[Hashable, Indices], max_entries: int = MAX_ENTRIES
+    ) -> Bounds | None:
         """The optimum among some states, if they are narrow enough and go together."""
         if not all(map(len, keep.values())):
             return None
         reduced = reduce_problem(_among(self.reduced.problem, keep))
         try:
-            found = _minimum(reduced.problem)
+            found = _minimum(reduced.problem, max_entries)
         except Infeasible:
             return None
         if found is None:
@@ -149,13 +168,13 @@ class Prepared:
         return Bounds(least, least, chosen, {}, chosen)
 
 
-def _minimum(problem: ChoiceProblem) -> Bounds | None:
+def _minimum(problem: ChoiceProblem, max_entries: int = MAX_ENTRIES) -> Bounds | None:
     """The least cost by elimination; None if that takes too large tables.
 
     Raises:
         Infeasible: no assignment is possible.
     """
-    found = minimise(problem)
+    found = minimise(problem, max_entries)
     if found is None:
         return None
     least, chosen = found

@@ -346,6 +346,11 @@ class MessagePassing:
         keep = self._original(self._messages.open_states(final, self.upper))
         return Bounds(lower, float(self.upper), self._chosen, keep, self._latest)
 
+    @property
+    def num_states(self) -> int:
+        """Of nodes that have more than one left."""
+        return self._messages.num_states
+
     def likeliest(self, count: int) -> tuple[dict[Hashable, Indices], float]:
         """Per node, the states that look best: about so many of all, and one at least.
 

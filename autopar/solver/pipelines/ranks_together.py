@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeAlias
 
 import pulp
 
+from autopar.solver.discrete.highs import BOUND_ALONE
 from autopar.solver.discrete.problem import Array
 from autopar.solver.pipelines.functionals import Weights
 from autopar.solver.pipelines.step_lp import Line, StepLP
@@ -61,7 +62,7 @@ def least_together(
             takes = {v: -float(seconds[run]) / program.unit for run, v in each.items()}
             parts = dict(zip(program.parts[stage], weights, strict=True))
             program.require({**parts, **takes})
-    program.solve(gap_abs=_GAP, mip_max_nodes=_NODES)
+    program.solve(gap_abs=_GAP, mip_max_nodes=_NODES, **BOUND_ALONE)
     return min(program.bound_s, limit_s) * (1 - _ROUNDING)
 
 
