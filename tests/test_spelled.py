@@ -473,3 +473,47 @@ class Sampled(nn.Module):
 def test_no_generator_is_torchs_own() -> None:
     torch.manual_seed(0)
     assert _verified(Sampled().double(), (torch.randn(8, 8).double(),)).worst[1] < 1e-9
+
+
+class Indexed(nn.Module):
+    """Reads and writes columns by lists of numbers and of flags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner(x).clone()
+        hidden[:, [1, -1]] = hidden[..., [0, 2]].tanh()
+        hidden[[0, 2]] = hidden[[1, 3]] * hidden[([[0, 1], [2, 3]], [0, 2])].sum()
+        hidden = hidden + hidden[[[1], [3]]]  # a tuple, to torch
+        none = hidden[[False] * 6].sum()
+        return x + hidden[:, [3, 1, 2, 0]] + hidden[:, [True, False, False, False]] + none
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Indexed() for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_numbers_of_an_index_are_kept_on_the_meta_device() -> None:
+    """Blocks that index by equal lists are equal blocks, and the program has the numbers."""
+    torch.manual_seed(0)
+    real, x = Layers().double(), torch.randn(6, 4).double()
+    with torch.device("meta"):
+        built = Layers().double()
+    on_cpu, on_meta = (
+        trace(m, (inputs,), fold=True) for m, inputs in ((real, x), (built, x.to("meta")))
+    )
+    assert on_meta.repeats == on_cpu.repeats != ()
+    kept = {s.target for s in on_meta.inputs if s.kind == "constant"}
+    numbers = {str(v.tolist()) for k, v in on_meta.state_values.items() if k in kept}
+    assert {"[1, -1]", "[0, 2]", "[[0, 1], [2, 3]]", "[3, 1, 2, 0]"} <= numbers
+    torch.manual_seed(0)
+    assert _verified(Layers().double(), (x,)).worst[1] < 1e-9
