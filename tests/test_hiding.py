@@ -35,12 +35,14 @@ from autopar.solver.known import Variants
 from autopar.solver.meshes import meshes
 from autopar.solver.offers import Offers
 from autopar.solver.overlap import (
+    _LAST,
     ALL,
     EXPOSED,
     Found,
     Least,
     NotBelow,
     Weights,
+    _next,
     counted_seconds,
     least,
 )
@@ -604,3 +606,12 @@ def test_where_no_limit_binds_others_are_planned_without_it(
     assert plan.predicted.peak_memory_bytes <= limit
     # plain data parallelism holds all parameters on every device
     assert limits == ({UNLIMITED} if share > 1.0 else {UNLIMITED, limit})
+
+
+def test_a_sum_that_does_not_rise_is_greatest_where_it_begins() -> None:
+    """The same plan from both ends: its line crosses itself nowhere."""
+    falling = (2.0, -1.0)
+    assert _next(falling, falling, 0.5, in_steps=True) == 0.0
+    assert _next(None, falling, 0.5, in_steps=True) == 0.0
+    assert _next((1.0, 1.0), falling, 0.5, in_steps=True) == 0.5
+    assert _next((1.0, 1.0), None, 0.0, in_steps=False) == _LAST

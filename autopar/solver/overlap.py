@@ -219,9 +219,10 @@ def _next(low: _Line | None, high: _Line | None, last: float, in_steps: bool) ->
     """t of the sum to look at: where the lines on both sides of the greatest bound cross.
 
     Where only the lower one is known, that is looked for at the end, or upwards from the last t, as
-    under a limit: sums that count next to no compute take long searches of all recomputation.
+    under a limit: sums that count next to no compute take long searches of all recomputation. A
+    lower one that does not rise is greatest at 0.
     """
-    if low is None:
+    if low is None or low[1] <= 0:
         return 0.0
     if high is None:
         return min(_LAST, 2 * last or _NEXT) if in_steps else _LAST

@@ -17,8 +17,8 @@
 - Layers of ``nn.Transformer`` look into a mask for whether it is causal, which is a hint alone:
   the mask holds without it, and one that depends on no input is looked at later (`masks`).
 - A list of flags that indexes a tensor is a list of places: how many it picks is known.
-- Lists of numbers that index a tensor of the meta device become tensors there, where numbers are
-  lost: they are made on the CPU.
+- Tensors that are made of numbers on the meta device, where these are lost, are made on the CPU
+  (`numbers_kept`).
 
 - A derivative that the forward takes is one op (`derivatives`); forward-mode ones are refused.
 
@@ -45,6 +45,7 @@ from autopar.errors import TraceError
 from autopar.tracer.derivatives import DERIVING, Derivatives
 from autopar.tracer.diagnose import SYMBOLIC, innermost_line, refuse_packed
 from autopar.tracer.hit_loops import HitLoops
+from autopar.tracer.numbers_kept import numbers_on_meta, with_places
 from autopar.tracer.outside_tensors import OutsideTensors
 from autopar.tracer.randomness import draws
 from autopar.tracer.same_masks import SameMasks
@@ -112,8 +113,10 @@ class Spelled(TorchFunctionMode):
             return _cov(*args, **kwargs)
         if func in (torch.corrcoef, torch.Tensor.corrcoef):
             return _corrcoef(*args)
+        if (made := numbers_on_meta(func, args, kwargs)) is not None:
+            return made
         if func in _INDEXING:
-            args = (args[0], _with_places(*args[:2]), *args[2:])
+            args = (args[0], with_places(*args[:2]), *args[2:])
         if kwargs.get("generator") is not None:
             _refuse_generator(func)
         kwargs = {k: x for k, x in kwargs.items() if k != "generator"}  # it chooses another op
@@ -185,33 +188,6 @@ class Spelled(TorchFunctionMode):
         for each in unknown:
             if each not in self.lines:
                 self.lines[each] = innermost_line(traceback.extract_stack())
-
-
-def _with_places(x: Tensor, index: Any) -> Any:
-    """An index of `x` with the places of what lists of flags pick: how many these are is known.
-
-    Of the meta device, other lists become tensors on the CPU, too.
-    """
-    if isinstance(index, list) and any(isinstance(each, list) for each in index):
-        index = tuple(index)  # to torch, too
-    found: list[Any] = []
-    for each in index if isinstance(index, tuple) else (index,):
-        plain = all(isinstance(before, (int, slice, list)) for before in found)
-        if plain and _is_flags(each) and x.shape[len(found) : len(found) + 1] == (len(each),):
-            each = [place for place, picked in enumerate(each) if picked]
-        if x.is_meta and _is_numbers(each):
-            each = torch.tensor(each, dtype=None if each else torch.long, device="cpu")
-        found.append(each)
-    return tuple(found) if isinstance(index, tuple) else found[0]
-
-
-def _is_flags(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(x, bool) for x in value)
-
-
-def _is_numbers(value: Any) -> bool:
-    """True for a list of numbers, or of such lists."""
-    return isinstance(value, list) and all(isinstance(x, int) or _is_numbers(x) for x in value)
 
 
 def _refuse_generator(func: Any) -> NoReturn:

@@ -24,7 +24,7 @@ from autopar.solver.discrete.problem import Array, ChoiceProblem, Indices
 __all__ = ["MAX_ENTRIES", "MOST_ENTRIES", "is_narrow", "minimise"]
 
 _BLOCK = 1 << 18  # entries that are summed at once: they stay in the processor's caches
-_MAX_TABLE = 1 << 25  # entries that are left of one table
+_MAX_TABLE = 1 << 24  # entries that are left of one table
 
 MAX_ENTRIES = 1 << 24
 """Entries of all tables together that take a fraction of a second."""
