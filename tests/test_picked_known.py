@@ -78,8 +78,8 @@ class Model(nn.Module):
 
 
 COUNTED = [_put, _add, _put_elements, _put_at_places, _joined, _looked_up]
-if torch.torch_version.TorchVersion(torch.__version__) >= "2.12":
-    COUNTED.append(_copy_at_places)  # torch 2.11 cannot capture it
+if torch.torch_version.TorchVersion(torch.__version__) >= "2.13":
+    COUNTED.append(_copy_at_places)  # torch 2.11 and 2.12 cannot capture it
 WAYS = (*COUNTED, _selected, _one_at_places, _number_at_rows)
 
 
