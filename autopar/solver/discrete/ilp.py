@@ -38,6 +38,7 @@ _SWEEPS = (10, 20, 40)  # behind which what looks best is tried
 _LIKELY = 1200  # states of that
 _ROUGH = 1e-3  # gap at which it ends
 _WIDE = 0.02  # gap: more, and as many states as are soon eliminated are tried
+_PROVED = 0.01  # gap: more, and an exact search takes some seconds
 _SOON = 1 << 26  # entries of tables
 _FEWER = 0.8  # of the states, in turns, until so few are eliminated
 
@@ -99,7 +100,8 @@ class Prepared:
         found = self._rough(proved)
         if exact and not _closed(found):
             lower = found.lower
-            found = self._of_open(found, MOST_ENTRIES) or self.passing.run(*_CLOSE)
+            most = MOST_ENTRIES if found.gap > _PROVED else MAX_ENTRIES
+            found = self._of_open(found, most) or self.passing.run(*_CLOSE)
             if not _closed(found):
                 found = self._of_open(found) or found
             found = replace(found, lower=max(lower, found.lower))
@@ -119,7 +121,7 @@ class Prepared:
                 break  # more sweeps would raise the bound alone
             before = found.upper
         if found.gap > _WIDE:
-            found = self._with_likeliest(found, self._most())
+            found = self._with_likeliest(found, self._most(), _SOON)
             lower = max(lower, found.lower)
         return replace(found, lower=lower)
 
@@ -134,10 +136,12 @@ class Prepared:
             count = int(_FEWER * count)
         return count
 
-    def _with_likeliest(self, found: Bounds, count: int = _LIKELY) -> Bounds:
+    def _with_likeliest(
+        self, found: Bounds, count: int = _LIKELY, max_entries: int = MAX_ENTRIES
+    ) -> Bounds:
         """The bounds with the optimum among the states that look best, and what others cost."""
         keep, rest = self.passing.likeliest(count)
-        likely = self._among(keep, _SOON)
+        likely = self._among(keep, max_entries)
         if likely is None:
             return found
         if likely.upper < found.upper:
