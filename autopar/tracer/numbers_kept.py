@@ -26,7 +26,11 @@ def numbers_on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         return None
     default = torch.get_default_device() if like is None else like.device
     on_meta = torch.device(kwargs.get("device") or default).type == "meta"
-    if not on_meta or any(isinstance(x, Tensor) for x in pytree.tree_leaves(values)):
+    if (
+        not on_meta
+        or kwargs.get("requires_grad")
+        or any(isinstance(x, Tensor) for x in pytree.tree_leaves(values))
+    ):
         return None
     dtype = kwargs.get("dtype") or (None if like is None else like.dtype)
     return torch.tensor(values[0], dtype=dtype, device="cpu").to("meta")
