@@ -160,18 +160,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Callable[[], In
     "t5-11b": (_t5, lambda b: _pairs(b, 4096), 0.5),
     "gpt3-175b": (_gpt2(96, 12288, 96, 2048), lambda b: _tokens(b, 2048), 0.125),
     "gemma3-27b": (_gemma3, lambda b: _tokens(b, 4096), 0.5),
-    # no equal blocks, and batch norms; few equal blocks. The defaults of both are the models
-    "resnet-50": (
-        lambda: hf.ResNetForImageClassification(hf.ResNetConfig()),
-        lambda b: _images(b, 224),
-        4,
-    ),
-    "swin-t": (
-        lambda: hf.SwinForImageClassification(hf.SwinConfig()),
-        lambda b: _images(b, 224),
-        4,
-    ),
-    # the defaults of both are the models as released
+    # the defaults of the rest are the models as released
     "gpt-oss-120b": (
         lambda: hf.GptOssForCausalLM(hf.GptOssConfig()),
         lambda b: _tokens(b, 4096),
@@ -181,6 +170,17 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Callable[[], In
         lambda: hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config()),
         lambda b: _tokens(b, 4096),
         0.25,
+    ),
+    # no equal blocks, and batch norms; few equal blocks
+    "resnet-50": (
+        lambda: hf.ResNetForImageClassification(hf.ResNetConfig()),
+        lambda b: _images(b, 224),
+        4,
+    ),
+    "swin-t": (
+        lambda: hf.SwinForImageClassification(hf.SwinConfig()),
+        lambda b: _images(b, 224),
+        4,
     ),
 }
 MESHES: dict[str, tuple[int, ...]] = {

@@ -1,7 +1,7 @@
 """The cases that `make test` leaves to `make test-slow`, beside those that are marked in the code.
 
     pytest --junitxml=durations.xml
-    python -m tests.slow_cases durations.xml
+    python -m tests.slow_cases durations.xml --least 0.5
 
 lists in `slow_cases.txt` the cases that took long, but for the quickest one of each test, which
 stands for the others, and the tests of one case that took longest of all. What is listed already
@@ -29,12 +29,15 @@ def listed() -> set[str]:
     return set(LISTED.read_text().splitlines())
 
 
-def slow_cases(seconds: Iterable[tuple[str, float]], known: Iterable[str] = ()) -> list[str]:
+def slow_cases(
+    seconds: Iterable[tuple[str, float]], known: Iterable[str] = (), least_s: float = _CASE_S
+) -> list[str]:
     """Node ids of those that are to be listed.
 
     Args:
         seconds: of the cases that ran.
         known: that are listed; those that did not run stay so.
+        least_s: that a case takes, to be listed beside a quicker one.
     """
     took_s = dict.fromkeys(known, math.inf) | dict(seconds)
     tests = defaultdict[str, list[tuple[float, str]]](list)
@@ -43,7 +46,7 @@ def slow_cases(seconds: Iterable[tuple[str, float]], known: Iterable[str] = ()) 
     found: list[str] = []
     for cases in tests.values():
         (least_s, quickest), *others = sorted(cases)
-        found += [case for took, case in others if took > _CASE_S]
+        found += [case for took, case in others if took > least_s]
         found += [quickest] if not others and least_s > _TEST_S else []
     return sorted(found)
 
@@ -57,5 +60,7 @@ def _seconds(path: str) -> Iterable[tuple[str, float]]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("durations", help="what pytest's --junitxml wrote of all cases")
-    found = slow_cases(_seconds(parser.parse_args().durations), listed())
+    parser.add_argument("--least", type=float, default=_CASE_S, help="seconds of a case")
+    options = parser.parse_args()
+    found = slow_cases(_seconds(options.durations), listed(), options.least)
     LISTED.write_text("\n".join(found) + "\n")

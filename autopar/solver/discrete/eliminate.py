@@ -16,6 +16,7 @@ import heapq
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
@@ -92,12 +93,12 @@ def _without(tables: Sequence[Array]) -> tuple[Array, Indices]:
     while shape[0] * math.prod(shape[1 + whole :]) > _BLOCK and whole + 2 < len(shape):
         whole += 1
     if not whole:
-        total = _sum(tables)
+        total = reduce(np.add, tables)
         return total.min(axis=0), total.argmin(axis=0)
     left = np.empty(shape[1:])
     states: Indices = np.zeros(shape[1:], dtype=np.min_scalar_type(shape[0]))
     for at in np.ndindex(shape[1 : 1 + whole]):
-        total = _sum([_part(table, at) for table in tables])
+        total = reduce(np.add, (_part(table, at) for table in tables))
         least = left[at] = total.min(axis=0)
         where = states[at]
         for state in range(shape[0] - 1, -1, -1):  # the first that is as good stays
@@ -108,13 +109,6 @@ def _without(tables: Sequence[Array]) -> tuple[Array, Indices]:
 def _part(table: Array, at: Sequence[int]) -> Array:
     """What a table has at some indices of the axes behind the first."""
     return table[(slice(None), *(i * (n > 1) for i, n in zip(at, table.shape[1:], strict=False)))]
-
-
-def _sum(tables: Sequence[Array]) -> Array:
-    total = tables[0]
-    for table in tables[1:]:
-        total = total + table
-    return total
 
 
 def is_narrow(
