@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ import pytest
 
 from autopar.solver import fit, relaxed
 from autopar.solver.branch import Part
-from autopar.solver.discrete.ilp import Solution, solve_whole
+from autopar.solver.discrete.ilp import Solution, solve_problem, solve_whole
 from autopar.solver.discrete.problem import ChoiceProblem, Row, evaluate
 from autopar.solver.discrete.reduce import reduce_problem
 from autopar.solver.fit import Fit, MemorySearch
@@ -139,6 +140,56 @@ def test_nothing_is_branched_on_for_a_bound_that_tells_nothing(
             assert found.best is not None and found.best.peak <= tight.limit
             assert found.bound <= tight.optimum(tight.problem) + 1e-6
         assert bool(branched) == often
+
+
+class Asked:
+    """Counts what is solved; `share` of each bound is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, share: float = 1.0) -> None:
+        self.count = 0
+        self.share = share
+        monkeypatch.setattr(relaxed, "_SMALL", 0)
+        monkeypatch.setattr(relaxed, "solve_problem", self.solve)
+
+    def solve(self, *args: Any, **kwargs: Any) -> Solution:
+        self.count += 1
+        found = solve_problem(*args, **kwargs)
+        return replace(found, bound=self.share * found.bound)
+
+
+def test_the_same_prices_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(monkeypatch)
+    tight = Tight(np.random.default_rng(0))
+    found = search(tight.problem, tight.rows, tight.limit)
+    found.start(math.inf)
+    before = asked.count
+    prices = dict.fromkeys(found.relaxed.rows, 0.01)
+    first = found.relaxed.solve(prices)
+    assert found.relaxed.solve({**prices, 99: 0.0})[0] is first[0]
+    assert asked.count == before + 1
+    assert found.relaxed.solve(prices, scale=2.0)[0] is not first[0]
+    mask = {0: np.ones(len(tight.problem.costs[0]), dtype=bool)}
+    assert found.relaxed.solve(prices, allowed=mask)[0] is not first[0]
+    assert asked.count == before + 3
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_more_prices_are_tried_where_the_least_cost_is_not_found(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is proved stays proved, and a plan that fits is found."""
+    counts: list[int] = []
+    for share in (1.0, 0.5):
+        asked = Asked(monkeypatch, share)
+        tight = Tight(np.random.default_rng(seed))
+        found = search(tight.problem, tight.rows, tight.limit)
+        found.start(math.inf)
+        before = asked.count
+        found.finish(math.inf)
+        counts.append(asked.count - before)
+        assert found.best is not None and found.best.peak <= tight.limit
+        assert found.bound <= tight.optimum(tight.problem) + 1e-6
+    assert counts[1] <= 1  # of the prices known so far
 
 
 @pytest.mark.parametrize("seed", range(6))

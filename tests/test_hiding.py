@@ -615,3 +615,7 @@ def test_a_sum_that_does_not_rise_is_greatest_where_it_begins() -> None:
     assert _next(None, falling, 0.5, in_steps=True) == 0.0
     assert _next((1.0, 1.0), falling, 0.5, in_steps=True) == 0.5
     assert _next((1.0, 1.0), None, 0.0, in_steps=False) == _LAST
+    # under a limit, sums that count next to no compute are not searched on the way up
+    steps = [(0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 0.75), (0.9, 0.9)]
+    for last, then in steps:
+        assert _next((1.0, 1.0), None, last, in_steps=True) == then

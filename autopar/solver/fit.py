@@ -40,7 +40,7 @@ _SPREAD = (0.3, 3.0, 10.0, 100.0)  # times the best prices, for plans that diffe
 _PEAKS = 8  # rows that are added to the ILP of a small problem
 _PARTS = 24  # that branching bounds
 _PART_ROUNDS = 3
-_FAR = 0.05  # gap beyond which branching on single nodes is not begun
+_FAR = 0.05  # gap beyond which branching on single nodes is not begun, nor prices tried on
 _WORTH = 0.1  # of the gap: where a few parts close less, branching ends
 _SEEDS = 4  # plans met under other limits
 _SAME = 0.1  # prices that differ by less, relatively, tell the same
@@ -58,11 +58,12 @@ class MemorySearch(MetPlans):
     _met_at: tuple[float, ...] = ()  # prices
     _has_spread = False
     _root: Part | None = None
+    _is_far = False  # the least priced cost is not found
 
     def renew(self, limit: int, decide: Callable[[Solution], Fit], host_scale: float) -> None:
         """Search within another limit, with the rows, plans and bounds that are known."""
         super().renew(limit, decide, host_scale)
-        self._root, self._has_spread, self._met_at = None, False, ()
+        self._root, self._has_spread, self._is_far, self._met_at = None, False, False, ()
 
     def _seed_known(self) -> None:
         """Consider the fastest of the plans met under other limits that keeps to this one."""
@@ -247,6 +248,8 @@ class MemorySearch(MetPlans):
                 column, value = self.relaxed.solve(prices, 1.0, allowed)
             except Infeasible:
                 return None
+            priced_s = column.seconds + sum(v * column.num_bytes[p] for p, v in prices.items())
+            is_far = value < priced_s * (1 - _FAR)
             value -= sum(prices.values()) * self.limit
             gained = value - best.bound
             stalled = 0 if gained >= _PROGRESS * (self._cap() - best.bound) else stalled + 1
@@ -255,9 +258,9 @@ class MemorySearch(MetPlans):
             elif not turn:
                 best = replace(best, latest=column)
             if not allowed:
-                self._prices = dict(best.prices)
+                self._prices, self._is_far = dict(best.prices), is_far
             self.consider(column)
-            if stalled >= _PATIENCE:
+            if stalled >= _PATIENCE or is_far:  # as with other prices
                 break
         return best
 
@@ -267,7 +270,7 @@ class MemorySearch(MetPlans):
 
     def _recombine(self) -> None:
         """The ILP, with the memory rows, over the states that the nearest plans are made of."""
-        if self._prices and not self._has_spread and not self.done:
+        if self._prices and not (self._has_spread or self._is_far or self.done):
             self._has_spread = True
             for factor in _SPREAD:
                 self.consider(

@@ -48,6 +48,7 @@ _GLANCES = 4  # at plans that are soon found, before the first sum is searched
 _SAME = 1e-4  # of t, and of the value of a sum
 _LAST = 0.99  # of t, beyond which compute would be for nothing
 _NEXT = 0.25  # of t, under a limit, where nothing tells where the greatest bound is
+_LAST_LIMITED = 0.75  # of t, under a limit, where nothing tells that
 
 _Line = tuple[float, float]  # value at 0, and slope
 
@@ -225,7 +226,7 @@ def _next(low: _Line | None, high: _Line | None, last: float, in_steps: bool) ->
     if low is None or low[1] <= 0:
         return 0.0
     if high is None:
-        return min(_LAST, 2 * last or _NEXT) if in_steps else _LAST
+        return min(max(_LAST_LIMITED, last), 2 * last or _NEXT) if in_steps else _LAST
     return _crossing(low, high)
 
 

@@ -15,6 +15,7 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,8 @@ _REPAIRS = (1.0, 3.0, 10.0, 30.0, 100.0)
 
 # of each state of a node whether it may be taken; a node that is missing may take all
 Allowed = Mapping[Hashable, NDArray[np.bool_]]
+
+_Asked: TypeAlias = tuple[float, frozenset[tuple[int, float]]]  # scale, prices
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +100,7 @@ class Relaxation:
         self._core: _Core | None = None
         self._recombined: set[tuple[tuple[int, ...], ...]] = set()
         self._bounds: list[tuple[float, float, float]] = []  # of priced costs, prices, scale
+        self._solved: dict[_Asked, tuple[Column, float]] = {}
 
     def _take_over(self, known: Relaxation) -> None:
         """Rows but that of host memory, whose scale may be another, and plans that are possible."""
@@ -110,6 +114,7 @@ class Relaxation:
     def renew(self, host_scale: float) -> None:
         """Forget what holds for one limit only."""
         self._recombined.clear()
+        self._solved.clear()
         self.liveness.host_scale = host_scale
         if self.rows.pop(HOST_ROW, None) is not None:
             self._core = None
@@ -165,6 +170,9 @@ class Relaxation:
         Raises:
             Infeasible: nothing is possible among the allowed states.
         """
+        asked = (scale, frozenset((p, price) for p, price in prices.items() if price))
+        if not allowed and asked in self._solved:
+            return self._solved[asked]
         core = self.core
         problem = _priced(core.reduced.problem, prices, core.rows, scale)
         for node, mask in (allowed or {}).items():
@@ -178,6 +186,8 @@ class Relaxation:
         value = found.bound + scale * core.reduced.offset + always
         if not allowed and not prices.get(HOST_ROW):  # whose scale is another for each limit
             self._bounds.append((value, sum(prices.values()), scale))
+        if not allowed:
+            self._solved[asked] = column, value
         return column, value
 
     def _nearest(

@@ -7,7 +7,7 @@ with it and is L blocks long,
 
     R(i, j) >= R(i, j - 1) + b_(j-1)        R(i, j) >= R(i, j - L) + w_(j-L)
 
-Windows are as long as suits the blocks of a rank: three for ranks of six, four for ranks of four.
+Windows are as long as suits the blocks of a rank: six for ranks of six, and of twelve.
 The last blocks of a model are one, too, with what is around the last of them, such as a head.
 """
 
@@ -26,7 +26,7 @@ from autopar.solver.pipelines.cuts import runs_of
 
 __all__ = ["Window", "WindowKind", "between", "kinds_for", "runs_with", "widened", "windows_of"]
 
-_LONGEST = 4  # blocks of a window: longer ones take long to solve
+_LONGEST = 8  # blocks of a window: twice as many take twice as long to solve
 _INNER = _LONGEST  # periods that stand for others in the graph of a window
 
 
