@@ -548,8 +548,8 @@ def test_whole_runs_are_bounded_in_what_tells() -> None:
 
 @pytest.mark.parametrize(
     ("blocks", "ranks", "inside", "last"),
-    [(126, 32, [3, 4], 4), (96, 32, [3], 3), (96, 16, [6], 6), (80, 16, [5], 5), (16, 8, [2], 2),
-     (16, 16, [], 1), (8, 3, [2, 3], 3), (96, 8, [6], 8)],
+    [(126, 32, [3, 4], 4), (96, 32, [3], 3), (96, 16, [3, 6], 6), (80, 16, [4, 5], 5),
+     (16, 8, [2], 2), (16, 16, [], 1), (8, 3, [2, 3], 3), (96, 8, [4, 6], 8)],
 )  # fmt: skip
 def test_windows_are_as_long_as_suits_a_rank(
     blocks: int, ranks: int, inside: list[int], last: int

@@ -16,6 +16,12 @@ def test_the_quickest_case_of_each_test_stays() -> None:
     assert slow_cases(seconds) == ["a.py::one[x]", "a.py::one[y]", "b.py::three", "b.py::two[x]"]
 
 
+def test_cases_of_less_than_is_asked_for_stay() -> None:
+    seconds = [("a.py::one[x]", 2.0), ("a.py::one[y]", 0.4), ("a.py::one[z]", 0.7)]
+    assert slow_cases(seconds) == ["a.py::one[x]"]
+    assert slow_cases(seconds, least_s=0.5) == ["a.py::one[x]", "a.py::one[z]"]
+
+
 def test_what_is_listed_and_did_not_run_stays() -> None:
     known = ["a.py::one[x]", "a.py::one[y]", "b.py::two"]
     seconds = [("a.py::one[z]", 30.0), ("c.py::one[x]", 9.0), ("c.py::one[y]", 8.0)]

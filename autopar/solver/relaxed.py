@@ -15,7 +15,7 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +38,17 @@ _REPAIRS = (1.0, 3.0, 10.0, 30.0, 100.0)
 # of each state of a node whether it may be taken; a node that is missing may take all
 Allowed = Mapping[Hashable, NDArray[np.bool_]]
 
-_Asked: TypeAlias = tuple[float, frozenset[tuple[int, float]]]  # scale, prices
+
+class _Asked(NamedTuple):
+    """Prices that the problem was solved with, by row, and the scale of its seconds."""
+
+    scale: float
+    prices: frozenset[tuple[int, float]]
+
+    @property
+    def on_host(self) -> bool:
+        """True if host memory has a price: its scale is another for each limit."""
+        return any(row == HOST_ROW for row, _ in self.prices)
 
 
 @dataclass(slots=True, eq=False)
@@ -99,8 +109,7 @@ class Relaxation:
             self._take_over(known)
         self._core: _Core | None = None
         self._recombined: set[tuple[tuple[int, ...], ...]] = set()
-        self._bounds: list[tuple[float, float, float]] = []  # of priced costs, prices, scale
-        self._solved: dict[_Asked, tuple[Column, float]] = {}
+        self._solved: dict[_Asked, tuple[Column, float]] = {}  # plans and bounds of priced costs
 
     def _take_over(self, known: Relaxation) -> None:
         """Rows but that of host memory, whose scale may be another, and plans that are possible."""
@@ -114,7 +123,7 @@ class Relaxation:
     def renew(self, host_scale: float) -> None:
         """Forget what holds for one limit only."""
         self._recombined.clear()
-        self._solved.clear()
+        self._solved = {asked: told for asked, told in self._solved.items() if not asked.on_host}
         self.liveness.host_scale = host_scale
         if self.rows.pop(HOST_ROW, None) is not None:
             self._core = None
@@ -127,11 +136,11 @@ class Relaxation:
 
     def bound(self, limit: float) -> float:
         """Seconds that no plan within a limit can beat, by all prices tried so far."""
-        return max((self._at(limit, *known) for known in self._bounds), default=0.0)
-
-    @staticmethod
-    def _at(limit: float, value: float, prices: float, scale: float) -> float:
-        return (value - prices * limit) / scale
+        told = (
+            (value - math.fsum(price for _, price in asked.prices) * limit) / asked.scale
+            for asked, (_, value) in self._solved.items()
+        )
+        return max(told, default=0.0)
 
     def add_row(self, position: int) -> bool:
         """The row of the op at a position; False if it is known."""
@@ -170,7 +179,7 @@ class Relaxation:
         Raises:
             Infeasible: nothing is possible among the allowed states.
         """
-        asked = (scale, frozenset((p, price) for p, price in prices.items() if price))
+        asked = _Asked(scale, frozenset((p, price) for p, price in prices.items() if price))
         if not allowed and asked in self._solved:
             return self._solved[asked]
         core = self.core
@@ -184,8 +193,6 @@ class Relaxation:
         column = self.column(core.reduced.expand(found.chosen))
         always = sum(price * core.rows[position].constant for position, price in prices.items())
         value = found.bound + scale * core.reduced.offset + always
-        if not allowed and not prices.get(HOST_ROW):  # whose scale is another for each limit
-            self._bounds.append((value, sum(prices.values()), scale))
         if not allowed:
             self._solved[asked] = column, value
         return column, value

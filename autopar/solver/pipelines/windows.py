@@ -7,12 +7,13 @@ with it and is L blocks long,
 
     R(i, j) >= R(i, j - 1) + b_(j-1)        R(i, j) >= R(i, j - L) + w_(j-L)
 
-Windows are as long as suits the blocks of a rank: six for ranks of six, and of twelve.
+Windows are as long as suits the blocks of a rank: three and six for ranks of six.
 The last blocks of a model are one, too, with what is around the last of them, such as a head.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,8 +27,8 @@ from autopar.solver.pipelines.cuts import runs_of
 
 __all__ = ["Window", "WindowKind", "between", "kinds_for", "runs_with", "widened", "windows_of"]
 
-_LONGEST = 8  # blocks of a window: twice as many take twice as long to solve
-_INNER = _LONGEST  # periods that stand for others in the graph of a window
+_LONGEST = (4, 8)  # blocks of windows: with short ones, ranks that hold a few less have as many
+_INNER = max(_LONGEST)  # periods that stand for others in the graph of a window
 
 
 class WindowKind(NamedTuple):
@@ -65,11 +66,11 @@ def kinds_for(name: str, num_blocks: int, ranks: int) -> list[WindowKind]:
     """Windows that count most of what blocks hand on inside of ranks that hold about as many."""
     most = -(-num_blocks // ranks)
     lengths: set[int] = set()
-    for held in (num_blocks // ranks, most):
-        counted = {n: held // n * (n - 1) for n in range(2, _LONGEST + 1) if n <= held}
+    for held, longest in itertools.product((num_blocks // ranks, most), _LONGEST):
+        counted = {n: held // n * (n - 1) for n in range(2, min(held, longest) + 1)}
         lengths.update(sorted(counted, key=lambda n: (counted[n], n))[-1:])
     inside = [WindowKind(name, length) for length in sorted(lengths)]
-    return inside + [WindowKind(name, n, last=True) for n in range(1, min(most, _LONGEST) + 1)]
+    return inside + [WindowKind(name, n, last=True) for n in range(1, min(most, _INNER) + 1)]
 
 
 def runs_with(seconds: Array, name: str, windows: Sequence[Window]) -> Array:
