@@ -4,14 +4,20 @@ The ops of a group share one space of shape (…, C). A value in it is whole, or
 what a reduction over the last dim yields. Groups are grown in the order of the graph. An op joins
 when all that it reads is in the group, or was emitted before it, or can join too; so a group is one
 call with its operands before and its readers behind, and no collective is passed.
+
+What is read by ops that only wait for something small, such as a sum over ranks of a batch norm's
+statistics, is put off until they can join it: to write it and read it again takes longer than it
+would hide.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from autopar.codegen.fusion.expressions import (
     DROPOUT,
@@ -32,6 +38,7 @@ Shape = tuple[int, ...]
 WINDOW = 64  # how far ahead of its place an op may be computed, in ops
 MAX_COLUMNS = 16384  # of a row that is reduced, which a program holds in registers
 MAX_OPERANDS = 24
+_SMALL = 1 / 64  # of the bytes of a value that is put off
 _HOISTED = IDENTITIES | {
     aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.reshape.default,
     aten.transpose.int, aten.permute.default, aten.slice.Tensor, aten.select.int,
@@ -134,6 +141,17 @@ def _is_pointwise(node: fx.Node) -> bool:
     return True
 
 
+def _maps_elements(node: fx.Node) -> bool:
+    """True for a pointwise op that a kernel may be written for."""
+    return space_of(node) is not None and _is_pointwise(node) and node.target not in IDENTITIES
+
+
+def _num_bytes(node: fx.Node) -> int:
+    """Of all that a node yields."""
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return sum(v.nbytes for v in values if isinstance(v, Tensor))
+
+
 def find_groups(graph: fx.Graph) -> tuple[list[fx.Node | Group], dict[fx.Node, Group]]:
     """The graph's nodes in a new order with groups in place of their members.
 
@@ -147,15 +165,16 @@ def find_groups(graph: fx.Graph) -> tuple[list[fx.Node | Group], dict[fx.Node, G
     for node in order:
         if node in finder.done:
             continue
-        space = space_of(node)
-        group = finder.grow(node, space) if space is not None else None
-        if group is None:
-            result.append(node)
-            finder.done.add(node)
+        group = finder.grow(node)
+        if group is not None and finder.may_put_off(group):
+            finder.put_off.update(dict.fromkeys(group.members, group))
             continue
-        result += [*group.before, group]
-        finder.done |= group.before.keys() | group.members.keys()
-        owner.update(dict.fromkeys(group.members, group))
+        for each in finder.in_order(group or Group((), {node: None})):
+            if len(each.members) < 2:
+                result += each.members
+                continue
+            result += [*each.before, each]
+            owner.update(dict.fromkeys(each.members, each))
     return result, owner
 
 
@@ -165,12 +184,67 @@ class _Finder:
     def __init__(self, order: list[fx.Node]) -> None:
         self.position = {node: index for index, node in enumerate(order)}
         self.done: set[fx.Node] = set()
+        self.put_off: dict[fx.Node, Group] = {}
 
-    def grow(self, seed: fx.Node, space: Shape) -> Group | None:
-        """The group that begins with `seed`, or None where it would be alone."""
-        group = Group(space, {seed: None})
+    def in_order(self, group: Group) -> Iterator[Group]:
+        """A group behind what it reads that was put off; each counts as emitted."""
+        inside = [*group.before, *group.members]
+        for source in {s: None for node in inside for s in node.all_input_nodes}:
+            if self._waits(source) and source not in inside:
+                yield from self.in_order(self.put_off[source])
+        yield replace(group, before={n: None for n in group.before if n not in self.done})
+        self.done.update(inside)
+
+    def _waits(self, node: fx.Node) -> bool:
+        return node in self.put_off and node not in self.done
+
+    def may_put_off(self, group: Group) -> bool:
+        """True for pointwise ops whose readers are such, too, and still wait for small values."""
+        members = list(group.members)
+        outside = {u: n for n in members for u in n.users if u not in members}
+        if len(set(outside.values())) != 1 or not all(map(_maps_elements, members)):
+            return False
+        made = value_of(next(iter(outside.values())))
+        space = tuple(made.shape)
+        readers = sorted(outside, key=self.position.__getitem__)
+        phase = members[0].meta.get("phase")
+        if any(not _maps_elements(u) or tuple(value_of(u).shape) != space for u in readers):
+            return False
+        if any(u.meta.get("phase") != phase for u in readers):
+            return False
+        if self.position[readers[0]] > self.position[members[0]] + WINDOW:
+            return False
+        waited = self._waited_for(readers[0], members)
+        return bool(waited) and all(_num_bytes(n) <= _SMALL * made.nbytes for n in waited)
+
+    def _waited_for(self, reader: fx.Node, members: Sequence[fx.Node]) -> set[fx.Node]:
+        """What stands between some ops and a reader of theirs, and is emitted first."""
+        found: set[fx.Node] = set()
+        stack = [reader]
+        while stack:
+            for source in stack.pop().all_input_nodes:
+                known = source in self.done or source in self.put_off or source in members
+                if not known and source not in found:
+                    found.add(source)
+                    stack.append(source)
+        return found
+
+    def grow(self, seed: fx.Node) -> Group | None:
+        """The group that begins with `seed` and what it reads that was put off.
+
+        None for an op that no kernel is written for; the group may have no other op.
+        """
+        space = space_of(seed)
+        if space is None:
+            return None
         limit = self.position[seed] + WINDOW
-        queue = [seed]
+        group = Group(space, {seed: None})
+        for source in seed.all_input_nodes:
+            if self._waits(source) and source not in group.members:
+                wider = self._with(group, source, limit, 8)
+                if wider is not None and self._operands(wider) <= MAX_OPERANDS:
+                    group = wider
+        queue = list(group.members)
         while queue:
             node = queue.pop(0)
             for user in sorted(self._readers(node), key=self.position.__getitem__):
@@ -179,8 +253,6 @@ class _Finder:
                     if grown is not None and self._operands(grown) <= MAX_OPERANDS:
                         queue += [n for n in grown.members if n not in group.members]
                         group = grown
-        if len(group.members) < 2:
-            return None
         ordered = sorted(group.members, key=self.position.__getitem__)
         first = sorted(group.before, key=self.position.__getitem__)
         return Group(group.space, dict.fromkeys(ordered), dict.fromkeys(first))
@@ -201,10 +273,13 @@ class _Finder:
         seed = next(iter(group.members))
         if node.meta.get("phase") != seed.meta.get("phase"):
             return None
-        space = space_of(node)
+        space = self.put_off[node].space if node in self.put_off else space_of(node)
         space = None if space is None else _joined(group, node, space)
         if space is None:
             return None
+        known = self.put_off.get(node)
+        if known is not None:
+            return Group(space, group.members | known.members, group.before | known.before)
         grown = Group(space, {**group.members, node: None}, dict(group.before))
         for source in node.all_input_nodes:
             base = source_of(source)
