@@ -109,6 +109,17 @@ def _vit(layers: int, hidden: int, heads: int) -> Callable[[], nn.Module]:
     return lambda: hf.ViTForImageClassification(config)
 
 
+def _resnet(third: int, second: int = 4) -> Callable[[], nn.Module]:
+    config = hf.ResNetConfig(depths=[3, second, third, 3])  # the default is ResNet-50
+    return lambda: hf.ResNetForImageClassification(config)
+
+
+def _swin(third: int, width: int) -> Callable[[], nn.Module]:
+    heads = [width // 32 * 2**i for i in range(4)]
+    config = hf.SwinConfig(depths=[2, 2, third, 2], embed_dim=width, num_heads=heads)
+    return lambda: hf.SwinForImageClassification(config)
+
+
 def _mixtral() -> nn.Module:
     config = hf.MixtralConfig(max_position_embeddings=8192)  # its defaults are 8x7B
     return hf.MixtralForCausalLM(config)
@@ -171,17 +182,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Callable[[], In
         lambda b: _tokens(b, 4096),
         0.25,
     ),
-    # no equal blocks, and batch norms; few equal blocks
-    "resnet-50": (
-        lambda: hf.ResNetForImageClassification(hf.ResNetConfig()),
-        lambda b: _images(b, 224),
-        4,
-    ),
-    "swin-t": (
-        lambda: hf.SwinForImageClassification(hf.SwinConfig()),
-        lambda b: _images(b, 224),
-        4,
-    ),
+    # blocks are equal within stages: few of them, and many
+    "resnet-50": (_resnet(6), lambda b: _images(b, 224), 4),
+    "resnet-152": (_resnet(36, 8), lambda b: _images(b, 224), 4),
+    "swin-t": (_swin(6, 96), lambda b: _images(b, 224), 4),
+    "swin-l": (_swin(18, 192), lambda b: _images(b, 224), 4),
 }
 MESHES: dict[str, tuple[int, ...]] = {
     "8": (8,),

@@ -24,6 +24,10 @@ from autopar.tracer.fold import find_repeats
 from autopar.tracer.trace import trace
 
 TEXT = {"input_ids": 1 + torch.arange(64).reshape(4, 16), "labels": torch.ones(4, 16).long()}
+IMAGES = {
+    "pixel_values": torch.linspace(-1, 1, 4 * 3 * 32 * 32).reshape(4, 3, 32, 32).sin(),
+    "labels": torch.arange(4),
+}
 
 
 def llama(layers: int) -> nn.Module:
@@ -73,6 +77,23 @@ def t5(layers: int) -> nn.Module:
         decoder_start_token_id=0,
     )
     return transformers.T5ForConditionalGeneration(config)
+
+
+def resnet(layers: int) -> nn.Module:
+    """Two stages that differ; blocks update statistics of batches."""
+    config = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[2, layers], layer_type="basic", num_labels=4
+    )
+    return transformers.ResNetForImageClassification(config)
+
+
+def swin(layers: int) -> nn.Module:
+    """The blocks of a stage take turns, and each is left out at another rate."""
+    config = transformers.SwinConfig(
+        image_size=32, patch_size=2, window_size=4, embed_dim=8, depths=[2, layers],
+        num_heads=[2, 2], num_labels=4,
+    )  # fmt: skip
+    return transformers.SwinForImageClassification(config)
 
 
 class Branches(nn.Module):
@@ -155,12 +176,15 @@ class PickedStack(ShiftedStack):
 
 
 CASES = {
-    "llama": (lambda: llama(9), 1),
-    "gpt2": (lambda: gpt2(8), 1),
-    "gemma": (lambda: gemma(14), 2),
-    "t5": (lambda: t5(7), 1),
-    "buffers": (lambda: ShiftedStack(9), 1),
-    "constants": (lambda: PickedStack(9), 1),
+    "llama": (lambda: llama(9), 1, TEXT),
+    "gpt2": (lambda: gpt2(8), 1, TEXT),
+    "scaled": (lambda: gpt2(8, scale_attn_by_inverse_layer_idx=True), 1, TEXT),
+    "gemma": (lambda: gemma(14), 2, TEXT),
+    "t5": (lambda: t5(7), 1, TEXT),
+    "buffers": (lambda: ShiftedStack(9), 1, TEXT),
+    "constants": (lambda: PickedStack(9), 1, TEXT),
+    "resnet": (lambda: resnet(8), 1, IMAGES),
+    "swin": (lambda: swin(12), 2, IMAGES),
 }
 
 
@@ -171,6 +195,8 @@ _QUICK = {
     ("gpt2", (8,), "selective"),
     ("gpt2", (2, 4), "none"),
     ("buffers", (8,), "none"),
+    ("resnet", (2, 4), "none"),
+    ("swin", (8,), "full"),
 }
 
 
@@ -191,10 +217,10 @@ def _cost_cases() -> list[Any]:
 def test_folded_costs_are_those_of_the_whole_model(
     name: str, mesh: tuple[int, ...], kind: str
 ) -> None:
-    build, period = CASES[name]
+    build, period, inputs = CASES[name]
     model = build()
-    folded = trace(model, TEXT, training=True, fold=True)
-    whole = trace(model, TEXT, training=True)
+    folded = trace(model, inputs, training=True, fold=True)
+    whole = trace(model, inputs, training=True)
     assert {repeat.period for repeat in folded.repeats} == {period}
     assert len(folded.graph.nodes) < len(whole.graph.nodes)
     at = cluster(*mesh)
@@ -235,10 +261,12 @@ def _inner(name: str, node: Any, step: Any, at: Cluster) -> Any:
     ],
 )
 def test_folded_plan_gives_the_same_numbers(name: str) -> None:
-    model = CASES[name][0]().double()
-    plan = autopar.plan(model, Cluster.from_profile("cpu-gloo", devices_per_node=2), TEXT)
+    build, _, inputs = CASES[name]
+    model = build().double()
+    inputs = {k: x.double() if x.is_floating_point() else x for k, x in inputs.items()}
+    plan = autopar.plan(model, Cluster.from_profile("cpu-gloo", devices_per_node=2), inputs)
     assert plan.repeats
-    found = autopar.verify(plan, model, TEXT)
+    found = autopar.verify(plan, model, inputs)
     assert len(found.gradients) == len(list(model.parameters()))
     assert found.worst[1] < 1e-6  # the losses compute in float32
 
@@ -260,11 +288,39 @@ def test_blocks_side_by_side_are_not_folded() -> None:
     assert len(list(traced.parameters())) == 18
 
 
-def test_shared_and_scaled_blocks_are_not_folded() -> None:
+def test_shared_blocks_are_not_folded() -> None:
     block = nn.Linear(8, 8)
     assert not find_repeats(nn.Sequential(nn.ModuleList([block] * 9)))
-    scaled = gpt2(8, scale_attn_by_inverse_layer_idx=True)
-    assert not trace(scaled, TEXT, training=True, fold=True).repeats
+
+
+def test_lists_inside_of_blocks_are_no_blocks_themselves() -> None:
+    class Layer(nn.Module):
+        """Experts, all of which get the same; the first layer has more of them."""
+
+        def __init__(self, experts: int) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(experts))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.stack([expert(x) for expert in self.experts]).tanh().mean(0)
+
+    class Stack(nn.Module):
+        def __init__(self, experts: list[int]) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(map(Layer, experts))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.square().mean()
+
+    x = (torch.ones(4, 8),)
+    assert [r.container for r in find_repeats(Stack([6] * 9))] == ["layers"]
+    unlike = Stack([6, 7])
+    assert len(find_repeats(unlike)) == 2
+    for fold in (False, True):
+        traced = trace(unlike, x, training=True, fold=fold)
+        assert not traced.repeats and not traced.nested
 
 
 def test_a_block_that_turns_out_to_differ() -> None:
@@ -298,6 +354,17 @@ def test_a_pin_on_one_block_keeps_it_apart() -> None:
     plan = autopar.plan(model, at, TEXT, constraints=everywhere)
     assert plan.repeats
     assert {plan.parameters[n][0].short for n in plan.parameters if "up_proj" in n} == {"S0"}
+
+
+def test_layers_of_a_stage_are_pinned_by_their_names_or_the_stage() -> None:
+    model, at = resnet(8), Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    stage = "resnet.encoder.stages.1"
+    for key in (stage, f"{stage}.layers.0-7", f"{stage}.layers.*"):
+        plan = autopar.plan(model, at, IMAGES, constraints={"checkpoint": {key: "full"}})
+        assert plan.repeats and isinstance(plan.checkpoint, dict)
+        assert plan.checkpoint[f"{stage}.layers.0-7"] == "full"
+    found = autopar.verify(plan, model, IMAGES)
+    assert found.worst[1] < 1e-4
 
 
 def test_constraints_are_met_in_folded_plans() -> None:

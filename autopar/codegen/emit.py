@@ -319,7 +319,7 @@ class Emitter:
                 self.results.append((None, spec, self.whole))
                 continue
             value = self._output_value(spec)
-            self.builder.times = 1
+            self.builder.times = self.blocks.weight(value[0])
             self.builder.origin = "result"
             target = self.layouts[value] if self._is_beside(spec) else self.whole
             node = emit_redistribution(

@@ -125,7 +125,8 @@ def _block(node: fx.Node, traced: TracedModel) -> Block | None:
     """The block that a node runs for."""
     origin = str(node.meta.get("origin", ""))
     info = traced.info.get(origin)
-    return block_of(info.module if info is not None else origin.removeprefix(_GRADIENT))
+    path = info.module if info is not None else origin.removeprefix(_GRADIENT)
+    return block_of(path, traced.nested)
 
 
 def _calls(parts: Mapping[str, fx.Graph]) -> Iterable[_Call]:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.codegen.stages import Staged, staged_as_planned
-from autopar.core.blocks import Block, Blocks, block_of
-from autopar.core.extended_fold import renumbered
+from autopar.core.blocks import Block, Blocks, block_of, renumbered
 from autopar.core.folding import every_piece, stand_in, stand_ins, unfolded
 from autopar.core.graph import InputSpec, OutputSpec, TracedModel
 from autopar.core.made_for import check_made_for
@@ -103,7 +102,7 @@ def _buffers(
     held = {(s.target, _shape(s)): s for s in folded.inputs if s.kind == "buffer"}
     found = []
     for spec in whole.inputs:
-        block = block_of(spec.target)
+        block = block_of(spec.target, whole.nested)
         if spec.kind != "buffer" or block is None:
             continue
         twin = stand_in(blocks, Block(block.container, block.number - shift))

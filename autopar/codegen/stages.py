@@ -17,8 +17,8 @@ from autopar.core.block_kinds import (
     kinds_of,
     moved_checkpoint,
 )
-from autopar.core.blocks import Block, Blocks, block_of
-from autopar.core.extended_fold import extended, renumbered
+from autopar.core.blocks import Block, Blocks, block_of, renumbered
+from autopar.core.extended_fold import extended
 from autopar.core.flights import Flight, flights, most
 from autopar.core.graph import TracedModel
 from autopar.core.plan import NodePlan, PipelinePlan, Plan
@@ -67,7 +67,8 @@ class Staged:
         by = -self.shifts[stage] if back else self.shifts[stage]
         if not by:
             return plan
-        blocks = {block_of(s.target) for s in self.model(stage).parameters()}
+        model = self.model(stage)
+        blocks = {block_of(s.target, model.nested) for s in model.parameters()}
         (container,) = {b.container for b in blocks if b is not None}
         return moved_plan(plan, container, by)
 

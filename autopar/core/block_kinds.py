@@ -16,7 +16,7 @@ import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from autopar.core.blocks import Block, section_of
+from autopar.core.blocks import Block, number_in, section_of
 from autopar.errors import ConstraintError
 
 __all__ = [
@@ -181,11 +181,14 @@ def pins_among(pins: Mapping[str, str], blocks: Sequence[Block]) -> dict[str, st
 
 def _matched(key: str, blocks: Sequence[Block]) -> list[Block]:
     run = _run(key)
+    names = {b: f"{b.container}.{b.number}" for b in blocks}
+    # a stage of a network is a run of the blocks in it
+    numbers = {b: number_in(name, run[0]) for b, name in names.items()} if run is not None else {}
     return [
         b
-        for b in blocks
-        if fnmatch.fnmatchcase(f"{b.container}.{b.number}", key)
-        or (run is not None and run[0] == b.container and run[1] <= b.number <= run[2])
+        for b, name in names.items()
+        if fnmatch.fnmatchcase(name, key)
+        or (run is not None and (n := numbers[b]) is not None and run[1] <= n <= run[2])
     ]
 
 

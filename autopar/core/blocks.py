@@ -4,15 +4,16 @@ Repeated layers (`model.layers.0`, `.1`, …) whose ops, shapes, arguments and w
 a class; their nodes at the same position share decision variables. Layers that differ (the first
 one, whose input is the embedding; alternating kinds) make classes of their own. Where the graph is
 folded (`TracedModel.repeats`), the nodes of one block count for those that it stands for. Equal
-blocks of two sections (`TracedModel.sections`) share no choice.
+blocks of two sections (`TracedModel.sections`) share no choice. Where the stages of a network are
+unlike and hold lists of equal layers (`TracedModel.nested`), these layers are the blocks.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from torch.fx.node import map_aggregate
 from autopar.core.graph import InputSpec, Repeat, TracedModel, node_info, tensor_meta
 from autopar.core.ops import unsalted
 
-__all__ = ["Block", "Blocks", "block_of", "members_by", "section_of"]
+__all__ = ["Block", "Blocks", "block_of", "members_by", "number_in", "renumbered", "section_of"]
 
 Owner = TypeVar("Owner", bound=Hashable)
 
@@ -37,10 +38,37 @@ class Block(NamedTuple):
     number: int
 
 
-def block_of(path: str) -> Block | None:
-    """`("model.layers", 3)` for a module or parameter under `model.layers.3`."""
+def block_of(path: str, nested: Collection[str] = ()) -> Block | None:
+    """`("model.layers", 3)` for a module or parameter under `model.layers.3`.
+
+    Args:
+        path: FQN.
+        nested: lists of blocks inside of numbered modules, which are no blocks then.
+    """
     match = _BLOCK.match(path)
-    return Block(match.group(1), int(match.group(2))) if match else None
+    if match is None:
+        return None
+    inside = [name for name in nested if name.startswith(f"{match[1]}.{match[2]}.")]
+    for container in inside:
+        if (number := number_in(path, container)) is not None:
+            return Block(container, number)
+    return None if inside else Block(match[1], int(match[2]))
+
+
+def number_in(path: str, container: str) -> int | None:
+    """Number of the child of a container that a module or parameter stands in, if in one."""
+    if not path.startswith(f"{container}."):
+        return None
+    number = path[len(container) + 1 :].partition(".")[0]
+    return int(number) if number.isdigit() else None
+
+
+def renumbered(path: str, container: str, by: int) -> str:
+    """A name in a block of a container, in the block `by` numbers further on."""
+    number = number_in(path, container)
+    if number is None:
+        return path
+    return f"{container}.{number + by}{path[len(f'{container}.{number}') :]}"
 
 
 def section_of(block: Block, starts: Iterable[tuple[str, int]]) -> int:
@@ -91,7 +119,7 @@ class Blocks:
         self.repeats: dict[str, list[Repeat]] = {}
         for repeat in traced.repeats:
             self.repeats.setdefault(repeat.container, []).append(repeat)
-        self.members = members_by(traced, block_of)
+        self.members = members_by(traced, partial(block_of, nested=traced.nested))
         self.place: dict[str, tuple[Block, int]] = {
             node.name: (block, i)
             for block, nodes in self.members.items()
@@ -211,7 +239,8 @@ class Blocks:
 
     def _wire(self, block: Block, operand: Any, adds: bool) -> Any:
         if not isinstance(operand, fx.Node):
-            return repr(operand)
+            # rates and scales, which no placement depends on
+            return "float" if type(operand) is float else repr(operand)
         if operand.name not in self.place:
             return ("outside", operand.name)
         source, position = self.place[operand.name]

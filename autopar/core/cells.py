@@ -133,7 +133,7 @@ class Cells:
                 self._owners |= line.owners("", chain)
                 return
         for block in blocks:
-            found = block_of(block)
+            found = block_of(block, self.traced.nested)
             nested = found is not None and found.container not in folded and self._nested(block)
             self._owners |= self._line.opened(block) if nested else {block: block}
 
@@ -147,7 +147,7 @@ class Cells:
         """Blocks with numbered modules inside."""
         found = set()
         for spec in self.traced.parameters():
-            block = block_of(spec.target)
+            block = block_of(spec.target, self.traced.nested)
             if block is not None:
                 name = f"{block.container}.{block.number}"
                 if any(part.isdigit() for part in spec.target[len(name) :].split(".")):

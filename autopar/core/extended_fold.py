@@ -14,22 +14,14 @@ from typing import Any, TypeAlias
 from torch import fx
 from torch.fx.node import map_arg
 
-from autopar.core.blocks import Block, Blocks, block_of
+from autopar.core.blocks import Block, Blocks, renumbered
 from autopar.core.graph import InputSpec, NodeInfo, OutputSpec, Repeat, TracedModel
 from autopar.core.late_module import late_module
 from autopar.errors import ConstraintError
 
-__all__ = ["extended", "renumbered"]
+__all__ = ["extended"]
 
 _Key: TypeAlias = tuple[fx.Node, int]
-
-
-def renumbered(name: str, container: str, by: int) -> str:
-    """A name in a block of a container, in the block `by` numbers further on."""
-    block = block_of(name)
-    if block is None or block.container != container:
-        return name
-    return f"{container}.{block.number + by}{name[len(f'{block.container}.{block.number}') :]}"
 
 
 def extended(traced: TracedModel, periods: Mapping[str, Sequence[int]]) -> TracedModel:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import fx
 
-from autopar.core.blocks import Block, Blocks, block_of
+from autopar.core.blocks import Block, Blocks, number_in, renumbered
 from autopar.core.graph import Repeat, TracedModel, op_nodes, tensor_meta
 from autopar.core.made_for import check_made_for
 from autopar.core.plan import Pieces, Plan
@@ -35,13 +36,12 @@ def every_instance(named: Mapping[str, T], repeats: Sequence[Repeat]) -> dict[st
     def flush() -> None:
         for turn in range(1, repeat.times if waiting else 1):
             for name, value in waiting:
-                found[_shifted(name, turn * repeat.period)] = value
+                found[renumbered(name, repeat.container, turn * repeat.period)] = value
         waiting.clear()
 
     repeat = Repeat(container="", first=0, period=1, times=1)
     for name, value in named.items():
-        block = block_of(name)
-        owner = None if block is None else _holding(repeats, block)
+        owner = _holding(repeats, name)
         if owner != repeat:
             flush()
         found[name] = value
@@ -52,18 +52,13 @@ def every_instance(named: Mapping[str, T], repeats: Sequence[Repeat]) -> dict[st
     return found
 
 
-def _holding(repeats: Sequence[Repeat], block: Block) -> Repeat | None:
-    """The repeat that a block stands for others in."""
-    return next(
-        (r for r in repeats if r.container == block.container and r.holds(block.number)), None
-    )
-
-
-def _shifted(name: str, by: int) -> str:
-    block = block_of(name)
-    assert block is not None
-    rest = name[len(f"{block.container}.{block.number}") :]
-    return f"{block.container}.{block.number + by}{rest}"
+def _holding(repeats: Sequence[Repeat], name: str) -> Repeat | None:
+    """The repeat that a module or parameter stands for others in."""
+    for repeat in repeats:
+        number = number_in(name, repeat.container)
+        if number is not None and repeat.holds(number):
+            return repeat
+    return None
 
 
 def same_for_all_instances(matches: Mapping[str, Sequence[str]], repeats: Sequence[Repeat]) -> bool:
@@ -73,19 +68,16 @@ def same_for_all_instances(matches: Mapping[str, Sequence[str]], repeats: Sequen
         matches: names by pattern.
         repeats: to be folded.
     """
-    by_container = {r.container: r for r in repeats}
     for names in matches.values():
         found = set(names)
-        for name in names:
-            block = block_of(name)
-            repeat = by_container.get(block.container) if block else None
-            if repeat is None or block is None:
-                continue
-            offset = block.number - repeat.first
+        for name, repeat in itertools.product(names, repeats):
+            number = number_in(name, repeat.container)
+            offset = -repeat.period - 1 if number is None else number - repeat.first
             if -repeat.period <= offset < repeat.period * repeat.times:
-                turns = range(-1, repeat.times)
-                start = -(offset // repeat.period) * repeat.period
-                if any(_shifted(name, start + t * repeat.period) not in found for t in turns):
+                start = -(offset // repeat.period)
+                turns = range(start - 1, start + repeat.times)
+                all_names = (renumbered(name, repeat.container, t * repeat.period) for t in turns)
+                if any(each not in found for each in all_names):
                     return False
     return True
 

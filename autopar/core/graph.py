@@ -181,6 +181,7 @@ class TracedModel:
         state_values: tensors lifted from the code, by FQN.
         repeats: blocks that the graph holds once for many; empty for a graph to run. A container
             has several where its blocks are recomputed or placed in several ways.
+        nested: FQNs of lists inside of numbered modules whose children are the blocks there.
         known: inputs and buffers whose values the graph was traced for.
         eager_calls: functions that the graph calls by name, kept for as long as it is.
         sections: container and number of the blocks from which on equal blocks are placed apart.
@@ -205,6 +206,7 @@ class TracedModel:
     tied: tuple[tuple[str, str], ...] = ()
     state_values: Mapping[str, torch.Tensor] = field(default_factory=dict)
     repeats: tuple[Repeat, ...] = ()
+    nested: tuple[str, ...] = ()
     precision: str = "fp32"
     microbatches: int = 1
     hoisted: frozenset[str] = frozenset()

@@ -47,7 +47,7 @@ def block_names(traced: TracedModel, cells: Cells) -> list[tuple[str, str]]:
         ConstraintError: blocks that repeat together do not follow each other.
     """
     repeats = {r.container: r for r in traced.repeats}
-    order = [block_of(name) for name in cells.names]
+    order = [block_of(name, traced.nested) for name in cells.names]
     found: list[tuple[str, str]] = []
     position = 0
     while position < len(order):

@@ -309,7 +309,7 @@ class _Builder:
                 column = self.moves.matrix(produced, [self.whole], num_bytes)[:, 0]
                 owner = self.classes[value[0]]
                 waits = self.waits.get(value[0], self.last_waits)
-                times = self.step.blocks.runs(value[0]) * waits
+                times = self.step.blocks.weight(value[0]) * waits
                 self.terms.end(owner, column * times, may_hide=bool(self.step.gradients))
 
     def _add_sends(self) -> None:

@@ -189,10 +189,10 @@ class Liveness:
             row.add(owner, times * self._bytes(spec, layouts))
             self._let_go(row, (op.name, index), times, cut)
 
-    def _shown_until(self, view: Op) -> int:
-        """Last op that reads what a view shows, or may."""
-        ends = (self.ends.get((view.name, i), -1) for i in range(len(view.call.outputs)))
-        return max(*ends, self.inside.last_read(view))
+    def _shown_until(self, op: Op) -> int:
+        """Last op that reads what an op yields or shows, or may."""
+        ends = (self.ends.get((op.name, i), -1) for i in range(len(op.call.outputs)))
+        return max(*ends, self.inside.last_read(op))
 
     def _let_go(self, row: Row, value: Value, times: int, position: int) -> None:
         """Less of a value that is only shown, by a view that has a redistributed copy of it."""
@@ -321,6 +321,9 @@ class Liveness:
             for name in span.inputs:
                 self._held_by_others(row, self.step.ops[name], span.times - 1, span.weight)
         if position > span.last and not self.step.in_turns:
+            for name in span.saved:
+                if self._shown_until(self.step.ops[name]) >= len(self.order):
+                    self._held_by_others(row, self.step.ops[name], span.times - 1, len(self.order))
             for name in span.parameters:
                 if name in self.step.gradients:
                     owner = self.built.classes[name]

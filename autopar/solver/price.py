@@ -204,7 +204,7 @@ class Pricing:
     def ends(self) -> Iterator[tuple[Value, Layout, int, str]]:
         """Values that leave the step, their layout, how often, and what they are."""
         for value in self.step.required:
-            yield value, self.whole, self.blocks.runs(value[0]), "result"
+            yield value, self.whole, self.blocks.weight(value[0]), "result"
         for send in self.step.sends:
             layout = self.decision.storages[send.port]
             sums = send.value[0] in self.sums

@@ -24,7 +24,7 @@ class Twins(NamedTuple):
         span: of the blocks.
         alloc, late, kept: buffers that are there from the first op of the blocks on, from the last
             before weight gradients that come later, and behind the last.
-        freed: buffers, each with the position of the op behind which it goes.
+        freed: buffers, each with the position of the op behind which it goes; not what is returned.
     """
 
     span: FoldedSpan
@@ -38,7 +38,8 @@ def twins_of(buffers: Buffers) -> tuple[Twins, ...]:
     """What the other instances of each folded span keep; the buffers get to know their kinds.
 
     The one in the graph is the last to run forward and the first backward: the others' saved
-    activations are there from its first op to its last, their gradients after its last.
+    activations are there from its first op to its last, their gradients after its last, and what
+    they return, such as statistics of batches, from its first op on.
     """
     size = {buffer: num_bytes for op in buffers.ops for buffer, num_bytes in op.alloc}
     step = buffers.step
@@ -55,6 +56,7 @@ def twins_of(buffers: Buffers) -> tuple[Twins, ...]:
         freed = [
             (buffer, span.middle if read < span.weight else span.last)
             for buffer, read in _reads(buffers, (*alloc, *late))
+            if read < len(buffers.order) or step.in_turns
         ]
         found.append(Twins(span, alloc, late, kept, freed))
     return tuple(found)

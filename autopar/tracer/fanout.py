@@ -41,7 +41,10 @@ _SUMMING = (
 
 
 def insert_fanouts(
-    graph: fx.Graph, info: MutableMapping[str, NodeInfo], parameters: Collection[str]
+    graph: fx.Graph,
+    info: MutableMapping[str, NodeInfo],
+    parameters: Collection[str],
+    nested: Collection[str] = (),
 ) -> None:
     """Insert all kinds of alias, in place.
 
@@ -49,6 +52,7 @@ def insert_fanouts(
         graph: forward and backward.
         info: origin of each node; those of the aliases are added.
         parameters: names of their placeholders.
+        nested: lists of blocks inside of numbered modules.
     """
     for parameter in [n for n in graph.nodes if n.op == "placeholder" and n.name in parameters]:
         node = _as_read(parameter)
@@ -64,26 +68,29 @@ def insert_fanouts(
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
             continue
-        for readers in _reading_together(node, info):
+        for readers in _reading_together(node, info, nested):
             if len(readers) > 1:
                 first = min(readers)
                 _alias(graph, node, first, readers)
                 info[first.prev.name] = info[first.name]
 
 
-def _reading_together(node: fx.Node, info: Mapping[str, NodeInfo]) -> list[list[fx.Node]]:
+def _reading_together(
+    node: fx.Node, info: Mapping[str, NodeInfo], nested: Collection[str]
+) -> list[list[fx.Node]]:
     """Contractions that one alias of an activation may serve.
 
     What one block has made for others (a bias of attention) they read apart in the backward: the
     last block comes first there, and would hand its alias on to all of them.
     """
     found: dict[object, list[fx.Node]] = {}
-    made = block_of(info[node.name].module)
+    made = block_of(info[node.name].module, nested)
     for user in node.users:
         if user.target in _READERS:
             phase = info[user.name].phase
             apart = phase == "backward" and made is not None
-            found.setdefault((phase, apart and block_of(info[user.name].module)), []).append(user)
+            reader = apart and block_of(info[user.name].module, nested)
+            found.setdefault((phase, reader), []).append(user)
     return list(found.values())
 
 

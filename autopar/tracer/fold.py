@@ -4,13 +4,17 @@ The blocks after the third period, up to the last, are skipped while the model i
 returns the output of the block before it. What is captured this way is checked: equal blocks must
 have equal nodes, only their neighbours may see inside them, and every skipped block must have been
 called like the one that stands for it. A model that fails a check is traced whole.
+
+The blocks are the children of a list. Where these all differ, as the stages of a vision model do,
+the lists inside of them are looked at instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,8 +23,9 @@ from torch.utils import _pytree as pytree
 
 from autopar.core.blocks import Block, Blocks
 from autopar.core.graph import Repeat, TracedModel
+from autopar.errors import TraceError
 
-__all__ = ["Shortening", "find_repeats", "is_sound", "shortened"]
+__all__ = ["find_repeats", "folded", "in_chain", "is_nested"]
 
 _KEPT_PERIODS = 4
 _LONGEST_PERIOD = 8
@@ -28,20 +33,82 @@ _SCALARS = (int, float, bool, str, type(None), torch.dtype)
 
 
 def find_repeats(model: nn.Module) -> tuple[Repeat, ...]:
-    """Runs of equal blocks that are worth folding, at most one per container."""
+    """Runs of equal blocks that are worth folding, at most one per list."""
     found: list[Repeat] = []
+    unlike: set[str] = set()  # numbered modules that may hold lists of blocks
     for path, module in model.named_modules():
-        if any(part.isdigit() for part in path.split(".")):
+        if any(number not in unlike for number in _numbered(path)):
             continue
         names = list(module._modules)
-        if names != [str(i) for i in range(len(names))] or len(names) <= _KEPT_PERIODS + 1:
-            continue
         blocks = [b for b in module._modules.values() if b is not None]
-        if len(blocks) == len(names) and _separate(model, blocks):
-            repeat = _longest_run(path, _kinds(blocks))
-            if repeat is not None:
-                found.append(repeat)
+        if names != [str(i) for i in range(len(blocks))] or len(blocks) < 2:
+            continue
+        kinds = _kinds(blocks)
+        if len(set(kinds)) == len(kinds):
+            unlike |= {f"{path}.{name}" for name in names}
+        elif (repeat := _longest_run(path, kinds)) is not None and _separate(model, blocks):
+            found.append(repeat)
     return tuple(found)
+
+
+def folded(
+    model: nn.Module, repeats: Sequence[Repeat], capture: Callable[[], TracedModel]
+) -> TracedModel | None:
+    """The folded graph, or None where the blocks turn out not to be alike.
+
+    Args:
+        model: whose blocks are left out meanwhile.
+        repeats: those that are worth folding. Where those inside of numbered modules turn out to be
+            no blocks, the others are folded without them.
+        capture: traces the model.
+    """
+    outer = tuple(r for r in repeats if not is_nested(r.container))
+    for some in dict.fromkeys((tuple(repeats), outer)):
+        if not some:
+            break
+        with _shortened(model, some) as notes:
+            try:
+                traced = replace(capture(), repeats=some)
+            except TraceError:
+                continue  # tracing it whole tells whether the model is at fault
+        if not notes.fault and _is_sound(traced):
+            return traced
+    return None
+
+
+def is_nested(container: str) -> bool:
+    """True for a list inside of a numbered module."""
+    return bool(_numbered(container))
+
+
+def _numbered(path: str) -> list[str]:
+    """The numbered modules that a module is in, or is."""
+    parts = path.split(".")
+    return [".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit()]
+
+
+def in_chain(traced: TracedModel, lists: Sequence[str]) -> tuple[str, ...]:
+    """Those lists inside of numbered modules whose children read each other, as blocks do.
+
+    Experts, heads of a pyramid and the like do not.
+    """
+    blocks = Blocks(replace(traced, nested=tuple(lists)))
+    numbers: dict[str, list[int]] = {name: [] for name in lists}
+    for block in blocks.members:
+        if block.container in numbers:
+            numbers[block.container].append(block.number)
+    return tuple(
+        name
+        for name, found in numbers.items()
+        if all(_reads(blocks, name, a, b) for a, b in itertools.pairwise(sorted(found)))
+    )
+
+
+def _reads(blocks: Blocks, container: str, before: int, number: int) -> bool:
+    """True if a block works on what another one yields."""
+    nodes = blocks.members[Block(container, number)]
+    sources = (blocks.place.get(s.name) for node in nodes for s in node.all_input_nodes)
+    return any(s is not None and s[0] == Block(container, before) for s in sources)
 
 
 def _separate(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
@@ -60,12 +127,11 @@ def _kinds(blocks: Sequence[nn.Module]) -> list[int]:
     indices: list[int] = []
     for index, block in enumerate(blocks):
         described = _described(block)
-        for kind, other in enumerate(seen):
-            if _alike(described, index, other, indices[kind]):
-                kinds.append(kind)
-                break
-        else:
-            kinds.append(len(seen))
+        alike = [k for k, d in enumerate(seen) if _alike(described, index, d, indices[k])]
+        # a number that is the block's own by chance tells nothing where another is equal
+        alike.sort(key=lambda k: described != seen[k])
+        kinds.append(alike[0] if alike else len(seen))
+        if not alike:
             seen.append(described)
             indices.append(index)
     return kinds
@@ -80,7 +146,8 @@ def _described(block: nn.Module) -> dict[Any, Any]:
                 isinstance(value, (list, tuple)) and all(isinstance(v, _SCALARS) for v in value)
             )
             if simple and not name.startswith("_"):
-                out[path, name] = value
+                # rates and scales may differ from block to block, where all have one
+                out[path, name] = (float, value == 0.0) if type(value) is float else value
     for name, parameter in block.named_parameters():
         out["parameter", name] = (parameter.shape, parameter.dtype, parameter.requires_grad)
     for name, buffer in block.named_buffers():
@@ -132,7 +199,7 @@ class _Call:
 
 
 @dataclass(slots=True)
-class Shortening:
+class _Shortening:
     """What the blocks of folded containers were called with; `fault` says what did not fit."""
 
     calls: dict[tuple[str, int], _Call] = field(default_factory=dict)
@@ -185,7 +252,7 @@ def _same_call(call: _Call, like: _Call, handed: list[Any], handed_to_like: list
 class _Skipped(nn.Module):
     """Stands where a block is that the capture leaves out; answers for its attributes."""
 
-    def __init__(self, real: nn.Module, repeat: Repeat, index: int, notes: Shortening) -> None:
+    def __init__(self, real: nn.Module, repeat: Repeat, index: int, notes: _Shortening) -> None:
         super().__init__()
         # past nn.Module's own setter, which would register the block
         self.__dict__.update(_real=real, _repeat=repeat, _index=index, _notes=notes)
@@ -199,9 +266,9 @@ class _Skipped(nn.Module):
 
 
 @contextmanager
-def shortened(model: nn.Module, repeats: Sequence[Repeat]) -> Iterator[Shortening]:
+def _shortened(model: nn.Module, repeats: Sequence[Repeat]) -> Iterator[_Shortening]:
     """Inside, the blocks that the repeats leave out hand on their input."""
-    notes = Shortening()
+    notes = _Shortening()
     undo: list[tuple[nn.Module, str, nn.Module]] = []
     watched: list[tuple[nn.Module, Any]] = []
     try:
@@ -227,7 +294,7 @@ def shortened(model: nn.Module, repeats: Sequence[Repeat]) -> Iterator[Shortenin
                 vars(block)["forward"] = own
 
 
-def _watch(block: nn.Module, container: str, index: int, notes: Shortening) -> None:
+def _watch(block: nn.Module, container: str, index: int, notes: _Shortening) -> None:
     original = block.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -239,14 +306,14 @@ def _watch(block: nn.Module, container: str, index: int, notes: Shortening) -> N
     vars(block)["forward"] = forward
 
 
-def is_sound(traced: TracedModel) -> bool:
+def _is_sound(traced: TracedModel) -> bool:
     """True if the folded blocks have equal nodes and only their neighbours see inside them."""
     blocks = Blocks(traced)
     for repeat in traced.repeats:
         for index in range(repeat.first, repeat.first + repeat.period):
             if not _equal_nodes(blocks, repeat, index):
                 return False
-    results = {spec.node for spec in traced.outputs if spec.kind != "gradient"}
+    results = {spec.node for spec in traced.outputs if spec.kind == "output"}
     for node in traced.graph.nodes:
         if node.name not in blocks.place:
             continue

@@ -8,9 +8,10 @@ works on. Hooks on the autograd nodes tell which forward op a backward op belong
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.utils import _pytree as pytree
 from autopar._compat import lazily_compiled, leaving_transforms, without_onednn
 from autopar.core.collector import paused_collector
 from autopar.core.grad_modes import outside_inference_mode
-from autopar.core.graph import InputSpec, NodeInfo, OutputSpec, Repeat, TracedModel, output_paths
+from autopar.core.graph import InputSpec, NodeInfo, OutputSpec, TracedModel, output_paths
 from autopar.errors import TraceError
 from autopar.tracer.accepted import check_model
 from autopar.tracer.capture import PREFIX, Capture, export, normalize_inputs
@@ -47,7 +48,7 @@ from autopar.tracer.diagnose import (
     refusing_tensor_hooks,
 )
 from autopar.tracer.fanout import insert_fanouts
-from autopar.tracer.fold import find_repeats, is_sound, shortened
+from autopar.tracer.fold import find_repeats, folded, in_chain, is_nested
 from autopar.tracer.functional import remove_mutations
 from autopar.tracer.functions import FunctionCalls
 from autopar.tracer.origins import note_phases, origins
@@ -101,18 +102,33 @@ def trace(
             capturable; names file and line.
     """
     check_model(model)
-    repeats = find_repeats(model) if fold else ()
-    if repeats:
-        options = {
-            "training": training,
-            "loss": loss,
-            "loss_fn": loss_fn,
-            "precision": precision,
-            "reduce_dtype": reduce_dtype,
-        }
-        folded = _trace_folded(model, example_inputs, repeats, options)
-        if folded is not None:
-            return folded
+    repeats = find_repeats(model)
+    capture = partial(
+        _trace,
+        model,
+        example_inputs,
+        nested=[r.container for r in repeats if is_nested(r.container)],
+        training=training,
+        loss=loss,
+        loss_fn=loss_fn,
+        precision=precision,
+        reduce_dtype=reduce_dtype,
+    )
+    return (folded(model, repeats, capture) if fold else None) or capture()
+
+
+def _trace(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    nested: Sequence[str],
+    training: bool | None,
+    loss: str,
+    loss_fn: Callable[..., Any] | None,
+    precision: str | None,
+    reduce_dtype: str | None,
+) -> TracedModel:
+    """As `trace`, with all modules that the model has now; `nested` lists may hold blocks."""
     args, kwargs = normalize_inputs(example_inputs)
     with_grad = model.training if training is None else training
     has_loss = with_grad and loss == "auto"
@@ -124,24 +140,14 @@ def trace(
     with calls.recording(), refusing_tensor_hooks():
         exported = export(capture, args, kwargs)
     calls.warn_of_cut()
-    traced = _JointTrace(capture, exported, with_grad, loss, calls, sum_dtype(reduce_dtype)).run()
-    return replace(traced, precision=precision or "fp32", reduce_dtype=reduce_dtype)
-
-
-def _trace_folded(
-    model: nn.Module,
-    example_inputs: Any,
-    repeats: tuple[Repeat, ...],
-    options: dict[str, Any],
-) -> TracedModel | None:
-    """The folded graph, or None where the blocks turn out not to be alike."""
-    with shortened(model, repeats) as notes:
-        try:
-            traced = trace(model, example_inputs, **options)
-        except TraceError:
-            return None  # tracing it whole tells whether the model is at fault
-    folded = replace(traced, repeats=repeats)
-    return folded if not notes.fault and is_sound(folded) else None
+    dtype = sum_dtype(reduce_dtype)
+    traced = _JointTrace(capture, exported, with_grad, loss, calls, dtype, nested).run()
+    return replace(
+        traced,
+        precision=precision or "fp32",
+        reduce_dtype=reduce_dtype,
+        nested=in_chain(traced, nested) if nested else (),
+    )
 
 
 class _JointTrace:
@@ -155,8 +161,10 @@ class _JointTrace:
         loss: str,
         calls: FunctionCalls,
         reduce_dtype: torch.dtype | None,
+        nested: Sequence[str],
     ) -> None:
         self.capture = capture
+        self.nested = nested
         self.reduce_dtype = reduce_dtype
         self.calls = calls
         self.model = capture.wrapped
@@ -326,7 +334,7 @@ class _JointTrace:
             cast_last(graph, parameters)
         if self.reduce_dtype is not None:
             cast_gradients(graph, outputs, self.info, self.reduce_dtype)
-        insert_fanouts(graph, self.info, parameters)
+        insert_fanouts(graph, self.info, parameters, self.nested)
         gm.recompile()
         self.info = {n.name: self.info[n.name] for n in graph.nodes if n.name in self.info}
         return TracedModel(

@@ -202,7 +202,7 @@ def owners_of(traced: TracedModel, cells: Cells, held: Sequence[str], step: Step
 
 def _is_joint(name: str, traced: TracedModel) -> bool:
     """True for a block that repeats together with the one before."""
-    block = block_of(name)
+    block = block_of(name, traced.nested)
     repeats = {r.container: r for r in traced.repeats}
     if block is None or (repeat := repeats.get(block.container)) is None:
         return False
