@@ -91,6 +91,39 @@ def test_the_first_dim_is_in_the_order_of_ranks() -> None:
     assert found[1].step_time_s > found[0].step_time_s
 
 
+class Windows(nn.Module):
+    """Images cut into windows of 4 x 4 and put together again, each a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.within = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        images, height, width, channels = x.shape
+        cut = x.view(images, height // 4, 4, width // 4, 4, channels).permute(0, 1, 3, 2, 4, 5)
+        cut = self.within(cut.reshape(-1, 16, channels)).tanh()
+        cut = cut.view(images, height // 4, width // 4, 4, 4, channels).permute(0, 1, 3, 2, 4, 5)
+        return cut.reshape(images, height, width, channels).square().mean()
+
+
+def test_reshapes_that_copy_are_counted() -> None:
+    inputs = {"x": torch.randn(64, 32, 32, 64)}
+    traced = trace(Windows().train(), inputs)
+    counted = solve(traced, GPUS, constraints=Constraints.parse({"data": 4, "zero": 0}))
+    program = scheduled(counted, traced).predicted
+    ops = {op.name: op for op in counted.predicted.timeline.ops}
+    copies = [op for op in ops.values() if "view" in op.op and op.op_class != "view"]
+    assert len(copies) == 3  # there and back; images have no gradient
+    assert {op.op_class for op in copies} == {"memory"}  # their rows are runs
+    moved = 2 * inputs["x"].nbytes / 4
+    for op in copies:
+        assert op.compute_s >= moved / GPUS.device.memory_bandwidth
+    emitted = {op.name: op.compute_s for op in program.timeline.ops}
+    assert all(emitted[op.name] == pytest.approx(op.compute_s) for op in copies)
+    others = [op for op in ops.values() if op.op_class == "view"]
+    assert others and all(op.compute_s == 0 for op in others)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_parts_of_a_stage_take_what_they_pack(schedule: str) -> None:
     model, inputs = wide(width=512, layers=4)

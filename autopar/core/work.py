@@ -16,6 +16,7 @@ import torch
 from autopar.core import einsum, extensions
 from autopar.core import ops as _ops  # noqa: F401  (registers the autopar ops)
 from autopar.core.host import AWAY
+from autopar.core.reshapes import view_class
 from autopar.core.strategy import OpCall
 
 __all__ = [
@@ -274,7 +275,7 @@ def op_class(call: OpCall) -> str:
     if target in _CONVOLUTIONS:
         return _conv_class(call)
     if is_view(target):
-        return "view"
+        return view_class(call)
     schema = getattr(target, "_schema", None)
     name = str(schema.name) if schema is not None else str(target)
     if name in _CLASSES:

@@ -3,9 +3,9 @@
 The search prices copies of parameters and gradients into the order of ranks, as if each collective
 were alone; a bucket joins its members and hands out parts, and activations are copied as well. What
 the program copies goes to the ops that the collectives belong to. The search shares latency among
-what may be joined, where the program has the buckets that it has; and it takes reshapes for views,
-and fused kernels for the sum of their ops, where the program knows strides and what each kernel
-reads and writes.
+what may be joined, where the program has the buckets that it has; and it knows the strides of
+whole tensors, and takes fused kernels for the sum of their ops, where the program knows strides and
+what each kernel reads and writes.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from autopar.core.reshapes import rows_are_runs
 from autopar.core.strategy import op_call
 from autopar.core.work import LOOKUPS, global_flops, is_view, op_class
 from autopar.cost_model.compute import compute_seconds_array
@@ -37,7 +38,8 @@ def node_seconds(node: fx.Node, device: DeviceProfile) -> float:
     call = op_call(node, 1)
     kind = op_class(call)
     if kind == "view" or node.target in _COPIES:  # a reshape that must copy, for one
-        kind = "memory" if all(_rows_are_runs(x) for x in operands) else "transpose"
+        runs = all(rows_are_runs(tuple(x.shape), x.stride()) for x in operands)
+        kind = "memory" if runs else "transpose"
     written = sum(_bytes(x) for x in outputs)
     lookup = node.target in LOOKUPS
     moved = 2 * written if lookup else written + sum(_bytes(x) for x in operands)
@@ -59,8 +61,3 @@ def _bytes(x: Tensor) -> int:
 def _shares_storage(outputs: Iterable[Tensor], operands: Iterable[Tensor]) -> bool:
     held = {x.untyped_storage()._cdata for x in operands}
     return all(x.untyped_storage()._cdata in held for x in outputs)
-
-
-def _rows_are_runs(x: Tensor) -> bool:
-    """True if the last dim is contiguous, so that a copy reads runs of memory."""
-    return x.dim() == 0 or x.stride(-1) == 1 or x.shape[-1] == 1

@@ -183,7 +183,7 @@ class OnePiece:
             with suppress(ConstraintError, InfeasiblePlanError, NotBelow):
                 roomy = plan is not None
                 found = other.planner._within(limit, roomy, exposed, below_s, proved)
-                found = self._program(found, best if near else None)
+                found = self._program(found, best if near else None, now_s)
                 if exposed == counted:
                     # what was searched is less than the user asked for
                     found = _proved(found, first.solver.bound)
@@ -255,15 +255,19 @@ class OnePiece:
                 self, constraints=pinned, searches=None, free_s={}, told_t=known_t, begun={}
             )
 
-    def _program(self, plan: Plan, like: Plan | None = None) -> Plan:
-        """A plan with what its program hides, in the buckets of one that is much like it."""
+    def _program(self, plan: Plan, like: Plan | None = None, below_s: float = math.inf) -> Plan:
+        """A plan with what its program hides, in the buckets of one that is much like it.
+
+        Other buckets are not tried where it takes much longer than `below_s`.
+        """
         for known, found in self.programs:
             if all(getattr(known, name) == getattr(plan, name) for name in _CHOICES):
                 told = {name: getattr(plan, name) for name in _TOLD}
                 return replace(found, **told)
         collect_many()
         same_mesh = like is not None and like.mesh_shape == plan.mesh_shape
-        found = scheduled(plan, self.traced, buckets=like.buckets if like and same_mesh else ())
+        buckets = like.buckets if like and same_mesh else ()
+        found = scheduled(plan, self.traced, buckets=buckets, below_s=below_s)
         self.programs.append((plan, found))
         return found
 

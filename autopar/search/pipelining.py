@@ -174,6 +174,8 @@ class _Search:
             best = self._best_of(whole)
             shapes = whole if best is not None else shapes
         best = self._suited(_or_raise(best, self.refused or shapes.refused))
+        binds = best.pipeline is not None and not _is_free(best)
+        shapes.close_least(_seconds(best) * (1 - _PROVED), short=binds)
         return self._reported(best, shapes, math.inf)
 
     def _best_of(self, shapes: Shapes) -> Plan | None:

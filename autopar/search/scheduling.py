@@ -17,6 +17,7 @@ Of each program that was simulated, the plan keeps one block of each kind (`code
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -50,13 +51,20 @@ Shares = dict[tuple[str, int, str], float]
 
 
 @paused_collector()
-def scheduled(plan: Plan, traced: TracedModel, *, buckets: Sequence[BucketBytes] = ()) -> Plan:
+def scheduled(
+    plan: Plan,
+    traced: TracedModel,
+    *,
+    buckets: Sequence[BucketBytes] = (),
+    below_s: float = math.inf,
+) -> Plan:
     """`plan` with hidden and exposed communication; as it is, if it has them.
 
     Args:
         plan: as solved; in one piece where `buckets` are given.
         traced: the graph that it was solved for, folded or not.
         buckets: that are known to serve; default: several are tried.
+        below_s: step of another plan; of one that takes much longer few buckets are tried.
     """
     if plan.predicted.hidden_comm_s:
         return plan
@@ -74,7 +82,7 @@ def scheduled(plan: Plan, traced: TracedModel, *, buckets: Sequence[BucketBytes]
 
     if buckets:
         plan = replace(plan, buckets=tuple(buckets))
-    tried = (plan, run(plan)) if buckets else bucketed(plan, run)
+    tried = (plan, run(plan)) if buckets else bucketed(plan, run, below_s)
     cut, found = decomposed(*tried, run, cluster)
     cut = as_emitted(with_waits(cut, found.parts), found.parts)
     hiding = _with_hidden(cut, found.shares(), cut.predicted.compute_time_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ __all__ = ["Trial", "bucketed"]
 _LIKELY = 1 / 8  # of the bytes that close a bucket: most programs take least with about so many
 _LEAST = 1 / 64
 _JOINING = 5e-3  # of the step: what copies into buckets take at least, for others to be tried
+_HOPELESS = 1.03  # times what another plan takes: other buckets save less
 _GAIN = 1e-4  # of the step: less is beyond what is predicted
 
 
@@ -82,7 +84,9 @@ class Trial:
         return found
 
 
-def bucketed(plan: Plan, run: Callable[[Plan], Trial]) -> tuple[Plan, Trial]:
+def bucketed(
+    plan: Plan, run: Callable[[Plan], Trial], below_s: float = math.inf
+) -> tuple[Plan, Trial]:
     """`plan` with the buckets that serve best, and its program.
 
     A smaller bucket has more latency and fewer bytes that are copied into it: collectives hide
@@ -91,9 +95,11 @@ def bucketed(plan: Plan, run: Callable[[Plan], Trial]) -> tuple[Plan, Trial]:
     Args:
         plan: as solved.
         run: emits and simulates a plan.
+        below_s: step of another plan.
     """
     best, trial = plan, run(plan)
-    if trial.joining_s() <= _JOINING * trial.step_s():
+    step_s = trial.step_s()
+    if trial.joining_s() <= _JOINING * step_s or step_s > _HOPELESS * below_s:
         return best, trial
 
     def serves(share: float) -> bool:

@@ -5,25 +5,19 @@ from __future__ import annotations
 import operator
 
 import torch
-from torch import fx
 
 from autopar.core.blocks import Blocks
 from autopar.core.fused import FusedShares, origin_of
-from autopar.core.graph import InputSpec, TracedModel, Value, node_info, resolve, tensor_meta
+from autopar.core.graph import InputSpec, TracedModel, Value, node_info, resolve
 from autopar.core.ops import NARROW, REARRANGING
 from autopar.core.strategy import TensorSpec, op_call
-from autopar.core.work import is_away, is_view
+from autopar.core.work import is_away, is_view, op_class
 from autopar.solver.shares import shares_of
 from autopar.solver.step import Op, Send, Step, storage_of
 
 __all__ = ["build_step"]
 
 _ALIAS = torch.ops.aten.alias.default
-_RESHAPES = (
-    torch.ops.aten.view.default,
-    torch.ops.aten._unsafe_view.default,
-    torch.ops.aten.reshape.default,
-)
 
 
 def build_step(traced: TracedModel, fused: FusedShares | None = None) -> Step:
@@ -76,7 +70,7 @@ def _read_ops(traced: TracedModel) -> tuple[dict[str, Op], dict[Value, TensorSpe
             operands = tuple(resolve(n) for n in call.nodes)
             info = node_info(traced, node)
             backward = info.phase == "backward"
-            view = is_view(call.target) and bool(operands) and not _copies(node)
+            view = is_view(call.target) and bool(operands) and op_class(call) == "view"
             ops[node.name] = Op(
                 node.name, call, operands, backward, info.recomputed, view, origin_of(node)
             )
@@ -142,20 +136,6 @@ def _told(ops: dict[str, Op], gradients: dict[str, Value]) -> frozenset[str]:
         if op.backward or op.name in needed:
             needed.update(name for name, _ in op.operands)
     return frozenset(n for n, op in ops.items() if not op.backward and n not in needed)
-
-
-def _copies(node: fx.Node) -> bool:
-    """True for a reshape that the strides of its operand do not allow: it makes a copy."""
-    source = node.args[0] if node.target in _RESHAPES else None
-    given = tensor_meta(source) if isinstance(source, fx.Node) else None
-    wanted = tensor_meta(node)
-    if given is None or wanted is None:
-        return False
-    try:
-        torch.empty_strided(given.shape, given.stride(), device="meta").view(wanted.shape)
-    except RuntimeError:
-        return True
-    return False
 
 
 def _is_required(traced: TracedModel, index: str) -> bool:
