@@ -208,6 +208,27 @@ def test_larger_and_smaller_buckets_are_tried(
     assert round(most / max(b.num_bytes for b in chosen.buckets)) == best
 
 
+def test_no_others_are_tried_where_little_is_copied_or_another_plan_is_faster() -> None:
+    model, inputs = wide(layers=2)
+    plan = solve(trace(model, inputs), GPUS, constraints=Constraints.parse({"data": 4, "zero": 1}))
+    runs: list[int] = []
+
+    def run(trial: Plan) -> Any:
+        runs.append(max(b.num_bytes for b in trial.buckets))
+        step_s, joining_s = 1 / len(runs), 1e-2 / len(runs) ** 2
+        like = {"step_s": lambda: step_s, "joining_s": lambda: joining_s}
+        return SimpleNamespace(**like, is_same_with=lambda num_bytes: False)
+
+    bucketed(plan, run)
+    assert len(runs) == 2  # the second copies half a percent
+    runs.clear()
+    bucketed(plan, run, below_s=0.9)
+    assert len(runs) == 1
+    runs.clear()
+    bucketed(plan, run, below_s=0.99)
+    assert len(runs) == 2
+
+
 def test_buckets_that_are_known_to_serve_are_taken() -> None:
     model, inputs = wide(layers=3)
     traced = trace(model, inputs)

@@ -98,8 +98,7 @@ def bucketed(
         below_s: step of another plan.
     """
     best, trial = plan, run(plan)
-    step_s = trial.step_s()
-    if trial.joining_s() <= _JOINING * step_s or step_s > _HOPELESS * below_s:
+    if not _joins(trial) or trial.step_s() > _HOPELESS * below_s:
         return best, trial
 
     def serves(share: float) -> bool:
@@ -114,12 +113,20 @@ def bucketed(
         best, trial = smaller, after
         return True
 
-    if serves(_LIKELY) and serves(_LIKELY / 2):
+    fewer = serves(_LIKELY)
+    if fewer and not _joins(trial):
+        return best, trial
+    if fewer and serves(_LIKELY / 2):
         share = _LIKELY / 4
-        while share >= _LEAST and serves(share):
+        while share >= _LEAST and _joins(trial) and serves(share):
             share /= 2
     else:
         share = _LIKELY * 2
         while share < 1 and serves(share):
             share *= 2
     return best, trial
+
+
+def _joins(trial: Trial) -> bool:
+    """True if copies into buckets take enough for others to be tried."""
+    return trial.joining_s() > _JOINING * trial.step_s()
