@@ -568,9 +568,9 @@ def test_plain_data_parallelism_is_looked_at_also_for_little(
     close_s = free.solver.bound * 1.005
     original = OnePiece._program
 
-    def scripted(self: OnePiece, plan: Plan, like: Plan | None = None) -> Plan:
+    def scripted(self: OnePiece, plan: Plan, like: Plan | None = None, *given: float) -> Plan:
         step_s = close_s * (0.998 if plan.constraints.get("zero") == 1 else 1.0)
-        found = original(self, plan, like)
+        found = original(self, plan, like, *given)
         return replace(found, predicted=replace(found.predicted, step_time_s=step_s))
 
     def planned(self: OnePiece, *given: Any, **more: Any) -> Plan:
