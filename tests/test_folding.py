@@ -16,6 +16,7 @@ from autopar.core.folding import unfolded
 from autopar.core.recompute import recomputed
 from autopar.cost_model import Cluster
 from autopar.errors import PlanMismatchError
+from autopar.explain import explain
 from autopar.solver.candidates import Candidate
 from autopar.solver.price import Decision, price
 from autopar.solver.read_step import build_step
@@ -94,6 +95,13 @@ def swin(layers: int) -> nn.Module:
         num_heads=[2, 2], num_labels=4,
     )  # fmt: skip
     return transformers.SwinForImageClassification(config)
+
+
+def convnext(layers: int) -> nn.Module:
+    config = transformers.ConvNextConfig(
+        depths=[1, layers], hidden_sizes=[8, 16], num_stages=2, num_labels=4, drop_path_rate=0.1
+    )
+    return transformers.ConvNextForImageClassification(config)
 
 
 class Branches(nn.Module):
@@ -365,6 +373,27 @@ def test_layers_of_a_stage_are_pinned_by_their_names_or_the_stage() -> None:
         assert plan.checkpoint[f"{stage}.layers.0-7"] == "full"
     found = autopar.verify(plan, model, IMAGES)
     assert found.worst[1] < 1e-4
+
+
+@pytest.mark.parametrize(("layers", "ranks"), [(9, 2), (15, 8)])
+def test_pipelines_are_cut_between_layers_of_a_stage(layers: int, ranks: int) -> None:
+    """With eight ranks, some stages are equal but for the numbers of their layers."""
+    model, at = convnext(layers).double(), cluster(ranks)
+    inputs = {**IMAGES, "pixel_values": IMAGES["pixel_values"].double()}
+    pins = {"pipeline": {"size": ranks, "microbatches": 4}}
+    plan = autopar.plan(model, at, inputs, constraints=pins)
+    assert plan.repeats and plan.pipeline is not None
+    assert any(cut.startswith("convnext.encoder.stages.1.layers.") for cut in plan.pipeline.cuts)
+    if ranks == 8:
+        assert len({s.fingerprint for s in plan.pipeline.stages}) < 8
+    found = autopar.verify(plan, model, inputs)
+    assert len(found.gradients) == len(list(model.parameters()))
+    assert found.worst[1] < 1e-9
+    for name, _ in model.named_parameters():
+        told = explain(plan, param=name)
+        assert (
+            told.asked == name and told.choice == told.pipeline.stages[told.stage].parameters[name]
+        )
 
 
 def test_constraints_are_met_in_folded_plans() -> None:

@@ -129,9 +129,13 @@ def _stages(names: list[str], cuts: Sequence[str], cells: Cells) -> list[list[st
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """Cells of a stage; `runs` are the periods of each folded container, `inner` as below."""
+    """Cells of a stage; `runs` are the periods of each folded container, `inner` as below.
+
+    `number` is that of the first block; 0 if there is none.
+    """
 
     first: str
+    number: int
     runs: dict[str, tuple[int, int]]
     inner: bool  # it holds nothing but periods that the folded one stands for
 
@@ -140,8 +144,9 @@ class _Stage:
         runs: dict[str, tuple[int, int]] = {}
         inner = True
         counts: dict[tuple[str, int], int] = {}
+        begins = block_of(names[0], repeats)
         for name in names:
-            block = block_of(name)
+            block = block_of(name, repeats)
             repeat = repeats.get(block.container) if block is not None else None
             period = (block.number - repeat.first) // repeat.period if block and repeat else -3
             if block is None or repeat is None or not -2 <= period <= repeat.times:
@@ -158,13 +163,8 @@ class _Stage:
                     f"{name}.{start} and the {repeats[name].period - 1} blocks behind it repeat "
                     "together: a pipeline cannot be cut between them"
                 )
-        return cls(names[0], runs, inner and len(runs) == 1)
-
-    @property
-    def number(self) -> int:
-        """Of the first block; 0 if there is none."""
-        block = block_of(self.first)
-        return block.number if block is not None else 0
+        number = begins.number if begins is not None else 0
+        return cls(names[0], number, runs, inner and len(runs) == 1)
 
     def equals(self, other: _Stage) -> bool:
         if not (self.inner and other.inner and self.runs.keys() == other.runs.keys()):
