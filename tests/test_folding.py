@@ -13,10 +13,12 @@ from torch import nn
 import autopar
 from autopar.core.constraints import Constraints, assign_mesh
 from autopar.core.folding import unfolded
+from autopar.core.plan import Plan
 from autopar.core.recompute import recomputed
 from autopar.cost_model import Cluster
 from autopar.errors import PlanMismatchError
 from autopar.explain import explain
+from autopar.report.page import page_data
 from autopar.solver.candidates import Candidate
 from autopar.solver.price import Decision, price
 from autopar.solver.read_step import build_step
@@ -389,6 +391,10 @@ def test_pipelines_are_cut_between_layers_of_a_stage(layers: int, ranks: int) ->
     found = autopar.verify(plan, model, inputs)
     assert len(found.gradients) == len(list(model.parameters()))
     assert found.worst[1] < 1e-9
+    assert Plan.from_dict(plan.to_dict()).nested == ("convnext.encoder.stages.1.layers",)
+    shown = {op["block"] for op in page_data(plan)["ops"]}
+    assert "convnext.encoder.stages.1.layers.2" in shown
+    assert "convnext.encoder.stages.1" not in shown
     for name, _ in model.named_parameters():
         told = explain(plan, param=name)
         assert (

@@ -109,6 +109,7 @@ class Plan:
             blocks, or of each run: `{"model.layers.0-10": "full", "model.layers.11-31": "none"}`.
         offload: what stays in host memory between updates: "none" or "optimizer".
         repeats: blocks of `nodes` that stand for others (`parameters` names all of them).
+        nested: as of `TracedModel`: lists of blocks inside of numbered modules.
         precision: of compute, "fp32", "bf16" or "fp16"; `dtypes` are those of the masters.
         pipeline: microbatches and stages, where there are any; `nodes` is empty then, and
             `predicted` is of the rank that takes longest.
@@ -141,6 +142,7 @@ class Plan:
     checkpoint: Checkpoint = "none"
     offload: str = "none"
     repeats: tuple[Repeat, ...] = ()
+    nested: tuple[str, ...] = ()
     precision: str = "fp32"
     pipeline: PipelinePlan | None = None
     reduce_dtype: str | None = None
@@ -367,5 +369,6 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
     fields["fusion"] = tuple(data.get("fusion", ()))
     fields["excerpts"] = excerpts_from(data.get("excerpts", {}))
     fields["repeats"] = tuple(Repeat(**row) for row in data.get("repeats", ()))
+    fields["nested"] = tuple(data.get("nested", ()))
     fields["constraints"] = Constraints.parse(data.get("constraints")).to_dict()
     return fields

@@ -236,7 +236,7 @@ def _ops(group: StageGroup, number: int, plain: bool) -> list[dict[str, Any]]:
 
 def _op(plan: Plan, op: PlannedOp) -> dict[str, Any]:
     chosen = plan.nodes.get(op.name)
-    block = block_of(op.module, {r.container for r in plan.repeats})
+    block = block_of(op.module, plan.nested)
     return {
         "name": op.name,
         "op": op.op,

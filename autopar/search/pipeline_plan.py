@@ -53,6 +53,7 @@ def plan_of_stages(
         constraints=pipeliner.planner.constraints.to_dict(),
         memory_limit_bytes=pipeliner.limit,
         repeats=traced.repeats,
+        nested=traced.nested,
         predicted=clock.predicted,
         solver=_report(plans, slowest, clock.predicted.step_time_s),
         pipeline=PipelinePlan(

@@ -297,6 +297,7 @@ def _as_plan(
         checkpoint=found.checkpoint,
         offload="optimizer" if isinstance(found.search.optimizer, Offloaded) else "none",
         repeats=traced.repeats,
+        nested=traced.nested,
         precision=traced.precision,
         reduce_dtype=traced.reduce_dtype,
         buckets=_buckets(planned),
