@@ -20,7 +20,7 @@ from autopar.codegen.shares import fused_shares
 from autopar.codegen.stages import moved_plan, staged_as_planned
 from autopar.core.apart import split_repeats
 from autopar.core.block_kinds import labels_of
-from autopar.core.blocks import Block
+from autopar.core.blocks import Block, block_of
 from autopar.core.constraints import Constraints
 from autopar.core.folding import every_instance
 from autopar.core.graph import TracedModel, port_names
@@ -112,10 +112,9 @@ def _in_stage(plan: Plan, node: str | None, param: str | None, stage: int | None
 def _with_names(stage: Plan, graph_names: Mapping[str, str]) -> Plan:
     """A stage's plan with the names of its graph, whose blocks are those of an equal stage."""
     for own, name in graph_names.items():
-        mine, twins = own.split("."), name.split(".")
-        for at, (number, other) in enumerate(zip(mine, twins, strict=True)):
-            if number != other:
-                return moved_plan(stage, ".".join(mine[:at]), int(other) - int(number))
+        block, twin = block_of(own, stage.nested), block_of(name, stage.nested)
+        if block is not None and twin is not None and block != twin:
+            return moved_plan(stage, block.container, twin.number - block.number)
     return stage
 
 

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.core.constraints import Constraints, assign_mesh
 from autopar.core.placement import Shard
+from autopar.core.plan import PLAN_VERSION
 from autopar.tracer.diagnose import is_outside
 from tests import handwritten as hw
 from tests.dist import run_ranks, try_ranks
@@ -208,7 +209,7 @@ def other_kinds(rank: int, folder: str) -> list[str]:
         lambda: autopar.load_safetensors(folder, plain),  # type: ignore[arg-type]
         lambda: autopar.save_checkpoint(folder, parallel, step=-1),
         lambda: autopar.save_checkpoint(folder, parallel, step="1"),  # type: ignore[arg-type]
-        lambda: autopar.parallelize(hw.Mlp(), mesh, batch, plan={"version": 4}),  # type: ignore[arg-type]
+        lambda: autopar.parallelize(hw.Mlp(), mesh, batch, plan={"version": PLAN_VERSION}),  # type: ignore[arg-type]
         lambda: autopar.parallelize(hw.Mlp(), mesh, batch, seed="a"),  # type: ignore[arg-type]
     )
     told = []

@@ -139,6 +139,23 @@ def test_no_recomputation_is_planned_where_a_pipeline_is_too_slow_without_any() 
     assert found.predicted.step_time_s >= free.predicted.step_time_s
 
 
+def test_bounds_of_a_pinned_pipeline_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced, pin = stack(8)[2], {"size": 4, "microbatches": 4}
+    gaps = [planned(traced, nodes_apart(1e-6, 1e12), pipeline=pin).solver.gap]
+    monkeypatch.setattr(Shapes, "close_least", lambda *given, **more: None)
+    gaps.append(planned(traced, nodes_apart(1e-6, 1e12), pipeline=pin).solver.gap)
+    assert gaps[0] < 0.02 < 0.05 < gaps[1]
+
+
+def test_reshapes_of_equal_shapes_are_priced_by_their_strides() -> None:
+    """In microbatches of one sample some are views that are copies elsewhere."""
+    ids = torch.ones(8, 16).long()
+    traced = trace(llama(9).train(), {"input_ids": ids, "labels": ids}, fold=True)
+    plan = planned(traced, nodes_apart(1e-6, 1e12), pipeline={"size": 2, "microbatches": 8})
+    assert plan.pipeline is not None
+    assert plan.pipeline.size == 2
+
+
 @pytest.mark.parametrize("share", [1.0, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_stages_of_a_rank_fit_together_though_not_each_at_its_peak(share: float) -> None:
     traced = stack(4, 32)[2]

@@ -22,6 +22,8 @@ from torch.fx.node import map_aggregate
 
 from autopar.core.graph import InputSpec, Repeat, TracedModel, node_info, tensor_meta
 from autopar.core.ops import unsalted
+from autopar.core.reshapes import is_reshape, view_class
+from autopar.core.strategy import op_call
 
 __all__ = ["Block", "Blocks", "block_of", "members_by", "number_in", "renumbered", "section_of"]
 
@@ -235,7 +237,8 @@ class Blocks:
         # first has nothing to add to
         adds = phase == "backward" and node.target is torch.ops.aten.add.Tensor
         wired = map_aggregate((args, dict(node.kwargs)), lambda a: self._wire(block, a, adds))
-        return (str(node.target), shape, phase, str(wired))
+        copies = is_reshape(node.target) and view_class(op_call(node, 1))
+        return (str(node.target), shape, phase, str(wired), copies)
 
     def _wire(self, block: Block, operand: Any, adds: bool) -> Any:
         if not isinstance(operand, fx.Node):

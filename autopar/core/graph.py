@@ -256,6 +256,7 @@ class TracedModel:
         digest = hashlib.sha256(self.fingerprint().encode())
         digest.update(repr((self.training, self.loss_index, self.tied, self.reduce_dtype)).encode())
         digest.update(repr(sorted(self.held_by.items())).encode() if self.held_by else b"")
+        digest.update(repr(self.nested).encode() if self.nested else b"")
         for spec in (*self.inputs, *self.outputs):
             digest.update(repr(spec).encode())
         for node in self.graph.nodes:

@@ -36,7 +36,7 @@ __all__ = [
     "SolverReport",
 ]
 
-PLAN_VERSION = 4
+PLAN_VERSION = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

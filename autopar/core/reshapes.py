@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
 from autopar.core.graph import tensor_meta
 from autopar.core.strategy import OpCall
 
-__all__ = ["rows_are_runs", "view_class"]
+__all__ = ["is_reshape", "rows_are_runs", "view_class"]
 
 aten = torch.ops.aten
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+def is_reshape(target: Any) -> bool:
+    """True for ops whose result is a view where strides allow it, and else a copy."""
+    return target in _RESHAPES
 
 
 def view_class(call: OpCall) -> str:

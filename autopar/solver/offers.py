@@ -15,6 +15,7 @@ from torch import fx
 from autopar.core.fused import FusedShares, Share
 from autopar.core.ops import unsalted
 from autopar.core.placement import Layout
+from autopar.core.reshapes import view_class
 from autopar.core.strategy import OpCall
 from autopar.cost_model import Cluster
 from autopar.solver.candidates import Candidate, Pricer, expand
@@ -124,11 +125,11 @@ class Offers:
 
 
 def likeness(call: OpCall) -> Hashable:
-    """What two ops with the same candidates have in common."""
+    """What two ops with the same candidates and seconds have in common."""
     numbers: dict[fx.Node, int] = {}
     arguments = _plain(unsalted(call.target, call.args), numbers), _plain(call.kwargs, numbers)
     noted = orders_of(call), joined_of(call), facts_of(call)
-    return call.target, arguments, call.operands, call.outputs, noted
+    return call.target, arguments, call.operands, call.outputs, noted, view_class(call)
 
 
 def _plain(value: Any, numbers: dict[fx.Node, int]) -> Hashable:

@@ -273,11 +273,11 @@ class _Finder:
         seed = next(iter(group.members))
         if node.meta.get("phase") != seed.meta.get("phase"):
             return None
-        space = self.put_off[node].space if node in self.put_off else space_of(node)
+        known = self.put_off.get(node)
+        space = space_of(node) if known is None else known.space
         space = None if space is None else _joined(group, node, space)
         if space is None:
             return None
-        known = self.put_off.get(node)
         if known is not None:
             return Group(space, group.members | known.members, group.before | known.before)
         grown = Group(space, {**group.members, node: None}, dict(group.before))
