@@ -619,3 +619,48 @@ def test_a_sum_that_does_not_rise_is_greatest_where_it_begins() -> None:
     steps = [(0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 0.75), (0.9, 0.9)]
     for last, then in steps:
         assert _next((1.0, 1.0), None, last, in_steps=True) == then
+
+
+def test_what_a_glance_proves_too_slow_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = _two_products(mesh_shape=(8,))
+    limit = whole.plan(UNLIMITED).predicted.peak_memory_bytes - 1
+    given: dict[str, Any] = {"memory_limit": limit, "offers": whole.offers}
+    best_s = StepSearch(whole.traced, whole.cluster, **given).run().plan.solver.bound
+    search = StepSearch(whole.traced, whole.cluster, **given)
+    with pytest.raises(NotBelow) as glanced:
+        search.glance(0.1 * best_s)
+    assert 0.1 * best_s <= glanced.value.bound <= best_s
+
+    def asked(*given: Any) -> Least:
+        raise AssertionError("a search that a glance has ended is begun anew")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("autopar.solver.solve.least", asked)
+        with pytest.raises(NotBelow) as searched:
+            search.run(0.1 * best_s)
+    assert searched.value.bound == glanced.value.bound
+    assert search.run(2 * best_s).plan.solver.objective < 2 * best_s  # what it says no more of
+
+
+def test_the_fastest_program_of_those_looked_at_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan that counts least may hide less than one that was simulated on the way to it."""
+    whole = _two_products(mesh_shape=(8,))
+    first = whole.plan(UNLIMITED)
+    pinned = replace(whole, constraints=Constraints(data=8, zero=0), free_s={}, begun={})
+    soon = pinned.plan(UNLIMITED)
+
+    def known(plan: Plan, step_s: float, peak: int = 1) -> tuple[Plan, Plan]:
+        told = replace(plan.predicted, step_time_s=step_s, peak_memory_bytes=peak)
+        return plan, replace(plan, predicted=told)
+
+    first_s = 2 * first.solver.bound
+    whole.programs.extend([known(first, first_s), known(soon, 0.9 * first.solver.bound)])
+    monkeypatch.setattr(OnePiece, "_hidden", lambda self, plan: 1.0)
+    found = whole.best(UNLIMITED, first)
+    assert found.predicted.step_time_s == 0.9 * first.solver.bound
+    assert found.parameters == soon.parameters != first.parameters
+    assert found.constraints == whole.constraints.to_dict()
+    assert found.solver.bound == first.solver.bound
+    # but for what is too large
+    whole.programs[1] = known(soon, 0.9 * first.solver.bound, peak=1 << 50)
+    assert whole._fastest(whole.programs[0][1], 1 << 40).parameters == first.parameters

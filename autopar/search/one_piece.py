@@ -8,7 +8,8 @@ solved with all communication counted, too, and under a limit with nothing else 
 the plan without one hides next to nothing. Where it hides about what was counted on, and is still
 slower than the bound, programs of plain data parallelism are simulated, too, and of what counts
 nearly as little on other meshes: the rule does not know how each overlaps. Where no limit binds,
-data parallelism is looked at in any case.
+data parallelism is looked at in any case. Of all programs the fastest is taken, those that were
+simulated to see what a plan hides among them.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ _DOUBTED = 2 / 3  # less, and what counts least tells little of what is fast
 _SLOWER = 0.01  # than the bound: more, and other programs are looked at
 _NEAR = 0.01  # of what counts least: less, and a plan on another mesh may be faster
 _UNSEEN = 0.03  # of the step: what is not counted, that other programs are thought to have as well
+_FEW = 2  # axes
 _ALL = 1.0  # of what may hide, exposed
 _STAGES = (0, 1, 3)  # of ZeRO
 _TOLD = ("solver", "constraints", "memory_limit_bytes")  # what it does not
@@ -166,9 +168,10 @@ class OnePiece:
         doubts = _Doubts(self._hidden)
         counted = _ALL if plan is None and self._hides_nothing() else EXPOSED
         first = plan or known.plan(limit, counted, doubts=doubts)
-        best, hidden = self._program(first), self._hidden(first)
+        program, hidden = self._program(first), self._hidden(first)
+        best = self._fastest(program, limit)
         is_doubtful = plan is None and hidden < _DOUBTED
-        unseen_s = min(_unseen_s(first, best), _UNSEEN * best.predicted.step_time_s)
+        unseen_s = min(_unseen_s(first, program), _UNSEEN * best.predicted.step_time_s)
         for other in known._others(first, counted, hidden, is_doubtful):
             now_s, most_s, exposed = best.predicted.step_time_s, other.most_s, other.exposed
             near = now_s - unseen_s <= (1 + _SLOWER) * first.solver.bound
@@ -271,6 +274,14 @@ class OnePiece:
         self.programs.append((plan, found))
         return found
 
+    def _fastest(self, found: Plan, limit: int) -> Plan:
+        """A plan with what its program hides, or a faster one of those looked at on the way."""
+        alike = (p for _, p in self.programs if p.solver.exposed == found.solver.exposed)
+        within = (p for p in alike if fits(p, self.cluster, limit))
+        fastest = min((found, *within), key=lambda p: p.predicted.step_time_s)
+        told = replace(fastest, constraints=found.constraints, memory_limit_bytes=limit)
+        return _proved(told, found.solver.bound)
+
     def _hides_nothing(self) -> bool:
         """True where programs without a limit hide next to nothing of what was counted on."""
         free = (p for p, _ in self.programs if p.memory_limit_bytes >= UNLIMITED)
@@ -299,7 +310,10 @@ class OnePiece:
         given = list(reversed(meshes(self.cluster, self.constraints)))
         given = [c for c in given if self.only in (None, c.mesh_shape)]
         least_s = below_s
-        for cluster in sorted(given, key=lambda c: self.free_s.get(c.mesh_shape, 0.0)):
+        free_s = {c.mesh_shape: self.free_s.get(c.mesh_shape, 0.0) for c in given}
+        # many axes are soon done with once they must be below what few have
+        given.sort(key=lambda c: (len(c.mesh_shape) > _FEW, free_s[c.mesh_shape]))
+        for cluster in given:
             search = StepSearch(
                 self.traced,
                 cluster,
@@ -313,7 +327,7 @@ class OnePiece:
                 # neither a limit nor a share that is exposed moves the greatest sum far
                 first=self.told_t.get(cluster.mesh_shape, 0.0) if exposed < _ALL else 0.0,
             )
-            seconds = self.free_s.get(cluster.mesh_shape, 0.0)
+            seconds = free_s[cluster.mesh_shape]
             if limit < UNLIMITED and (glance or len(given) > 1) and seconds < least_s:
                 try:
                     seconds = search.glance(least_s)

@@ -178,6 +178,7 @@ class StepSearch:
         self.first = first
         self._seen: Variant | None = None
         self._has_glanced = self.counts_all
+        self._slow: NotBelow | None = None  # what a glance has told
 
     def glance(self, below_s: float = math.inf) -> float:
         """Seconds of a plan that is soon found (`soon`); infinite if none is.
@@ -186,7 +187,11 @@ class StepSearch:
             InfeasiblePlanError, NotBelow: see `run`.
         """
         self._has_glanced = True
-        self.first, self._seen = promising(self.search.soon, self.exposed, self.first, below_s)
+        try:
+            self.first, self._seen = promising(self.search.soon, self.exposed, self.first, below_s)
+        except NotBelow as error:
+            self._slow = error
+            raise
         self.search.forget_but(self.first)
         best = None if self._seen is None else self._seen.search.memory.best
         return math.inf if best is None else counted_seconds(best.price, self.exposed)
@@ -223,6 +228,8 @@ class StepSearch:
         def mixed(waiting: Found, hidden: Found, t: float) -> Found | None:
             return self.search.mixed(waiting, hidden, t, self.exposed)
 
+        if self._slow is not None and self._slow.bound >= below_s:
+            raise NotBelow(self._slow.bound, self._slow.t)
         if self.counts_all:
             (best, bound, _), t = self.search(ALL, below_s=below_s), 0.0
         else:
