@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,7 +20,7 @@ from autopar.cost_model import (
     profile_names,
 )
 from autopar.cost_model.compute import OP_CLASSES
-from autopar.cost_model.profile import Efficiency, dtype_name
+from autopar.cost_model.profile import Efficiency, Profile, dtype_name
 from autopar.cost_model.timing import fit_line
 
 _DEVICES = [load_profile(name).device for name in profile_names()]
@@ -110,6 +113,37 @@ def test_errors() -> None:
         compute_seconds_array(_DEVICES[0], "conv", "float32", np.array([1.0]), np.array([-1]))
     with pytest.raises(ClusterError, match="peak_fraction"):
         Efficiency(peak_fraction=1.5)
+    with pytest.raises(ClusterError, match="peak_fraction"):
+        Efficiency(peak_fraction=0.5, dtype_fractions={"float8": 0.0})
+    with pytest.raises(ClusterError, match=r"\['int4'\], known dtypes are"):
+        Efficiency(peak_fraction=0.5, dtype_fractions={"int4": 0.5})
+
+
+def test_a_dtype_reaches_its_own_fraction_of_its_peak() -> None:
+    device = replace(
+        _DEVICES[0],
+        curves=(),
+        kernel_overhead_s=0.0,
+        peak_flops={"float32": 1e12, "bfloat16": 2e12, "float8": 4e12},
+        efficiency={
+            **_DEVICES[0].efficiency,
+            "matmul": Efficiency(peak_fraction=0.8, dtype_fractions={"float8": 0.5}),
+        },
+    )
+
+    def seconds(dtype: str) -> float:
+        cost = OpCost(op_class="matmul", flops=8e12, bytes=0, dtype=dtype)
+        return compute_seconds(device, cost)
+
+    assert seconds("bfloat16") == pytest.approx(8 / 2 / 0.8)
+    assert seconds("float8_e4m3fn") == pytest.approx(8 / 4 / 0.5)
+
+
+def test_profiles_keep_their_fractions_in_files() -> None:
+    profile = load_profile("h100-sxm")
+    efficiency = profile.device.efficiency["matmul"]
+    assert efficiency.fraction("float8") < efficiency.fraction("bfloat16")
+    assert Profile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile
 
 
 def test_fit_line_recovers_a_line_and_never_a_negative_intercept() -> None:

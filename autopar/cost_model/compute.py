@@ -1,7 +1,7 @@
 """The seconds of one op on one device: a roofline with saturating efficiency.
 
 For an op with F flops and B bytes read and written, on a device with peak P (FLOP/s for the dtype),
-memory bandwidth W, launch overhead c, and efficiency (f, ρ) per op class::
+memory bandwidth W, launch overhead c, and efficiency (f, ρ) per op class (f per dtype, too)::
 
     seconds = c + max((F / P + ρ_class) / f_class, (B / W + ρ_memory) / f_memory)
 
@@ -136,7 +136,7 @@ def compute_seconds_array(
     if curve is not None:
         memory_s = curve.at(num_bytes)
     else:
-        memory_s = _ramped(device, "memory", num_bytes / device.memory_bandwidth)
+        memory_s = _ramped(device, "memory", dtype, num_bytes / device.memory_bandwidth)
         memory_s = device.kernel_overhead_s + memory_s
     return np.maximum(device.kernel_overhead_s, np.maximum(arithmetic_s, memory_s))
 
@@ -168,7 +168,7 @@ def _arithmetic(device: DeviceProfile, op_class: str, dtype: str, flops: FloatAr
     if curve is not None:
         return curve.at(flops)
     ideal_s = flops / _peak_flops(device, op_class, dtype)
-    return device.kernel_overhead_s + _ramped(device, _law(op_class), ideal_s)
+    return device.kernel_overhead_s + _ramped(device, _law(op_class), dtype, ideal_s)
 
 
 def _law(op_class: str) -> str:
@@ -195,10 +195,10 @@ def _peak_flops(device: DeviceProfile, op_class: str, dtype: str) -> float:
     return min(peak, device.peak("float32")) if _law(op_class) == "memory" else peak
 
 
-def _ramped(device: DeviceProfile, op_class: str, ideal_s: FloatArray) -> FloatArray:
+def _ramped(device: DeviceProfile, op_class: str, dtype: str, ideal_s: FloatArray) -> FloatArray:
     """Seconds at the class's efficiency of work that takes `ideal_s` at peak."""
     efficiency = device.efficiency[op_class]
-    return np.where(ideal_s > 0, (ideal_s + efficiency.ramp_s) / efficiency.peak_fraction, 0.0)
+    return np.where(ideal_s > 0, (ideal_s + efficiency.ramp_s) / efficiency.fraction(dtype), 0.0)
 
 
 def _check_class(op_class: str) -> None:

@@ -70,17 +70,29 @@ class Efficiency:
     Attributes:
         peak_fraction: fraction of peak that large ops reach, in (0, 1].
         ramp_s: seconds at peak at which half of that is reached (tile and wave quantisation).
+        dtype_fractions: in place of `peak_fraction`, by the name of a dtype that reaches another
+            part of its own peak.
     """
 
     peak_fraction: float
     ramp_s: float = 0.0
+    dtype_fractions: Mapping[str, float] = field(hash=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        fractions = (self.peak_fraction, *self.dtype_fractions.values())
         _require(
-            0 < self.peak_fraction <= 1 and self.ramp_s >= 0,
-            f"efficiency needs 0 < peak_fraction <= 1 and ramp_s >= 0, got {self.peak_fraction} "
-            f"and {self.ramp_s}",
+            all(0 < fraction <= 1 for fraction in fractions) and self.ramp_s >= 0,
+            f"efficiency needs 0 < peak_fraction <= 1 and ramp_s >= 0, got {fractions} and "
+            f"{self.ramp_s}",
         )
+        unknown = sorted(set(self.dtype_fractions) - set(_DTYPES))
+        _require(
+            not unknown, f"efficiency: dtype_fractions has {unknown}, known dtypes are {_DTYPES}"
+        )
+
+    def fraction(self, dtype: object) -> float:
+        """Fraction of a dtype's peak that large ops reach."""
+        return self.dtype_fractions.get(dtype_name(dtype), self.peak_fraction)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
