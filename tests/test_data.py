@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 from collections import UserDict
 from collections.abc import Iterator
 from typing import Any
@@ -95,6 +96,74 @@ def odd_batches(rank: int) -> float:
 def test_no_row_of_an_odd_batch_is_lost() -> None:
     for apart in run_ranks(odd_batches, 2):
         assert apart < 1e-12
+
+
+def last_batch(rank: int, samples: int, workers: int) -> tuple[float, list[tuple[int, ...]]]:
+    """As `odd_batches`, with a last batch that is smaller; and the shapes of this rank's parts."""
+    multiprocessing.current_process()._config["daemon"] = False  # which may have no workers
+    torch.manual_seed(0)
+    single = hw.Mlp().double()
+    parallel = autopar.parallelize(
+        copy.deepcopy(single),
+        init_device_mesh("cpu", (2,)),
+        default_collate(ROWS[:4]),
+        constraints={"data": 2},
+    )
+    loader = DataLoader(ROWS[:samples], batch_size=4, num_workers=workers)
+    for batch in loader:
+        loss_of(single, batch).backward()
+    held = []
+    for batch in parallel.shard_dataloader(loader):
+        x = batch["x"]
+        held.append(tuple(getattr(x, "_local_tensor", x).shape))
+        parallel.train_step(**batch)
+    expected = dict(single.named_parameters())
+    apart = max(
+        float((p.grad.full_tensor() - expected[name].grad).abs().max())
+        for name, p in parallel.named_parameters()
+    )
+    return apart, held
+
+
+@pytest.mark.parametrize(
+    ("samples", "workers", "last"), [(6, 0, (1, 16)), (6, 1, (1, 16)), (7, 0, (3, 16))]
+)
+def test_a_last_batch_of_another_size_is_read_whole(
+    samples: int, workers: int, last: tuple[int, ...]
+) -> None:
+    for apart, held in run_ranks(last_batch, 2, samples, workers):
+        assert apart < 1e-12
+        assert held == [(2, 16), last]
+
+
+def with_scale(rows: list[Any]) -> dict[str, Any]:
+    """A batch with a tensor that is of no sample."""
+    return {**default_collate(rows), "scale": torch.ones(1, 3)}
+
+
+def packed(rows: list[Any]) -> dict[str, Any]:
+    """A batch with offsets of its samples, of which there is one more."""
+    return {**default_collate(rows), "offsets": torch.arange(len(rows) + 1)}
+
+
+def collated_otherwise(rank: int) -> tuple[list[tuple[int, ...]], str]:
+    parallel = autopar.parallelize(
+        hw.Mlp().double(),
+        init_device_mesh("cpu", (2,)),
+        default_collate(ROWS),
+        constraints={"data": 2},
+    )
+    loader = DataLoader(ROWS, batch_size=8, collate_fn=with_scale)
+    shapes = [tuple(v.shape) for batch in parallel.shard_dataloader(loader) for v in batch.values()]
+    with pytest.raises(autopar.AutoparError) as caught:
+        next(iter(parallel.shard_dataloader(DataLoader(ROWS, batch_size=8, collate_fn=packed))))
+    return shapes, str(caught.value)
+
+
+def test_tensors_that_are_not_of_samples() -> None:
+    for shapes, message in run_ranks(collated_otherwise, 2):
+        assert shapes == [(8, 16), (8,), (1, 3)]
+        assert "shape [5], made of the 4 samples" in message
 
 
 def shuffled(rank: int, constraints: Any) -> list[float]:

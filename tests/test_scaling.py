@@ -155,6 +155,41 @@ def test_torchs_scaler_skips_a_step_on_all_ranks_too(constraints: Any, fused: bo
         assert changed == [True, False, False, True]
 
 
+def small_gradients(rank: int) -> None:
+    """Gradients too small for fp16, unless a step in microbatches is scaled from its start."""
+    torch.manual_seed(0)
+    model, inputs = zoo.gpt2(layers=2)
+    parallel = autopar.parallelize(
+        model.train(),
+        init_device_mesh("cpu", (2,)),
+        inputs,
+        constraints={"pipeline": {"size": 2, "microbatches": 2}},
+        precision="fp16",
+    )
+
+    def gradients(scaler: Any) -> list[torch.Tensor]:
+        parallel.zero_grad()
+        loss = parallel(**inputs).loss
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        return [p.grad.to_local().clone() for p in parallel.parameters()]
+
+    ours = autopar.LossScaler(parallel, initial_scale=2.0**13)
+    expected = gradients(ours)
+    parallel.loss_scaler = None
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13)
+    gradients(scaler)  # which tells the module that there is a scaler
+    for found, wanted in zip(gradients(scaler), expected, strict=True):
+        assert torch.equal(found, wanted)
+    gradients(None)  # of a step that is scaled for the last time
+    assert parallel.torch_scaler is None
+    unscaled = gradients(None)
+    assert sum(int((g != 0).sum()) for g in unscaled) < sum(int((e != 0).sum()) for e in expected)
+
+
+def test_torchs_scaler_scales_microbatches_from_their_start() -> None:
+    run_ranks(small_gradients, 2)
+
+
 def accumulated(rank: int, constraints: Any) -> None:
     parallel = parallel_mlp(4, constraints)
     batches = [hw.vectors(), {k: v[:4] for k, v in hw.vectors(16).items()}, hw.vectors(24)]

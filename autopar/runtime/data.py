@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import operator
+from collections import deque
 from collections.abc import Iterable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -30,11 +31,16 @@ __all__ = ["ShardedLoader"]
 class _RowsOfBatches:
     """A batch sampler that keeps this rank's rows of each global batch, or all of them.
 
+    A batch of another size, such as the last one, is kept whole.
+
     Args:
         batches: indices of the samples of each.
         rows: this rank's; None for all.
         batch_size: samples of a batch.
         seed: of the order, where nothing else seeds it.
+
+    Attributes:
+        read_whole: of the latest iterator, for each batch that it has given out.
     """
 
     def __init__(
@@ -44,6 +50,7 @@ class _RowsOfBatches:
         self.rows = rows
         self.batch_size = batch_size
         self.seed = seed
+        self.read_whole: deque[bool] = deque()
 
     def _same_order(self) -> Iterator[list[int]]:
         """The batches; a sampler without a generator of its own is seeded alike on all ranks."""
@@ -57,16 +64,14 @@ class _RowsOfBatches:
             yield from batches
 
     def __iter__(self) -> Iterator[list[int]]:
+        self.read_whole = deque()  # of this iterator, which may read ahead of its user
+        return self._kept(self.read_whole)
+
+    def _kept(self, read_whole: deque[bool]) -> Iterator[list[int]]:
         for batch in self._same_order():
-            if self.rows is None:
-                yield batch
-                continue
-            if len(batch) != self.batch_size:
-                raise AutoparError(
-                    f"a batch has {len(batch)} samples and others {self.batch_size}, so that ranks "
-                    "cannot read their rows alone: use drop_last=True in the DataLoader"
-                )
-            yield [batch[int(row)] for row in self.rows]
+            rows = self.rows if len(batch) == self.batch_size else None
+            read_whole.append(rows is None)
+            yield batch if rows is None else [batch[int(row)] for row in rows]
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]
@@ -94,7 +99,9 @@ class ShardedLoader:
     """Iterates a loader's batches as this rank's shares, wrapped as DTensors.
 
     A `DataLoader` over a map-style dataset is rebuilt so that other ranks' samples are never
-    read, unless its batches do not split evenly. A sampler with a generator of its own must have it
+    read, but in batches that do not split evenly, or are of another size than the others. Its
+    `collate_fn` then sees this rank's samples alone, so it must not pad to the longest of them. A
+    sampler with a generator of its own must have it
     seeded alike on every rank; one without is seeded so here. Any other iterable is read whole and
     cut.
     """
@@ -103,9 +110,10 @@ class ShardedLoader:
         self.module = module
         self.source = loader
         self._common = self._row_layout()
-        self._whole = True
+        self._sampler: _RowsOfBatches | None = None
         if _picks_samples(loader):
-            self.source = self._rebuilt(loader)
+            self._sampler = self._rows_of(loader)
+            self.source = _rebuilt(loader, self._sampler)
 
     @property
     def _parts(self) -> int:
@@ -150,62 +158,82 @@ class ShardedLoader:
         )
         return layout if split else None
 
-    def _rebuilt(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """The loader in the same order on all ranks, of this rank's rows where they are even."""
+    def _rows_of(self, loader: DataLoader[Any]) -> _RowsOfBatches:
+        """The loader's batches in one order on all ranks, of this rank's rows where even."""
         batch_size = loader.batch_size or len(next(iter(loader.batch_sampler)))  # type: ignore[arg-type]
         rows: Tensor | None = None
         if self._common is not None and batch_size % self._parts == 0:
             mesh_shape, coords = self.module.plan.mesh_shape, self.module.coords
             rows = shard_index([batch_size], self._common, mesh_shape, coords)[0]
-            self._whole = False
         batches: Any = loader.batch_sampler
-        return DataLoader(
-            loader.dataset,
-            batch_sampler=_RowsOfBatches(batches, rows, batch_size, self.module._seed),
-            num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            worker_init_fn=loader.worker_init_fn,
-            timeout=loader.timeout,
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
-            multiprocessing_context=loader.multiprocessing_context,
-            generator=loader.generator,  # drawn from before the sampler draws
-        )
+        return _RowsOfBatches(batches, rows, batch_size, self.module._seed)
 
     def __len__(self) -> int:
         return len(self.source)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self.source:
+        batches = iter(self.source)
+        read_whole = self._sampler.read_whole if self._sampler is not None else None
+        for batch in batches:
             register_dataclasses(batch)
-            yield self._shares(batch)
+            yield self._shares(batch, read_whole is None or read_whole.popleft())
 
-    def _shares(self, batch: Any) -> Any:
+    def _shares(self, batch: Any, whole: bool) -> Any:
         """A batch whose tensors are DTensors, in any containers that torch or Python knows."""
 
         def share(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
-                return self._share(leaf)
+                return self._share(leaf) if whole else self._joined(leaf)
             if not isinstance(leaf, MutableMapping):
                 return leaf
             made = copy.copy(leaf)  # such as what a tokenizer returns, which torch takes for a leaf
-            made.update({key: self._shares(value) for key, value in leaf.items()})
+            made.update({key: self._shares(value, whole) for key, value in leaf.items()})
             return made
 
         return pytree.tree_map(share, batch)
 
     def _share(self, value: Tensor) -> Tensor:
+        """This rank's rows of a tensor of the whole batch."""
         layout, parts = self._common, self._parts
-        if layout is None or parts == 1 or not value.dim():
+        # an odd batch is handed on: its step is planned anew
+        if layout is None or parts == 1 or not value.dim() or value.shape[0] % parts:
             return value
-        if self._whole and value.shape[0] % parts:  # an odd batch: its step is planned anew
+        local = take_shard(value, layout, self.module.plan.mesh_shape, self.module.coords)
+        return self._on_mesh(local, tuple(value.shape))
+
+    def _joined(self, value: Tensor) -> Tensor:
+        """The tensor that this rank's rows and the other ranks' make up."""
+        assert self._sampler is not None and self._sampler.rows is not None
+        read = len(self._sampler.rows)
+        if not value.dim() or (value.shape[0] == 1 != read):  # of no sample: the same on all ranks
             return value
-        local = value
-        shape = list(value.shape)
-        if self._whole:
-            local = take_shard(value, layout, self.module.plan.mesh_shape, self.module.coords)
-        else:
-            shape[0] *= parts
+        if value.shape[0] != read:
+            raise AutoparError(
+                f"a batch has a tensor of shape {list(value.shape)}, made of the {read} samples "
+                "that this rank reads, so that ranks' tensors do not make up the whole batch's: "
+                "give each sample a row of it, or pass an iterable of whole batches"
+            )
+        return self._on_mesh(value, (read * self._parts, *value.shape[1:]))
+
+    def _on_mesh(self, local: Tensor, shape: tuple[int, ...]) -> Tensor:
+        assert self._common is not None
         local = local.to(torch.device(self.module.mesh.device_type))
-        return to_dtensor(local, tuple(shape), layout, self.module.mesh)
+        return to_dtensor(local, shape, self._common, self.module.mesh)
+
+
+def _rebuilt(loader: DataLoader[Any], sampler: _RowsOfBatches) -> DataLoader[Any]:
+    """The loader with another sampler."""
+    batches: Any = sampler
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=batches,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        worker_init_fn=loader.worker_init_fn,
+        timeout=loader.timeout,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,  # drawn from before the sampler draws
+    )

@@ -35,7 +35,8 @@ def run_microbatches(module: ParallelModule, step: PipelinedStep, args: Any, kwa
     """Run all microbatches forward and backward; `loss.backward()` then hands out the gradients."""
     check_has_loss(step.traced)
     # scaled from the start: half-precision gradients would underflow on their way
-    scaler = module.loss_scaler
+    scaler = module.loss_scaler or module.torch_scaler
+    module.torch_scaler = None  # it will scale this loss, too, or is no longer used
     tangent = scaler.get_scale() if scaler is not None else 1.0
     whole = whole_values(module, step, args, kwargs, tangent)
     with (
@@ -64,7 +65,7 @@ def run_microbatches(module: ParallelModule, step: PipelinedStep, args: Any, kwa
         # it requires a gradient on ranks too whose stages have no trainable parameter
         anchor = torch.zeros((), requires_grad=True)
         outputs[index] = MicrobatchedFunction.apply(
-            outputs[index], tangent, gradients, anchor, *parameters
+            outputs[index], module, tangent, gradients, anchor, *parameters
         )
     return pytree.tree_unflatten(outputs, step.traced.out_spec)
 
@@ -76,11 +77,13 @@ class MicrobatchedFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         loss: Tensor,
+        module: ParallelModule,
         tangent: float,
         gradients: Sequence[Tensor | None],
         anchor: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
+        ctx.scaled_module = module  # see `amp_scaler.py`
         ctx.tangent = tangent
         ctx.gradients = list(gradients)
         return loss
@@ -94,7 +97,7 @@ class MicrobatchedFunction(torch.autograd.Function):
         factor = float(whole_gradient(grad)) / ctx.tangent
         if factor != 1.0:
             gradients = [None if g is None else g * factor for g in gradients]
-        return (None, None, None, None, *gradients)
+        return (None, None, None, None, None, *gradients)
 
 
 def whole_values(

@@ -21,7 +21,7 @@ from autopar.core.grad_modes import outside_inference_mode
 from autopar.core.loss import position_of_loss
 from autopar.core.plan import Plan
 from autopar.errors import AutoparError
-from autopar.runtime.amp_scaler import agree_on_overflows
+from autopar.runtime.amp_scaler import go_with_amp
 from autopar.runtime.asked_values import AskedValues
 from autopar.runtime.autocast import check_autocast, outside_autocast
 from autopar.runtime.children import adopt, as_in, modes
@@ -78,7 +78,7 @@ class ParallelModule(StateModule):
     ) -> None:
         super().__init__(model)
         go_plain_ways()
-        agree_on_overflows()
+        go_with_amp()
         self._compile = compile_step
         self._materialize = materialize
         self._steps: dict[Any, CompiledStep | PipelinedStep] = {}
@@ -94,6 +94,7 @@ class ParallelModule(StateModule):
         self._fixed: FixedValues | None = None
         self._asked = AskedValues()
         self.loss_scaler: LossScaler | None = None
+        self.torch_scaler: torch.amp.GradScaler | None = None  # of the last loss in microbatches
         self.pending_save: SaveHandle | None = None
         adopt(self, model)
 
