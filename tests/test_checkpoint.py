@@ -166,6 +166,8 @@ def load_only(path: str, kind: str, made: dict[str, Any]) -> None:
         optimizer = torch.optim.AdamW(list(parallel.parameters())[1:])
     if kind == "sgd":
         optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    if kind == "adam":  # it has the options of AdamW, and would decay weights as that does
+        optimizer = torch.optim.Adam(parallel.parameters())
     if kind == "two groups":
         first, *rest = parallel.parameters()
         optimizer = torch.optim.AdamW([{"params": [first]}, {"params": rest}])
@@ -254,7 +256,8 @@ MISFITS = {
     "shallower": r"has not, 4 tensors: layers\.1",
     "groups": "not the module's",
     "fewer": r"optimizer state of layers\.0\.0\.weight",
-    "sgd": "is of AdamW, whose options lack dampening, momentum, nesterov of SGD",
+    "sgd": "is of AdamW, and the optimizer is SGD",
+    "adam": "is of AdamW, and the optimizer is Adam",
     "two groups": "has 2 parameter groups, the checkpoint 1",
     "schedule": "the LambdaLR does not take the state of the scheduler that was saved",
     "scaler": "saved without scaler=",
@@ -362,6 +365,22 @@ def test_saving_meanwhile_and_saving_again(tmp_path: Path) -> None:
     folders = sorted(p.name for p in tmp_path.iterdir() if p.is_dir())
     assert folders == ["step-00000001.2", "step-00000002.2"]
     assert (tmp_path / "latest").read_text() == "step-00000001.2"
+
+
+def loading_at_once(rank: int, path: str) -> list[int]:
+    """Steps that are loaded behind a save that has just begun."""
+    parallel, optimizer = small()
+    found = []
+    for step in (1, 2, 2):
+        autopar.save_checkpoint(path, parallel, optimizer, step=step, asynchronous=True)
+        found.append(autopar.load_checkpoint(path, parallel, optimizer).step)
+    return found
+
+
+def test_loading_waits_for_a_save(tmp_path: Path) -> None:
+    (tmp_path / "step-00000002.bak").mkdir()  # somebody's own
+    assert run_ranks(loading_at_once, 2, str(tmp_path)) == [[1, 2, 2]] * 2
+    assert (tmp_path / "step-00000002.bak").exists()
 
 
 OPTIMIZERS: dict[str, Any] = {

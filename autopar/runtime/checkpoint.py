@@ -15,7 +15,7 @@ from __future__ import annotations
 import io
 import shutil
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,11 @@ class SaveHandle:
     def done(self) -> bool:
         """True when the save has ended, whether or not it succeeded."""
         return self._future is None or self._future.done()
+
+    def wait(self) -> None:
+        """Wait until the save has ended, whether or not it succeeded."""
+        if self._future is not None:
+            wait([self._future])
 
     def result(self, timeout_s: float | None = None) -> Path:
         """Wait until the save has ended, and return its folder.
@@ -267,5 +272,6 @@ def _commit(root: Path, part: Path, final: Path, step: int) -> None:
 def of_step(root: Path, step: int) -> list[Path]:
     """Checkpoints of a step, the newest first."""
     name = f"step-{step:08d}"
-    numbered = {1: root / name, **{int(p.suffix[1:]): p for p in root.glob(f"{name}.*")}}
+    twins = (p for p in root.glob(f"{name}.*") if p.suffix[1:].isdigit())
+    numbered = {1: root / name, **{int(p.suffix[1:]): p for p in twins}}
     return [numbered[n] for n in sorted(numbered, reverse=True) if numbered[n].exists()]

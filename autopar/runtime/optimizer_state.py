@@ -104,13 +104,23 @@ def _check_same_options(
         )
     for number, (group, same) in enumerate(zip(first, other, strict=True)):
         for key, value in group["options"].items():
-            theirs = same["options"].get(key)
-            if isinstance(value, int | float) and value == value and theirs != value:
+            ours, theirs = _numbers(value), _numbers(same["options"].get(key))
+            if ours is not None and ours == ours and theirs != ours:
                 raise CheckpointError(
-                    f"{key} of group {number} of the optimizer is {value} on rank 0 and {theirs} "
+                    f"{key} of group {number} of the optimizer is {ours} on rank 0 and {theirs} "
                     f"on rank {rank}: each rank has updated its shares of the parameters with its "
                     "own. Set the same options on every rank"
                 )
+
+
+def _numbers(option: Any) -> Any:
+    """An option that ranks compare, as numbers: also a pair of betas, or a rate in a tensor."""
+    if isinstance(option, Tensor):
+        return option.item() if option.numel() == 1 else None
+    if isinstance(option, tuple | list):
+        found = tuple(_numbers(part) for part in option)
+        return None if None in found else found
+    return option if isinstance(option, int | float) else None
 
 
 def targets(
@@ -183,12 +193,10 @@ def check(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, An
     """
     groups, mine = saved["groups"], type(optimizer).__name__
     theirs = saved.get("class", mine)
-    options = {key for group in groups for key in group["options"]}
-    missing = sorted(optimizer.defaults.keys() - options)
-    if missing and theirs != mine:  # its own class fills in what an earlier version did not have
+    if theirs != mine:  # it would take over options that make it the other one, or lack some
         raise CheckpointError(
-            f"the checkpoint is of {theirs}, whose options lack {', '.join(missing)} of {mine}: "
-            f"make an optimizer of that class, or leave optimizer= and scheduler= out"
+            f"the checkpoint is of {theirs}, and the optimizer is {mine}: make an optimizer of "
+            "that class, or leave optimizer= and scheduler= out"
         )
     if len(groups) != len(optimizer.param_groups):
         raise CheckpointError(

@@ -79,6 +79,8 @@ def load_checkpoint(
             are damaged; on every rank. Nothing is changed, unless reading itself failed.
     """
     check_parallel(module)
+    if module.pending_save is not None:
+        module.pending_save.wait()  # it may be the latest
     failure: Exception | None = None
     ready: _Ready | None = None
     try:
