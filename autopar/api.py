@@ -20,9 +20,9 @@ from autopar.core import extensions
 from autopar.core.constraints import NO_PIPELINE, Constraints
 from autopar.core.made_for import check_is_plan
 from autopar.core.plan import Plan
-from autopar.core.units import parse_bytes
+from autopar.core.units import format_bytes, parse_bytes
 from autopar.cost_model import Cluster
-from autopar.cost_model.memory import check_optimizer
+from autopar.cost_model.memory import check_optimizer, optimizer_text
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.planning import Planner, Settings, traced_for
 from autopar.runtime.agree import agree
@@ -172,7 +172,8 @@ def parallelize(
         model: an unmodified module. If it has values, those of the mesh's first rank are sharded;
             on the meta device, each rank initialises only what it holds.
         mesh: device mesh with any number of axes that covers the whole world.
-        example_inputs: the global batch, as for `autopar.plan`; default: the first call plans.
+        example_inputs: the global batch, as for `autopar.plan`; default: the first call plans,
+            and never a pipeline, as what a rank of one holds must be known before.
         constraints, memory_limit, optimizer, loss_fn, cache: as for `autopar.plan`.
         precision, reduce_dtype: as for `autopar.plan`; a given `plan` brings its own.
         plan: use this plan, or the one in this file, instead of solving.
@@ -195,7 +196,8 @@ def parallelize(
     Raises:
         AutoparError: the mesh does not cover the world, a parameter is on the wrong device, ranks
             hold different models, or another argument is not what it must be.
-        PlanMismatchError: `plan` is for another model, mesh, input or precision.
+        PlanMismatchError: `plan` is for another model, mesh, input or precision, was made under
+            other constraints, or needs more than `memory_limit`.
         TraceError, ConstraintError, InfeasiblePlanError: as for `autopar.plan`.
     """
     _check_arguments(model, mesh)
@@ -205,8 +207,15 @@ def parallelize(
     check_backend(backend)
     check_optimizer(optimizer)
     _check_world(mesh)
-    dtypes = (precision, reduce_dtype)
-    given, parsed, base = _agreed_settings(model, mesh, plan, constraints, seed, dtypes, passes)
+    equal = {
+        "precision": precision,
+        "reduce_dtype": reduce_dtype,
+        "memory_limit": limit,
+        "optimizer": optimizer_text(optimizer),
+        "backend": backend,
+        "passes": passes,
+    }
+    given, parsed, base = _agreed_settings(model, mesh, plan, constraints, seed, equal)
     guard_optimizers(model)
     if given is not None:
         precision, reduce_dtype = given.precision, given.reduce_dtype
@@ -302,10 +311,14 @@ def _agreed_settings(
     plan: Plan | str | Path | None,
     constraints: ConstraintsLike,
     seed: int | None,
-    dtypes: tuple[str | None, str | None],
-    passes: Collection[str] | None,
+    equal: Mapping[str, Any],
 ) -> tuple[Plan | None, Constraints, int]:
-    """Plan, constraints and seed; all ranks stop where one has an error or another model."""
+    """Plan, constraints and seed; all ranks stop where one has an error or another model.
+
+    Args:
+        model, mesh, plan, constraints, seed: as for `parallelize`.
+        equal: other settings, by name, which must be the same on every rank.
+    """
     given: Plan | None = None
     parsed = Constraints()
     failure: Exception | None = None
@@ -320,19 +333,18 @@ def _agreed_settings(
         if seed is not None and not isinstance(seed, Integral):
             raise AutoparError(f"seed={seed!r} must be a whole number")
         parsed = Constraints.parse(constraints)
-        low_dtype(dtypes[0])
-        sum_dtype(dtypes[1])
-        check_passes(passes)
-        _check_precision(given, *dtypes)
+        low_dtype(equal["precision"])
+        sum_dtype(equal["reduce_dtype"])
+        check_passes(equal["passes"])
+        _check_given(given, parsed, equal)
         extended = extensions.digest()
-    except (AutoparError, OSError) as error:
+    except Exception as error:  # whatever it is, the other ranks must hear of it
         failure = error
     if given is not None:
         mine["the plan"] = given.digest()
     mine["the constraints"] = parsed.to_dict()
-    mine["the precision"], mine["reduce_dtype"] = dtypes
+    mine |= {f"the {name}": value for name, value in equal.items()}
     mine["what extends autopar"] = extended
-    mine["the passes"] = None if passes is None else sorted(passes)
     agree(failure, mine, "parallelize a model")
     box = [(torch.initial_seed() if seed is None else seed) % (1 << 48)]
     if mesh.size() > 1:
@@ -347,14 +359,25 @@ def _loaded(plan: Plan | str | Path | None) -> Plan | None:
     return found
 
 
-def _check_precision(given: Plan | None, precision: str | None, reduce_dtype: str | None) -> None:
-    if given is not None and reduce_dtype not in (None, given.reduce_dtype):
+def _check_given(given: Plan | None, constraints: Constraints, asked: Mapping[str, Any]) -> None:
+    """A plan that is given is used as it is: what else is asked for must hold of it."""
+    if given is None:
+        return
+    for name in ("reduce_dtype", "precision"):
+        if asked[name] not in (None, getattr(given, name)):
+            raise PlanMismatchError(
+                f"the plan has {name} {getattr(given, name)}, not {asked[name]}: plan again, or "
+                f"leave {name}= out"
+            )
+    pinned = constraints.to_dict()
+    if pinned not in (Constraints().to_dict(), given.constraints):
         raise PlanMismatchError(
-            f"the plan has reduce_dtype {given.reduce_dtype}, not {reduce_dtype}: plan again, or "
-            "leave reduce_dtype= out"
+            f"the plan was made under the constraints {dict(given.constraints)}, not {pinned}: "
+            "plan again, or leave constraints= out"
         )
-    if given is not None and precision not in (None, given.precision):
+    peak, limit = given.predicted.peak_memory_bytes, asked["memory_limit"]
+    if limit is not None and peak > limit:
         raise PlanMismatchError(
-            f"the plan computes in {given.precision}, not in {precision}: plan again, or leave "
-            "precision= out"
+            f"the plan needs {format_bytes(peak)} on each device, more than the memory_limit of "
+            f"{format_bytes(limit)}: plan again under that limit"
         )

@@ -21,7 +21,7 @@ from autopar.core import extensions
 from autopar.core.constraints import Constraints
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
-from autopar.cost_model import Cluster, optimizer_state_bytes
+from autopar.cost_model import Cluster, optimizer_state_bytes, optimizer_text
 from autopar.errors import PlanMismatchError
 
 __all__ = ["PlanCache", "cache_directory"]
@@ -65,13 +65,12 @@ class PlanCache:
         fusion: Collection[str] = (),
     ) -> str:
         """Hash of all that a plan depends on."""
-        kind = optimizer if isinstance(optimizer, (str, type)) else type(optimizer)
         parts = {
             "graph": traced.digest(),
             "cluster": cluster.to_dict(),
             "constraints": constraints.to_dict(),
             "limit": memory_limit,
-            "optimizer": [str(kind), optimizer_state_bytes(optimizer, 1 << 20)],
+            "optimizer": [optimizer_text(optimizer), optimizer_state_bytes(optimizer, 1 << 20)],
             "fusion": sorted(fusion),
             "torch": torch.__version__,
             "autopar": _sources(),

@@ -304,6 +304,8 @@ class Planner:
         if self.first is None:
             return self._solved(traced, described, self.settings.constraints)
         described, like = _like(self.first, described, traced.training)
+        if traced.training:
+            like = replace(like, checkpoint=self.settings.constraints.checkpoint)
         if like.pipeline is None or not traced.training:
             return self._solved(traced, described, like)
         refused: ConstraintError | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -65,9 +66,11 @@ def test_whatever_matters_is_in_the_key() -> None:
         cache.key(traced, TWO, Constraints.parse({"data": 2}), None, "adamw"),
         cache.key(traced, TWO, Constraints(), 1 << 20, "adamw"),
         cache.key(traced, TWO, Constraints(), None, "sgd"),
-        cache.key(traced, TWO, Constraints(), None, torch.optim.SGD),
+        cache.key(traced, TWO, Constraints(), None, partial(torch.optim.SGD, momentum=0.9)),
+        cache.key(traced, TWO, Constraints(), None, partial(torch.optim.RAdam, lr=0.1)),
     }
-    assert len(keys) == 9
+    assert len(keys) == 10
+    assert cache.key(traced, TWO, Constraints(), None, torch.optim.SGD) in keys  # it is "sgd"
     assert cache.key(trace(Net(), X, training=True), *base[1:]) == cache.key(*base)
 
 

@@ -14,8 +14,11 @@ from autopar.cost_model import (
     ScheduledOp,
     dtype_bytes,
     optimizer_state_bytes,
+    optimizer_text,
     peak_bytes,
 )
+from autopar.cost_model.memory import check_optimizer
+from autopar.errors import AutoparError
 
 
 @st.composite
@@ -120,6 +123,23 @@ def test_optimizer_states_are_torchs_own(make, shape: tuple[int, ...]) -> None:
     for form in (make, optimizer):
         got = optimizer_state_bytes(form, parameter.numel(), torch.float32, shape=shape)
         assert got == held
+
+
+def test_an_optimizer_as_text_counts_as_much() -> None:
+    for optimizer in (
+        partial(torch.optim.SGD, momentum=0.9),
+        partial(torch.optim.SGD, momentum=0.0),
+        partial(torch.optim.Adam, amsgrad=True),
+        partial(torch.optim.RMSprop, centered=True, momentum=0.1),
+        torch.optim.AdamW,
+    ):
+        text = optimizer_text(optimizer)
+        check_optimizer(text)
+        assert optimizer_text(text) == text
+        assert optimizer_state_bytes(text, 1000) == optimizer_state_bytes(optimizer, 1000)
+    assert optimizer_text(partial(torch.optim.SGD, momentum=0.9)) == "sgd(momentum)"
+    with pytest.raises(AutoparError, match=r"'sgd\(amsgrad\)' is unknown"):
+        check_optimizer("sgd(amsgrad)")
 
 
 def test_optimizers_by_name() -> None:

@@ -50,7 +50,6 @@ def tiny_plan() -> Plan:
             comm_bytes=(),
         ),
         solver=SolverReport(
-            status="optimal",
             objective=1.0,
             bound=1.0,
             gap=0.0,

@@ -213,7 +213,7 @@ def _without_seconds(value: Any) -> Any:
         return [_without_seconds(v) for v in value]
     if not isinstance(value, dict):
         return value
-    report = set(value) == set(SolverReport.__dataclass_fields__)
+    report = set(value) == {"status", *SolverReport.__dataclass_fields__}
     return {k: _without_seconds(v) for k, v in value.items() if not (report and k == "seconds")}
 
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.core.plan import Plan
 from tests import handwritten as hw
-from tests.dist import RankError, try_ranks
+from tests.dist import RankError, run_ranks, try_ranks
 
 
 def cluster(devices: int = 4) -> Any:
@@ -82,6 +82,26 @@ def test_plan_of_another_model(saved: Path, layers: int, width: int, word: str) 
     for outcome in try_ranks(use_plan, 2, str(saved), layers, width):
         assert isinstance(outcome, RankError) and outcome.kind == "PlanMismatchError"
         assert word in outcome.message
+
+
+def use_otherwise(rank: int, path: str, settings: dict[str, Any]) -> str:
+    model, mesh = hw.Mlp(), init_device_mesh("cpu", (2,))
+    autopar.parallelize(model, mesh, hw.vectors(), plan=path, constraints={"data": 2})
+    with pytest.raises(autopar.PlanMismatchError) as caught:
+        autopar.parallelize(model, mesh, hw.vectors(), plan=path, **settings)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"constraints": {"data": 2, "zero": 3}}, "leave constraints= out"),
+        ({"memory_limit": "2 KiB"}, "more than the memory_limit of 2.00 KiB"),
+    ],
+)
+def test_a_plan_that_was_made_otherwise(saved: Path, settings: dict[str, Any], words: str) -> None:
+    for message in run_ranks(use_otherwise, 2, str(saved), settings):
+        assert words in message
 
 
 class Block(nn.Module):

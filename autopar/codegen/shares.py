@@ -67,7 +67,7 @@ def _single_device(traced: TracedModel) -> Plan:
         step_time_s=0.0, compute_time_s=0.0, comm_time_s=0.0, peak_memory_bytes=0, memory={},
         comm_bytes=(),
     )  # fmt: skip
-    unsolved = SolverReport(status="", objective=0.0, bound=0.0, gap=0.0, seconds=0.0,
+    unsolved = SolverReport(objective=0.0, bound=0.0, gap=0.0, seconds=0.0,
                             variables=0, constraints=0)  # fmt: skip
     return Plan(
         fingerprint="", mesh_shape=(1,), axis_names=("device",), training=traced.training,

@@ -104,7 +104,8 @@ class Plan:
         solver: how the plan was found, and how far from the optimum it can be.
         constraints: what the user pinned.
         memory_limit_bytes: per device, what the plan had to fit.
-        optimizer: name of the optimizer whose states count as memory.
+        optimizer: name of the optimizer whose states count as memory, with the options that add
+            some: ``"sgd(momentum)"``.
         checkpoint: recomputation of activations, "none", "selective", "full" or "host" of all
             blocks, or of each run: `{"model.layers.0-10": "full", "model.layers.11-31": "none"}`.
         offload: what stays in host memory between updates: "none" or "optimizer".
@@ -188,6 +189,7 @@ class Plan:
                 excerpts=(),
             )
         )
+        plain["solver"] = {"status": self.solver.status, **plain["solver"]}
         plain["excerpts"] = excerpts_to(self.excerpts)
         plain["predicted"]["timeline"] = self.predicted.timeline.to_dict()
         if self.predicted.held is not None:
@@ -362,7 +364,8 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
         predicted["held"] = Held.from_dict(predicted["held"])
     fields["predicted"] = Prediction(**predicted)
     waits = Waits.of(data["solver"].get("waits", ALONE))
-    fields["solver"] = SolverReport(**data["solver"] | {"waits": waits})
+    solver = {k: v for k, v in data["solver"].items() if k != "status"}  # it follows from the gap
+    fields["solver"] = SolverReport(**solver | {"waits": waits})
     fields["buckets"] = tuple(BucketBytes(**row) for row in data.get("buckets", ()))
     fields["pieces"] = tuple(Pieces(**row) for row in data.get("pieces", ()))
     fields["considered"] = tuple(Considered(**row) for row in data.get("considered", ()))

@@ -12,6 +12,8 @@ from autopar.core.timeline import Timeline
 
 __all__ = ["Prediction", "SolverReport"]
 
+_ROUNDING = 1e-6  # of the objective
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
@@ -82,14 +84,13 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverReport:
-    """How good the plan is, proved: status, objective and bound in seconds, gap as a fraction.
+    """How good the plan is, proved: objective and bound in seconds, gap as a fraction.
 
     The objective leaves out what parameters and gradients may travel beside compute, all but the
     share `exposed` at most (`solver/overlap.py`); 1 counts all communication, as in microbatches.
     Of a pipeline's stage a second of a turn counts `waits` (`core/flights.py`).
     """
 
-    status: str
     objective: float
     bound: float
     gap: float
@@ -98,3 +99,8 @@ class SolverReport:
     constraints: int
     exposed: float = 1.0
     waits: Waits = ALONE
+
+    @property
+    def status(self) -> str:
+        """``"optimal"`` where the bound is the objective but for rounding, else ``"bounded"``."""
+        return "optimal" if self.gap <= _ROUNDING else "bounded"

@@ -28,6 +28,7 @@ from autopar.cost_model.memory import (
     levels,
     optimizer_name,
     optimizer_state_bytes,
+    optimizer_text,
     peak_bytes,
 )
 from autopar.cost_model.offload import can_offload, host_state_bytes, offload_seconds
@@ -68,6 +69,7 @@ __all__ = [
     "offload_seconds",
     "optimizer_name",
     "optimizer_state_bytes",
+    "optimizer_text",
     "peak_bytes",
     "profile_names",
     "register_profile",

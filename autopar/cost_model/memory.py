@@ -30,6 +30,7 @@ __all__ = [
     "levels",
     "optimizer_name",
     "optimizer_state_bytes",
+    "optimizer_text",
     "peak_bytes",
 ]
 
@@ -228,7 +229,8 @@ def optimizer_state_bytes(
 
     Args:
         optimizer: a torch optimizer (instance, class, or `functools.partial` of a class), a name
-            such as ``"adamw"``, or None for none; an `Offloaded` one has none on the device.
+            such as ``"adamw"`` or ``"sgd(momentum)"``, or None for none; an `Offloaded` one has
+            none on the device.
         numel: elements of the (local shard of the) parameter.
         dtype: dtype of the states, which is the parameter's in torch.
         shape: shape of the parameter, for Adafactor's row and column sums; square if None.
@@ -257,13 +259,15 @@ def check_optimizer(optimizer: object) -> None:
         AutoparError: the name is unknown; suggests the nearest ones.
     """
     known = sorted({*_STATES, "adafactor"})
-    if isinstance(optimizer, str) and optimizer.lower() not in known:
-        name = optimizer.lower()
+    name, given = _optimizer_name(optimizer)
+    options = _OPTIONS.get(name, ())
+    if isinstance(optimizer, str) and (name not in known or not set(given) <= {*options}):
         near = difflib.get_close_matches(name, [k for k in known if k[:1] == name[:1]], n=2)
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise AutoparError(
-            f"optimizer {optimizer!r} is unknown.{hint} Known are {', '.join(known)}. Of another "
-            "optimizer pass the class, which counts as two states per parameter, as Adam has."
+            f"optimizer {optimizer!r} is unknown.{hint} Known are {', '.join(known)}, with options "
+            "that add states in parentheses, such as sgd(momentum). Of another optimizer pass the "
+            "class, which counts as two states per parameter, as Adam has."
         )
 
 
@@ -281,10 +285,18 @@ def optimizer_name(optimizer: object) -> str:
     return _optimizer_name(optimizer)[0]
 
 
+def optimizer_text(optimizer: object) -> str:
+    """An optimizer as text that counts as much: its name and options, ``"sgd(momentum)"``."""
+    name, settings = _optimizer_name(optimizer)
+    given = [option for option in _OPTIONS.get(name, ()) if settings.get(option)]
+    return f"{name}({', '.join(given)})" if given else name
+
+
 def _optimizer_name(optimizer: object) -> tuple[str, dict[str, object]]:
     """Lower-case name of an optimizer and the options that it was given."""
     if isinstance(optimizer, str):
-        return optimizer.lower(), {}
+        name, _, options = optimizer.lower().removesuffix(")").partition("(")
+        return name, {option.strip(): True for option in options.split(",") if option}
     partial_of = getattr(optimizer, "func", None)
     if partial_of is not None:
         return _optimizer_name(partial_of)[0], dict(getattr(optimizer, "keywords", {}))

@@ -77,7 +77,6 @@ def _report(plans: Sequence[Plan], slowest: Plan, step_s: float) -> SolverReport
     bound = plans[0].solver.bound if len(plans) == 1 else 0.0
     unlike = list({p.fingerprint: p for p in plans}.values())
     return SolverReport(
-        status="bounded" if len(plans) > 1 else slowest.solver.status,
         objective=step_s,
         bound=min(bound, step_s),
         gap=max(0.0, 1 - bound / step_s) if step_s else 0.0,

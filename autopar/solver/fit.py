@@ -69,7 +69,7 @@ class MemorySearch(MetPlans):
         """Consider the fastest of the plans met under other limits that keeps to this one."""
         within = (c for c in self.relaxed.columns if c.num_bytes and c.peak <= self.limit)
         for column in sorted(within, key=lambda c: c.seconds)[:_SEEDS]:
-            if self._keep(self._plan(column.chosen, "bounded")).peak <= self.limit:
+            if self._keep(self._plan(column.chosen)).peak <= self.limit:
                 return
 
     # --- least memory --------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class MemorySearch(MetPlans):
             scale = 0.1 ** min(turn + 2, 8) * lightest.peak / max(free.solution.objective, 1e-12)
             column, value = self.relaxed.solve(weights, scale)
             self.bound = max(self.bound, (value - sum(weights.values()) * self.limit) / scale)
-            fit = self._keep(self._plan(column.chosen, "least memory"))
+            fit = self._keep(self._plan(column.chosen))
             lightest = min(lightest, fit, key=lambda f: f.peak)
         else:
             self._is_spent = True  # no limit has been looked at
@@ -191,7 +191,7 @@ class MemorySearch(MetPlans):
             self.bound = max(self.bound, bound)
             if column is None:
                 return True
-            if self._keep(self._plan(column.chosen, "optimal")).peak <= self.limit:
+            if self._keep(self._plan(column.chosen)).peak <= self.limit:
                 return True
             if len(self.relaxed.rows) == known:
                 break

@@ -138,11 +138,11 @@ class MetPlans:
             self.best = fit
         return fit
 
-    def _plan(self, chosen: Assignment, status: str) -> Solution:
+    def _plan(self, chosen: Assignment) -> Solution:
         seconds = evaluate(self.problem, chosen)
         known = self.approximate()  # a bound comes with it
         bound = min(self.bound, seconds)
-        return replace(known, chosen=dict(chosen), objective=seconds, bound=bound, status=status)
+        return replace(known, chosen=dict(chosen), objective=seconds, bound=bound)
 
     def met(self) -> list[Met]:
         """The plans met so far, the unlimited one among them."""
@@ -156,7 +156,7 @@ class MetPlans:
     def seed(self, chosen: Assignment) -> Fit:
         """Consider a plan that is known from another problem."""
         self.approximate()
-        return self._keep(self._plan(chosen, "bounded"))
+        return self._keep(self._plan(chosen))
 
     def consider(self, column: Column) -> None:
         """Price a plan that may fit and be the fastest; else repair it and try again.
@@ -169,7 +169,7 @@ class MetPlans:
                 return
             if found.peak <= _NEAR * self.limit:
                 known = len(self.relaxed.rows)
-                fit = self._keep(self._plan(found.chosen, "bounded"))
+                fit = self._keep(self._plan(found.chosen))
                 if fit.peak <= self.limit:
                     return
                 if len(self.relaxed.rows) == known and found.peak <= self.limit:

@@ -16,7 +16,7 @@ from autopar.cost_model import (
     Cluster,
     CollectiveKind,
     Offloaded,
-    optimizer_name,
+    optimizer_text,
 )
 from autopar.solver import rules as _rules  # noqa: F401  (registers the rules)
 from autopar.solver.breakdown import timeline
@@ -300,7 +300,7 @@ def _as_plan(
         solver=_report(best, bound, exposed),
         constraints=wanted.to_dict(),
         memory_limit_bytes=limit,
-        optimizer=optimizer if isinstance(optimizer, str) else optimizer_name(optimizer),
+        optimizer=optimizer_text(optimizer),
         checkpoint=found.checkpoint,
         offload="optimizer" if isinstance(found.search.optimizer, Offloaded) else "none",
         repeats=traced.repeats,
@@ -316,7 +316,6 @@ def _report(best: Fit, bound: float, exposed: float) -> SolverReport:
     objective = report.objective if exposed == 1.0 else counted_seconds(best.price, exposed)
     bound = min(bound, objective)
     return SolverReport(
-        status=report.status,
         objective=objective,
         bound=bound,
         gap=max(0.0, 1 - bound / objective) if objective else 0.0,

@@ -179,7 +179,6 @@ class Search:
             chosen=dict(chosen),
             objective=seconds,
             bound=0.0,
-            status="bounded",
             seconds=0.0,
             variables=0,
             constraints=0,

@@ -55,14 +55,12 @@ class Solution:
         chosen: state of every node.
         objective: seconds, recomputed from the assignment.
         bound: no assignment costs less.
-        status: "optimal", or "bounded" or "node limit" for an incumbent.
         seconds, variables, constraints: of the solver run.
     """
 
     chosen: dict[Hashable, int]
     objective: float
     bound: float
-    status: str
     seconds: float
     variables: int
     constraints: int
@@ -195,8 +193,8 @@ def _among(problem: ChoiceProblem, keep: Mapping[Hashable, Indices]) -> ChoicePr
     )
 
 
-def _run(program: Program, gap: float, below: float = math.inf) -> tuple[str, float]:
-    """Solve to a gap in seconds; returns the status and the proved bound.
+def _run(program: Program, gap: float, below: float = math.inf) -> float:
+    """Solve to a gap in seconds; returns the proved bound.
 
     Only solutions that cost less than `below` are looked for; the bound is then of no use.
 
@@ -211,12 +209,10 @@ def _run(program: Program, gap: float, below: float = math.inf) -> tuple[str, fl
         **({"objective_bound": ceiling} if math.isfinite(ceiling) else {}),
     )
     program.prob.solve(solver)
-    status = program.prob.sol_status
-    if status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+    if program.prob.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         raise Infeasible(f"the solver says {pulp.LpStatus[program.prob.status]}")
     bound = float(program.prob.solverModel.getInfo().mip_dual_bound) + program.constants[0]
-    done = status == pulp.LpSolutionOptimal
-    return ("optimal" if done else "node limit"), bound / SECONDS
+    return bound / SECONDS
 
 
 def solve_problem(
@@ -251,17 +247,14 @@ def solve_problem(
     if any(not np.isfinite(cost).any() for cost in left.costs.values()):
         raise Infeasible("some node has no possible state")
     bounds = prepared.bounds(exact, proved)
-    status, lower, local = "optimal", bounds.lower, bounds.chosen
+    lower, local = bounds.lower, bounds.chosen
     variables = constraints = 0
     if not _closed(bounds):
         model = None
         if exact or not (bounds.chosen or known):
             model = _model_of_open(left, bounds)
-        if model is None:
-            status = "bounded"
-        else:
-            status, least = _run(model, _OPTIMAL * _size(bounds))
-            lower = max(lower, least)
+        if model is not None:
+            lower = max(lower, _run(model, _OPTIMAL * _size(bounds)))
             variables, constraints = model.prob.numVariables(), model.prob.numConstraints()
             local = {n: int(bounds.keep[n][state]) for n, state in model.states().items()}
     found = reduced.expand(local or bounds.latest)
@@ -273,7 +266,6 @@ def solve_problem(
         chosen=chosen,
         objective=objective,
         bound=min(lower + reduced.offset, objective),
-        status=status,
         seconds=time.perf_counter() - started,
         variables=variables,
         constraints=constraints,
@@ -331,7 +323,7 @@ def solve_whole(
     """
     program = Program(problem, list(rows), limit)
     try:
-        _, bound = _run(program, gap, below)
+        bound = _run(program, gap, below)
     except Infeasible:
         model = program.prob.solverModel
         ended = model.getModelStatus() == highspy.HighsModelStatus.kSolutionLimit
