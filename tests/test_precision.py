@@ -182,7 +182,7 @@ def test_bad_precisions_are_refused(tmp_path: Path) -> None:
 def refused(rank: int, path: str) -> None:
     mesh, batch = init_device_mesh("cpu", (4,)), hw.vectors()
     for other in ("fp32", "fp16"):
-        with pytest.raises(autopar.PlanMismatchError, match=f"in bf16, not in {other}"):
+        with pytest.raises(autopar.PlanMismatchError, match=f"precision bf16, not {other}"):
             autopar.parallelize(hw.Mlp(), mesh, batch, plan=path, precision=other)
     parallel = autopar.parallelize(hw.Mlp(), mesh, batch, plan=path)
     parallel.train_step(**batch)
