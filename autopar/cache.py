@@ -63,13 +63,14 @@ class PlanCache:
         memory_limit: int | None,
         optimizer: object,
         fusion: Collection[str] = (),
+        several: bool = False,
     ) -> str:
-        """Hash of all that a plan depends on."""
+        """Hash of all that a plan depends on; `several` searches know of each other's plans."""
         parts = {
             "graph": traced.digest(),
             "cluster": cluster.to_dict(),
             "constraints": constraints.to_dict(),
-            "limit": memory_limit,
+            "limit": [memory_limit, several],
             "optimizer": [optimizer_text(optimizer), optimizer_state_bytes(optimizer, 1 << 20)],
             "fusion": sorted(fusion),
             "torch": torch.__version__,

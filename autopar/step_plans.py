@@ -49,9 +49,8 @@ class StepPlans:
         cluster, constraints, optimizer, fusion = self.given
         key = ""
         if self.plans:
-            key = self.plans.key(
-                self.traced, cluster, constraints, limit, optimizer, fusion.kernels
-            )
+            asked = (self.traced, cluster, constraints, limit, optimizer, fusion.kernels)
+            key = self.plans.key(*asked, several=self.several)
         known = self.plans.get(key) if self.plans else None
         if known is not None:
             return known

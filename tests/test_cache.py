@@ -70,6 +70,7 @@ def test_whatever_matters_is_in_the_key() -> None:
         cache.key(traced, TWO, Constraints(), None, partial(torch.optim.RAdam, lr=0.1)),
     }
     assert len(keys) == 10
+    assert cache.key(*base, several=True) not in keys
     assert cache.key(traced, TWO, Constraints(), None, torch.optim.SGD) in keys  # it is "sgd"
     assert cache.key(trace(Net(), X, training=True), *base[1:]) == cache.key(*base)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,10 @@ __all__ = [
     "kept_outputs",
     "named_inputs",
     "tensors_in_order",
+    "warn_of_many",
 ]
+
+_MANY = 8  # kinds of inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +77,34 @@ def input_signature(args: Any, kwargs: Any) -> Any:
         (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves
     )
     return described, str(spec)
+
+
+def warn_of_many(signatures: Collection[Any], args: Any, kwargs: Any) -> None:
+    """Warn where calls bring inputs of ever new kinds, each of which is planned.
+
+    Args:
+        signatures: `input_signature` of all kinds, the latest last.
+        args, kwargs: of the latest.
+    """
+    if len(signatures) != _MANY:
+        return
+    *_, (before, spec), (now, latest) = signatures
+    leaves, _ = pytree.tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
+    changed = [
+        f"{pytree.keystr(path)}, {_kind(a)} and {_kind(b)}"
+        for (path, _), a, b in zip(leaves, before, now, strict=False)
+        if a != b
+    ]
+    unlike = f", the last two of which differ in {changed[0]}" if spec == latest and changed else ""
+    warnings.warn(
+        f"the model has been called with {_MANY} kinds of inputs{unlike}. Each kind is planned and "
+        "kept: pad batches to few shapes, and pass numbers that change as tensors",
+        stacklevel=4,
+    )
+
+
+def _kind(described: Any) -> str:
+    return described if isinstance(described, str) else f"shape {list(described[0])}"
 
 
 def named_inputs(

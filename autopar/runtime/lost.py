@@ -62,6 +62,7 @@ class _Heart(NamedTuple):
 
 _hearts: list[_Heart] = []  # of the process group that is in use
 _KEPT = 1 << 12  # steps whose checksums are known
+_FAILURES = 5  # of the store, one behind the other
 
 
 class _At(NamedTuple):
@@ -155,8 +156,8 @@ def beat() -> None:
 
 
 def _beat(stop: threading.Event, own: Any, rank: int) -> None:
-    number, stall = 0, Stall()
-    while not stop.wait(_INTERVAL_S):
+    number, failed, stall = 0, 0, Stall()
+    while failed < _FAILURES and not stop.wait(_INTERVAL_S):
         number += 1
         try:
             own.set(_key(rank), _written(number))
@@ -167,8 +168,10 @@ def _beat(stop: threading.Event, own: Any, rank: int) -> None:
                 _tell_wait(own, rank, doing, stall)
             elif stall.seen:
                 own.set(_waits(rank), "")
-        except RuntimeError:  # the process that holds the store is gone, and with it the job
-            return
+        except RuntimeError:  # once it may be the network's; else the store is gone, and the job
+            failed += 1
+        else:
+            failed = 0
 
 
 def _tell_wait(store: Any, rank: int, doing: str, stall: Stall) -> None:

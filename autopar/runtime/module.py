@@ -25,7 +25,12 @@ from autopar.runtime.amp_scaler import go_with_amp
 from autopar.runtime.asked_values import AskedValues
 from autopar.runtime.autocast import check_autocast, outside_autocast
 from autopar.runtime.children import adopt, as_in, modes
-from autopar.runtime.compiled_step import CompiledStep, input_signature, named_inputs
+from autopar.runtime.compiled_step import (
+    CompiledStep,
+    input_signature,
+    named_inputs,
+    warn_of_many,
+)
 from autopar.runtime.data import ShardedLoader
 from autopar.runtime.gradients import clip_gradients
 from autopar.runtime.in_step import check_first_batch, in_step
@@ -360,6 +365,7 @@ class ParallelModule(StateModule):
                 if self._plan is None:
                     self.install(step)
             self.keep(step, args, kwargs, training)
+            warn_of_many([s[3] for s in self._steps], args, kwargs)
             signature = self.signature(args, kwargs, training)
         if signature not in self._compared:
             check_first_batch(self._steps[signature], args, kwargs)
