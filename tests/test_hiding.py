@@ -664,3 +664,9 @@ def test_the_fastest_program_of_those_looked_at_is_taken(monkeypatch: pytest.Mon
     # but for what is too large
     whole.programs[1] = known(soon, 0.9 * first.solver.bound, peak=1 << 50)
     assert whole._fastest(whole.programs[0][1], 1 << 40).parameters == first.parameters
+    # and of two that are as fast the one that counts less
+    whole.programs[:] = [known(first, 1.002 * first_s), known(soon, first_s)]
+    assert first.solver.objective < soon.solver.objective
+    assert whole._fastest(whole.programs[0][1], 1 << 40).parameters == first.parameters
+    whole.programs[:] = [known(first, 1.01 * first_s), known(soon, first_s)]
+    assert whole._fastest(whole.programs[0][1], 1 << 40).parameters == soon.parameters

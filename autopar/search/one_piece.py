@@ -42,6 +42,7 @@ _DOUBTED = 2 / 3  # less, and what counts least tells little of what is fast
 _SLOWER = 0.01  # than the bound: more, and other programs are looked at
 _NEAR = 0.01  # of what counts least: less, and a plan on another mesh may be faster
 _UNSEEN = 0.03  # of the step: what is not counted, that other programs are thought to have as well
+_AS_FAST = 3e-3  # of a step: programs that differ by less
 _FEW = 2  # axes
 _ALL = 1.0  # of what may hide, exposed
 _STAGES = (0, 1, 3)  # of ZeRO
@@ -278,7 +279,11 @@ class OnePiece:
         """A plan with what its program hides, or a faster one of those looked at on the way."""
         alike = (p for _, p in self.programs if p.solver.exposed == found.solver.exposed)
         within = (p for p in alike if fits(p, self.cluster, limit))
-        fastest = min((found, *within), key=lambda p: p.predicted.step_time_s)
+        looked_at = (found, *within)
+        least_s = min(p.predicted.step_time_s for p in looked_at)
+        # of those as fast, the one of which most is proved
+        near = (p for p in looked_at if p.predicted.step_time_s <= (1 + _AS_FAST) * least_s)
+        fastest = min(near, key=lambda p: p.solver.objective)
         told = replace(fastest, constraints=found.constraints, memory_limit_bytes=limit)
         return _proved(told, found.solver.bound)
 
