@@ -20,9 +20,11 @@ from autopar.core.cells import Cells, block_order
 from autopar.core.constraints import Constraints
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
+from autopar.core.recompute import recomputed
 from autopar.cost_model import Cluster
 from autopar.errors import ConstraintError
 from autopar.search.pipelining import plan_step
+from autopar.solver.mixture import uniform_checkpoints
 from autopar.tracer.trace import trace
 from autopar.verification import verify
 from tests import zoo
@@ -180,6 +182,43 @@ def test_lists_inside_of_blocks_are_opened() -> None:
     head = numbered("classifier.{}", 0, 1)
     assert found == [*(p.format(n) for n in range(2) for p in layers), *head]
     assert Cells(built("wrapper")[2]).names == numbered("net.0.layers.{}", 0, 1, 2, 3)
+
+
+class _Layers(nn.Module):
+    """Layers under names, one behind the other."""
+
+    def __init__(self, norms: int) -> None:
+        super().__init__()
+        for i in range(4):
+            self.add_module(f"linear{i}", nn.Linear(16, 16))
+        for i in range(norms):
+            self.add_module(f"norm{i}", nn.LayerNorm(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.children():
+            x = layer(x)
+        return x
+
+
+class _Stage(nn.Module):
+    """Blocks that are alike by what their forward needs, and not by what it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(_Layers(0), _Layers(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.blocks(x)
+        return out
+
+
+def test_recomputation_leaves_the_cells_as_they_are() -> None:
+    net = _Scored(nn.Sequential(*(_Stage() for _ in range(2))))
+    traced = trace(net, (torch.ones(8, 16), torch.ones(8, 16)))
+    names = Cells(traced).names
+    assert names == [f"net.{stage}.blocks.{block}" for stage in range(2) for block in range(2)]
+    for kind in uniform_checkpoints(traced, None):
+        assert Cells(recomputed(traced, kind)).names == names
 
 
 def test_children_of_any_module_where_there_are_no_blocks() -> None:

@@ -169,14 +169,8 @@ class _Line:
 
     def __init__(self, traced: TracedModel, kept: Collection[fx.Node]) -> None:
         moving = dependents(traced, "parameter") & dependents(traced, "input", "seed")
-        self.nodes = [
-            n
-            for n in traced.graph.nodes
-            if n.op == "call_function"
-            and n in kept
-            and n.name in moving
-            and node_info(traced, producer(n)).phase == "forward"
-        ]
+        # not what the backward alone reads, which a recomputed forward leaves to it
+        self.nodes = [n for n in _of_forward(traced) if n in kept and n.name in moving]
         self.holders = {s.target.rpartition(".")[0] for s in traced.parameters()}
         self.holders = {p for path in self.holders for p in _prefixes(path)}
         self.first: dict[str, int] = {}
@@ -291,6 +285,19 @@ class _Line:
             current = top if top in cells else current
             found[top] = current
         return found
+
+
+def _of_forward(traced: TracedModel) -> list[fx.Node]:
+    """Ops of the forward that it needs itself, in order."""
+    found: dict[fx.Node, None] = {}
+    for node in reversed(traced.graph.nodes):
+        if (
+            node.op == "call_function"
+            and node_info(traced, producer(node)).phase == "forward"
+            and any(user.op == "output" or user in found for user in node.users)
+        ):
+            found[node] = None
+    return list(reversed(found))
 
 
 _FREE = REARRANGING | {torch.ops.aten.alias.default}
