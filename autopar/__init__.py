@@ -38,6 +38,8 @@ __all__ = [
     "ClusterError",
     "ConstraintError",
     "Constraints",
+    "Explanation",
+    "FrontierPoint",
     "FrozenValueWarning",
     "InfeasiblePlanError",
     "LossScaler",
@@ -45,17 +47,24 @@ __all__ = [
     "ParallelModule",
     "Plan",
     "PlanMismatchError",
+    "SaveHandle",
     "ShardingError",
+    "Simulation",
     "SymmetricMemoryWarning",
     "TraceError",
     "UncheckedWarning",
     "UnsupportedOpWarning",
     "Verification",
+    "explain",
+    "extend",
+    "frontier",
     "load_checkpoint",
     "load_plan",
     "load_safetensors",
     "parallelize",
     "plan",
+    "render_explanation",
+    "render_frontier",
     "save_checkpoint",
     "save_safetensors",
     "simulate",
@@ -63,34 +72,48 @@ __all__ = [
 ]
 
 _WHERE = {
-    "AdamW": "autopar.runtime.adamw",
     "PASSES": "autopar.codegen.passes",
+    "AdamW": "autopar.runtime.adamw",
     "Checkpoint": "autopar.runtime.resume",
     "Cluster": "autopar.cost_model",
     "ClusterError": "autopar.cost_model",
     "Constraints": "autopar.core.constraints",
+    "Explanation": "autopar.explanation",
+    "FrontierPoint": "autopar.memory_frontier",
     "LossScaler": "autopar.runtime.scaler",
     "ParallelModule": "autopar.runtime.module",
     "Plan": "autopar.core.plan",
+    "SaveHandle": "autopar.runtime.checkpoint",
+    "Simulation": "autopar.cost_model.simulator",
     "Verification": "autopar.verification",
+    "explain": "autopar.explanation",
+    "frontier": "autopar.memory_frontier",
     "load_checkpoint": "autopar.runtime.resume",
     "load_plan": "autopar.api",
     "load_safetensors": "autopar.runtime.exchange",
     "parallelize": "autopar.api",
     "plan": "autopar.api",
-    "simulate": "autopar.simulation",
+    "render_explanation": "autopar.explanation",
+    "render_frontier": "autopar.memory_frontier",
     "save_checkpoint": "autopar.runtime.checkpoint",
     "save_safetensors": "autopar.runtime.exchange",
+    "simulate": "autopar.simulation",
     "verify": "autopar.verification",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Load public names on first use, so that `import autopar` stays quick."""
-    if name not in _WHERE:
-        raise AttributeError(f"module 'autopar' has no attribute {name!r}")
     import importlib
 
+    if name == "extend":
+        return importlib.import_module("autopar.extend")
+    if name not in _WHERE:
+        raise AttributeError(f"module 'autopar' has no attribute {name!r}")
     value = getattr(importlib.import_module(_WHERE[name]), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -29,8 +29,8 @@ from autopar.core.plan import Plan
 from autopar.core.recompute import recomputed
 from autopar.cost_model import Cluster
 from autopar.errors import ConstraintError, PlanMismatchError
-from autopar.explain import explain
-from autopar.frontier import frontier, render_frontier
+from autopar.explanation import explain
+from autopar.memory_frontier import frontier, render_frontier
 from autopar.report.differences import render_differences
 from autopar.search.pipelining import plan_step
 from autopar.solver.solve import StepSearch, solve

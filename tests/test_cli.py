@@ -326,7 +326,7 @@ def test_fusion_of_a_frontier(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.update(options)
         raise AutoparError("enough")
 
-    monkeypatch.setattr("autopar.frontier.frontier", frontier)
+    monkeypatch.setattr("autopar.memory_frontier.frontier", frontier)
     assert main(plan_args("deep", "--frontier", "2", "--fusion", "off")) == 2
     assert seen["fusion"] is False
 

@@ -22,7 +22,7 @@ from autopar.core.schedule import actions
 from autopar.cost_model import Cluster
 from autopar.cost_model.pipeline import simulate_pipeline
 from autopar.cost_model.stages import transfer_seconds
-from autopar.explain import explain
+from autopar.explanation import explain
 from autopar.search.critical_stages import CriticalStages
 from autopar.search.pipelining import plan_step
 from autopar.search.stage_menus import Aim

@@ -12,7 +12,7 @@ import autopar
 from autopar.core.constraints import Constraints
 from autopar.core.plan import NodePlan, Plan
 from autopar.errors import AutoparError, ConstraintError, PlanMismatchError
-from autopar.explain import explain, render_explanation
+from autopar.explanation import explain, render_explanation
 from autopar.report.differences import render_differences, render_price_of
 from autopar.solver.build import build_problem
 from autopar.solver.discrete.ilp import Infeasible, solve_problem

@@ -14,7 +14,7 @@ from autopar.core.placement import Layout
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, PlanMismatchError
-from autopar.explain import explain, render_explanation
+from autopar.explanation import explain, render_explanation
 from autopar.planning import traced_for
 from autopar.search.stage_planning import port_names
 from autopar.solver.solve import solve

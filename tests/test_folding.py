@@ -17,7 +17,7 @@ from autopar.core.plan import Plan
 from autopar.core.recompute import recomputed
 from autopar.cost_model import Cluster
 from autopar.errors import PlanMismatchError
-from autopar.explain import explain
+from autopar.explanation import explain
 from autopar.report.page import page_data
 from autopar.solver.candidates import Candidate
 from autopar.solver.price import Decision, price

@@ -24,7 +24,7 @@ from autopar.core.plan import Plan
 from autopar.cost_model import Cluster, OpCost, compute_seconds
 from autopar.cost_model.simulator import simulate
 from autopar.errors import ConstraintError, InfeasiblePlanError
-from autopar.explain import explain
+from autopar.explanation import explain
 from autopar.search.pipelining import plan_step
 from autopar.search.scheduling import scheduled
 from autopar.solver.candidates import Candidate

@@ -31,7 +31,7 @@ from autopar.core.recompute import recomputed
 from autopar.cost_model import Cluster
 from autopar.cost_model.simulator import simulate
 from autopar.errors import ConstraintError, InfeasiblePlanError
-from autopar.explain import explain
+from autopar.explanation import explain
 from autopar.report.differences import render_differences
 from autopar.report.page import render_page
 from autopar.runtime.live import LiveBytes

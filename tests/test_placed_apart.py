@@ -30,7 +30,7 @@ from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
 from autopar.core.recompute import recomputed
 from autopar.cost_model import Cluster
-from autopar.explain import explain
+from autopar.explanation import explain
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.hiding_mixture import between
 from autopar.solver.mixture import Mixer, Point, free_blocks

@@ -106,7 +106,7 @@ def _price_pins(
 def _frontier(
     args: argparse.Namespace, model: nn.Module, cluster: Any, inputs: Any, constraints: Any
 ) -> None:
-    from autopar.frontier import frontier, render_frontier
+    from autopar.memory_frontier import frontier, render_frontier
     from autopar.report.frontier_plot import frontier_svg
 
     if args.frontier < 2 or args.out is not None or args.memory_limit is not None or args.pin:
@@ -139,8 +139,8 @@ def show(args: argparse.Namespace) -> None:
 def explain(args: argparse.Namespace) -> None:
     """Print why a saved plan places an op or a parameter as it does."""
     from autopar.core.plan import Plan
-    from autopar.explain import explain as explained
-    from autopar.explain import render_explanation
+    from autopar.explanation import explain as explained
+    from autopar.explanation import render_explanation
 
     found = Plan.load(args.plan)
     model = inputs = None
