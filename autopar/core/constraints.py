@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +16,31 @@ __all__ = ["NO_PIPELINE", "AxisRole", "Constraints", "PipelinePin", "assign_mesh
 
 TENSOR_MODES = ("1d", "2d", "2.5d", "3d")
 SEQUENCE_MODES = ("megatron", "ulysses", "ring", "none")
+ZERO_STAGES = (0, 1, 2, 3)
 _KEYS = ("tensor", "sequence", "data", "zero", "checkpoint", "offload", "pipeline", "params")
 OFFLOADS = ("none", "optimizer")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _positive(value: Any, name: str) -> None:
+    if not _is_whole(value) or value < 1:
+        raise ConstraintError(f"{name}={value!r} must be a positive whole number")
+
+
+def _known(value: Any, known: Sequence[str], name: str) -> None:
+    if value not in known:
+        raise ConstraintError(f"unknown {name} {value!r}; known are {', '.join(known)}")
+
+
+def _texts(value: Any) -> tuple[str, ...] | None:
+    """Texts in a list, or one alone; None for anything else."""
+    if isinstance(value, str):
+        return (value,)
+    listed = isinstance(value, (list, tuple)) and all(isinstance(text, str) for text in value)
+    return tuple(value) if listed else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +62,9 @@ class PipelinePin:
         schedule: one of `core.schedule.schedules()`.
         chunks: stages of each pipeline rank; more than 1 for "interleaved" only.
         cuts: FQN of the block that each stage but the first begins with.
+
+    Raises:
+        ConstraintError: an unknown schedule, or a number or cuts that can't be.
     """
 
     size: int | None = None
@@ -46,6 +72,28 @@ class PipelinePin:
     schedule: str | None = None
     chunks: int | None = None
     cuts: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("size", "microbatches", "chunks"):
+            if (value := getattr(self, name)) is not None:
+                _positive(value, f"pipeline {name}")
+        if self.schedule is not None:
+            _known(self.schedule, schedules(), "pipeline schedule")
+        if self.cuts is None:
+            return
+        cuts = _texts(self.cuts)
+        if cuts is None:
+            raise ConstraintError(
+                f"pipeline cuts={self.cuts!r}: give the FQN of the block that each stage but the "
+                "first begins with"
+            )
+        object.__setattr__(self, "cuts", cuts)
+        stages, size, chunks = len(cuts) + 1, self.size, self.chunks
+        if size is not None and stages != size * (chunks or max(1, stages // size)):
+            raise ConstraintError(
+                f"pipeline cuts make {stages} stages, size {size} × chunks {chunks or 1} are "
+                f"{size * (chunks or 1)}"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Only what is pinned."""
@@ -82,6 +130,10 @@ class Constraints:
         pipeline: pipeline ranks, microbatches, schedule and cuts.
         params: storage placements of parameters by FQN glob, one per mesh axis (in a pipeline, of a
             stage's mesh).
+
+    Raises:
+        ConstraintError: an unknown mode, a size that is not a positive integer, or a size or depth
+            without the mode that it belongs to.
     """
 
     tensor_mode: str | None = None
@@ -95,6 +147,35 @@ class Constraints:
     pipeline: PipelinePin | None = None
     offload: str | None = None
     params: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("tensor mode", self.tensor_mode, TENSOR_MODES),
+            ("sequence mode", self.sequence, SEQUENCE_MODES),
+            ("offload", self.offload, OFFLOADS),
+        ):
+            if value is not None:
+                _known(value, known, name)
+        for name, size, mode in (
+            ("data", self.data, "data"),
+            ("tensor size", self.tensor_size, self.tensor_mode),
+            ("depth", self.depth, self.tensor_mode),
+            ("sequence size", self.sequence_size, self.sequence),
+        ):
+            if size is not None:
+                _positive(size, name)
+                if mode is None:
+                    raise ConstraintError(f"{name}={size} pins nothing without a mode: give one")
+        if self.depth is not None and self.tensor_mode != "2.5d":
+            raise ConstraintError(
+                f"depth={self.depth} belongs to mode 2.5d, not {self.tensor_mode}"
+            )
+        if self.zero is not None and not (_is_whole(self.zero) and self.zero in ZERO_STAGES):
+            raise ConstraintError(f"zero={self.zero!r}: the stages are 0, 1, 2 and 3")
+        for name, read in (("checkpoint", parse_checkpoint), ("pipeline", _pipeline)):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, read(value))
+        object.__setattr__(self, "params", _params(self.params))
 
     @property
     def pins_blocks(self) -> bool:
@@ -121,26 +202,11 @@ class Constraints:
                 raise ConstraintError(
                     f"unknown constraint {key!r}; known are {', '.join(_KEYS)}.{hint}"
                 )
-        fields: dict[str, Any] = {}
-        if (tensor := value.get("tensor")) is not None:
-            fields.update(_tensor(tensor))
-        if (sequence := value.get("sequence")) is not None:
-            fields.update(_sequence(sequence))
-        if value.get("data") is not None:
-            fields["data"] = _positive(value["data"], "data")
-        if (zero := value.get("zero")) is not None:
-            if isinstance(zero, bool) or zero not in (0, 1, 2, 3):
-                raise ConstraintError(f"zero={zero!r}: the stages are 0, 1, 2 and 3")
-            fields["zero"] = zero
-        if (checkpoint := value.get("checkpoint")) is not None:
-            fields["checkpoint"] = parse_checkpoint(checkpoint)
-        if (pipeline := value.get("pipeline")) is not None:
-            fields["pipeline"] = _pipeline(pipeline)
-        if (offload := value.get("offload")) is not None:
-            if offload not in OFFLOADS:
-                raise ConstraintError(f"offload={offload!r}: known are {', '.join(OFFLOADS)}")
-            fields["offload"] = offload
-        fields["params"] = _params(value.get("params") or {})
+        fields = {key: pinned for key, pinned in value.items() if pinned is not None}
+        if "tensor" in fields:
+            fields |= _tensor(fields.pop("tensor"))
+        if "sequence" in fields:
+            fields |= _sequence(fields.pop("sequence"))
         return cls(**fields)
 
     def to_dict(self) -> dict[str, Any]:
@@ -163,25 +229,20 @@ class Constraints:
         return found
 
 
-def _positive(value: Any, name: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConstraintError(f"{name}={value!r} must be a positive whole number")
-    return value
-
-
 def _params(value: Any) -> dict[str, tuple[str, ...]]:
     if not isinstance(value, Mapping):
         raise ConstraintError(f"params={value!r}: give {{FQN glob: placements}}")
     found: dict[str, tuple[str, ...]] = {}
     for glob, wanted in value.items():
-        placements = [wanted] if isinstance(wanted, str) else wanted
-        listed = isinstance(placements, (list, tuple))
-        if not listed or not all(isinstance(p, str) for p in placements):
+        if not isinstance(glob, str):
+            raise ConstraintError(f"params of {glob!r}: a parameter is named by its FQN or a glob")
+        placements = _texts(wanted)
+        if placements is None:
             raise ConstraintError(
                 f"params[{glob!r}] = {wanted!r}: give the placement for each mesh axis as text, "
                 "such as ['Shard(0)', 'Replicate()']"
             )
-        found[glob] = tuple(placements)
+        found[glob] = placements
     return found
 
 
@@ -206,57 +267,29 @@ def _pipeline(value: Any) -> PipelinePin:
     for key in spec:
         if key not in known:
             raise ConstraintError(f"unknown pipeline setting {key!r}; known: {', '.join(known)}")
-    for key in ("size", "microbatches", "chunks"):
-        if spec.get(key) is not None:
-            _positive(spec[key], f"pipeline {key}")
-    schedule = spec.get("schedule")
-    if schedule is not None and schedule not in schedules():
-        raise ConstraintError(
-            f"unknown pipeline schedule {schedule!r}; known are {', '.join(schedules())}"
-        )
-    if spec.get("cuts") is not None:
-        spec["cuts"] = tuple(spec["cuts"])
-        stages = len(spec["cuts"]) + 1
-        size, chunks = spec.get("size"), spec.get("chunks")
-        if size is not None and stages != size * (chunks or max(1, stages // size)):
-            raise ConstraintError(
-                f"pipeline cuts make {stages} stages, size {size} × chunks {chunks or 1} are "
-                f"{size * (chunks or 1)}"
-            )
     return PipelinePin(**spec)
 
 
 def _tensor(value: Any) -> dict[str, Any]:
-    given = {"size": value} if isinstance(value, int) else value
-    spec = _settings(given, "tensor", "mode")
-    mode = spec.pop("mode", "1d")
-    if mode not in TENSOR_MODES:
-        raise ConstraintError(f"unknown tensor mode {mode!r}; known are {', '.join(TENSOR_MODES)}")
-    fields: dict[str, Any] = {"tensor_mode": mode}
-    if (size := spec.pop("size", None)) is not None:
-        fields["tensor_size"] = _positive(size, "tensor size")
-    if (depth := spec.pop("depth", None)) is not None:
-        if mode != "2.5d":
-            raise ConstraintError(f"depth={depth} belongs to mode 2.5d, not {mode}")
-        fields["depth"] = _positive(depth, "depth")
-    if spec:
-        raise ConstraintError(f"unknown tensor settings {sorted(spec)}; known: mode, size, depth")
-    return fields
+    spec = _settings({"size": value} if isinstance(value, int) else value, "tensor", "mode")
+    mode = spec.get("mode")
+    fields = {"mode": "tensor_mode", "size": "tensor_size", "depth": "depth"}
+    return _fields({**spec, "mode": "1d" if mode is None else mode}, fields, "tensor")
 
 
 def _sequence(value: Any) -> dict[str, Any]:
     spec = _settings(value, "sequence", "mode")
-    mode = spec.pop("mode", None)
-    if mode not in SEQUENCE_MODES:
-        raise ConstraintError(
-            f"unknown sequence mode {mode!r}; known are {', '.join(SEQUENCE_MODES)}"
-        )
-    fields: dict[str, Any] = {"sequence": mode}
-    if (size := spec.pop("size", None)) is not None:
-        fields["sequence_size"] = _positive(size, "sequence size")
-    if spec:
-        raise ConstraintError(f"unknown sequence settings {sorted(spec)}; known: mode, size")
-    return fields
+    _known(spec.get("mode"), SEQUENCE_MODES, "sequence mode")
+    return _fields(spec, {"mode": "sequence", "size": "sequence_size"}, "sequence")
+
+
+def _fields(spec: dict[str, Any], fields: Mapping[str, str], name: str) -> dict[str, Any]:
+    """Settings under the names that `Constraints` has for them."""
+    unknown = sorted(repr(key) for key in spec if key not in fields)
+    if unknown:
+        known = ", ".join(fields)
+        raise ConstraintError(f"unknown {name} settings [{', '.join(unknown)}]; known: {known}")
+    return {fields[key]: value for key, value in spec.items()}
 
 
 def _root(size: int, power: int, mode: str) -> int:
