@@ -169,7 +169,7 @@ def _scheduled_stages(plan: Plan, traced: TracedModel) -> Plan:
         alike.setdefault(key, []).append(number)
         if key not in tried:
             own, model = parts.named(number, stage, back=True), parts.model(number)
-            tried[key] = _tried(own, model, cluster, fusion, p.microbatches, splits)
+            tried[key] = _tried(own, model, cluster, fusion, splits)
         if (key, closes) not in known:
             one = tried[key]
             found = _scheduled_stage(one.plan, one.trial, p.microbatches, splits, closes)
@@ -198,7 +198,6 @@ def _tried(
     model: TracedModel,
     cluster: Cluster,
     fusion: Fusion,
-    microbatches: int,
     splits: bool,
 ) -> _Tried:
     names = ("prepare", "forward", *(("input", "weight") if splits else ("backward",)), "finish")
