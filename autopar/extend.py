@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from autopar.core.strategy import AxisStrategy, Communication, OpCall
     from autopar.core.work import op_work
     from autopar.cost_model.catalogue import register_profile
-    from autopar.solver.rules.labels import by_labels, linear_rows
-    from autopar.solver.rules.registry import replicated, rule
+    from autopar.solver.rules.labels import by_labels, linear_rows, replicated
+    from autopar.solver.rules.registry import rule
 
 __all__ = [
     "Action",
@@ -65,8 +65,8 @@ _WHERE = {
     "autopar.core.strategy": ("AxisStrategy", "Communication", "OpCall"),
     "autopar.core.work": ("op_work",),
     "autopar.cost_model.catalogue": ("register_profile",),
-    "autopar.solver.rules.labels": ("by_labels", "linear_rows"),
-    "autopar.solver.rules.registry": ("replicated", "rule"),
+    "autopar.solver.rules.labels": ("by_labels", "linear_rows", "replicated"),
+    "autopar.solver.rules.registry": ("rule",),
 }
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from autopar.core.placement import Partial, Placement, Replicate, Shard
 from autopar.core.strategy import AxisStrategy, OpCall, op_call
 from autopar.solver.rules import registry
+from autopar.solver.rules.labels import replicated
 from autopar.solver.rules.registry import registered_ops
 from tests import (
     rule_samples,
@@ -192,7 +193,7 @@ def test_a_missing_row_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def replicated_only(call: OpCall) -> list[AxisStrategy]:
-    return [registry.replicated(call)]
+    return [replicated(call)]
 
 
 # --- random shapes ----------------------------------------------------------------------------

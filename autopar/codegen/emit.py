@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.node import map_aggregate
 
 from autopar.codegen import lowerings as _lowerings  # noqa: F401  (registers the lowerings)
 from autopar.codegen import program_pass
@@ -274,11 +273,7 @@ class Emitter:
             b.times = self.blocks.edge_weight(value[0], node.name)
             operands.append(emit_redistribution(b, self.values[value], self.layouts[value], layout))
         feed = iter(operands)
-
-        def swap(arg: Any) -> Any:
-            return next(feed) if isinstance(arg, fx.Node) else arg
-
-        args, kwargs = map_aggregate((tuple(node.args), dict(node.kwargs)), swap)
+        args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), lambda _: next(feed))
         local = LocalCall(
             call, args, kwargs, chosen.inputs, chosen.outputs, chosen.variants, self.mesh
         )

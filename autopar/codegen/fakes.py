@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.node import map_aggregate
 
 from autopar import _compat
 from autopar.core.library import FAKES
@@ -59,7 +58,7 @@ def fake_call(
         mode: of the fake values.
         target, args, kwargs: of a call in a graph, whose operands are nodes with fake values.
     """
-    given: Any = map_aggregate((tuple(args), dict(kwargs)), _value)
+    given: Any = fx.map_arg((tuple(args), dict(kwargs)), lambda n: n.meta["val"])
     operands, options = given
     if target is operator.getitem:
         return operator.getitem(*operands)
@@ -131,10 +130,6 @@ def _reshaped(mode: FakeTensorMode, value: FakeTensor, size: Sequence[int]) -> F
     if found.untyped_storage()._cdata == inside.untyped_storage()._cdata:
         return _compat.fake_view(mode, value, size, stride, int(value.storage_offset()))
     return _compat.fake_empty(mode, size, stride, value.dtype, value.device)
-
-
-def _value(arg: Any) -> Any:
-    return arg.meta["val"] if isinstance(arg, fx.Node) else arg
 
 
 def _key(value: Any, tensors: list[FakeTensor]) -> object:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.node import map_aggregate
 
 from autopar.codegen import lowerings as _lowerings  # noqa: F401  (registers the lowerings)
 from autopar.codegen.builder import Builder, pack
@@ -257,11 +256,7 @@ class _Localiser:
         b = self.builder
         b.origin = node.name
         operands = iter([self.values[(*value, wanted)] for value, wanted in self._uses(node)])
-
-        def swap(arg: Any) -> Any:
-            return next(operands) if isinstance(arg, fx.Node) else arg
-
-        args, kwargs = map_aggregate((tuple(node.args), dict(node.kwargs)), swap)
+        args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), lambda _: next(operands))
         before = next(iter(reversed(self.graph.nodes)), None)
         local = LocalCall(
             op_call(node, 1), args, kwargs, plan.inputs, plan.outputs, plan.variants, self.mesh

@@ -21,8 +21,9 @@ from autopar.cost_model import Cluster, CollectiveKind, compute_seconds_array, k
 from autopar.errors import UnsupportedOpWarning
 from autopar.solver.discrete.problem import Array
 from autopar.solver.rules.joined import joined_rows
+from autopar.solver.rules.labels import replicated
 from autopar.solver.rules.own_order import own_order_rows
-from autopar.solver.rules.registry import find_rule, goes_together, replicated, stub_for
+from autopar.solver.rules.registry import find_rule, goes_together, stub_for
 
 __all__ = ["Candidate", "InnerCollective", "Pricer", "expand", "scratch_bytes", "unlike"]
 

@@ -30,9 +30,9 @@ from autopar.solver.candidates import Candidate, Pricer, expand
 from autopar.solver.discrete.ilp import Infeasible, solve_problem
 from autopar.solver.discrete.problem import Array, ChoiceProblem
 from autopar.solver.read_step import build_step
+from autopar.solver.rules.labels import replicated
 from autopar.solver.rules.notes import note_places
 from autopar.solver.rules.pointwise import share_rows
-from autopar.solver.rules.registry import replicated
 from autopar.solver.step import Op, Step
 
 __all__ = ["split_in_time"]

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.fx.node import map_aggregate
 
 from autopar.tracer.constants import is_repeatable
 
@@ -196,9 +195,7 @@ class Picks:
 
     def value(self, target: Any, args: Any, kwargs: Any) -> Any:
         """What an op gives, without values."""
-        fakes: Any = map_aggregate(
-            (args, kwargs), lambda x: x.meta["val"] if isinstance(x, fx.Node) else x
-        )
+        fakes: Any = fx.map_arg((args, kwargs), value_of)
         with self.mode, torch.no_grad():
             return target(*fakes[0], **fakes[1])
 

@@ -51,7 +51,7 @@ def out_of_place(graph: fx.Graph) -> None:
         target = _returning(node) if node.op == "call_function" and is_write(node) else None
         if target is None or not _is_fresh(args_of(node)[0]):
             continue
-        fakes: Any = fx.node.map_aggregate((node.args, node.kwargs), _value)
+        fakes: Any = fx.map_arg((node.args, node.kwargs), value_of)
         with value_of(node).fake_mode, torch.no_grad():
             found = target(*fakes[0], **fakes[1])
         if found.dtype is value_of(node).dtype and extents(found) == extents(value_of(node)):
@@ -76,10 +76,6 @@ def settled(graph: fx.Graph) -> None:
             copy.meta["val"] = value.clone()
         for user in later:
             user.replace_input_with(mask, copy)
-
-
-def _value(argument: Any) -> Any:
-    return argument.meta["val"] if isinstance(argument, fx.Node) else argument
 
 
 def _returning(node: fx.Node) -> Any:

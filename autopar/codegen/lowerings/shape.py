@@ -87,15 +87,9 @@ def lower_slice(b: Builder, local: LocalCall) -> fx.Node:
     whole, held = local.call.operands[0].shape[dim], _source_shape(local)[dim]
     if whole == held:
         return b.call(aten.slice.Tensor, *local.args, **local.kwargs)
-    start = _first(local.call.arg(2, "start"), whole) * held // whole
+    start = slice(local.call.arg(2, "start"), None).indices(whole)[0] * held // whole
     stop = start + local.output_shape()[dim]
     return b.call(aten.slice.Tensor, local.args[0], dim, start, stop)
-
-
-def _first(start: int | None, whole: int) -> int:
-    if start is None:
-        return 0
-    return min(max(start + whole if start < 0 else start, 0), whole)
 
 
 @lowering(aten.slice_backward.default)
@@ -104,7 +98,7 @@ def lower_slice_backward(b: Builder, local: LocalCall) -> fx.Node:
     dim = local.call.arg(2, "dim") % len(shape)
     start, end, step = (local.call.arg(i) for i in (3, 4, 5))
     if sizes[dim] != shape[dim]:
-        start = _first(start, shape[dim]) * sizes[dim] // shape[dim]
+        start = slice(start, None).indices(shape[dim])[0] * sizes[dim] // shape[dim]
         end = start + _source_shape(local)[dim]
     return b.call(aten.slice_backward.default, local.args[0], sizes, dim, start, end, step)
 

@@ -17,7 +17,7 @@ import torch
 
 from autopar.core.placement import Partial, Placement, Replicate, Shard
 from autopar.core.strategy import AxisStrategy, Communication, OpCall
-from autopar.solver.rules.labels import replicated_row
+from autopar.solver.rules.labels import replicated
 from autopar.solver.rules.registry import combination, rule
 
 _BATCH, _HEADS, _ROWS = 0, 1, 2
@@ -79,7 +79,7 @@ def _ring_comm(tensors: tuple[int, ...], axis_size: int) -> tuple[Communication,
 @rule(torch.ops.autopar.attention.default)
 def attention_rule(call: OpCall) -> list[AxisStrategy]:
     """(q, k, v, mask?) -> (out, lse)."""
-    rows = [replicated_row(call)]
+    rows = [replicated(call)]
     if not _regular(call, 0):
         return rows
 
@@ -102,7 +102,7 @@ def attention_rule(call: OpCall) -> list[AxisStrategy]:
 @rule(torch.ops.autopar.attention_backward.default)
 def attention_backward_rule(call: OpCall) -> list[AxisStrategy]:
     """(grad, q, k, v, mask?, out, lse) -> (dq, dk, dv); in the ring dk and dv travel too."""
-    rows = [replicated_row(call)]
+    rows = [replicated(call)]
     if not _regular(call, 1):
         return rows
 

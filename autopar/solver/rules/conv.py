@@ -14,7 +14,7 @@ import torch
 
 from autopar.core.placement import Partial, Placement, Replicate, Shard
 from autopar.core.strategy import AxisStrategy, OpCall
-from autopar.solver.rules.labels import by_labels, linear_rows, replicated_row
+from autopar.solver.rules.labels import by_labels, linear_rows, replicated
 from autopar.solver.rules.registry import rule
 
 aten = torch.ops.aten
@@ -46,7 +46,7 @@ def convolution_rule(call: OpCall) -> list[AxisStrategy]:
     bias = len(call.operands) - 2
     out_dim, in_dim = (Shard(1), Shard(0)) if transposed else (Shard(0), Shard(1))
     rows = [
-        replicated_row(call),
+        replicated(call),
         AxisStrategy((Shard(0), _R, *[_R] * bias), (Shard(0),)),
     ]
     if groups == 1:
@@ -70,7 +70,7 @@ def convolution_backward_rule(call: OpCall) -> list[AxisStrategy]:
         return AxisStrategy(inputs, _where_kept(mask, outputs), variant)
 
     sum_ = Partial()
-    rows = [replicated_row(call), row((Shard(0), Shard(0), _R), (Shard(0), sum_, sum_))]
+    rows = [replicated(call), row((Shard(0), Shard(0), _R), (Shard(0), sum_, sum_))]
     if groups == 1:
         rows.append(row((Shard(1), _R, out_dim), (sum_, out_dim, Shard(0))))
         rows.append(row((_R, Shard(1), in_dim), (Shard(1), in_dim, _R)))
@@ -182,7 +182,7 @@ def pixel_shuffle_rule(call: OpCall) -> list[AxisStrategy]:
 def grid_sampler_rule(call: OpCall) -> list[AxisStrategy]:
     """(x, grid) -> y; the grid holds places in space, one set per sample."""
     return [
-        replicated_row(call),
+        replicated(call),
         AxisStrategy((Shard(0), Shard(0)), (Shard(0),)),
         AxisStrategy((Shard(1), _R), (Shard(1),)),
         *linear_rows(call, [(0,)]),
@@ -195,7 +195,7 @@ def grid_sampler_backward_rule(call: OpCall) -> list[AxisStrategy]:
     mask = (call.args[6][0], True)
     batch, channel, sum_ = Shard(0), Shard(1), Partial()
     return [
-        replicated_row(call),
+        replicated(call),
         AxisStrategy((batch, batch, batch), _where_kept(mask, (batch, batch))),
         AxisStrategy((channel, channel, _R), _where_kept(mask, (channel, sum_))),
         AxisStrategy((sum_, _R, _R), _where_kept(mask, (sum_, sum_))),

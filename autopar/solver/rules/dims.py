@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autopar.core.graph import tensor_meta
-from autopar.core.strategy import TensorSpec
+from autopar.core.strategy import OpCall, TensorSpec
 
 __all__ = ["dim_names", "one_dim", "runs_of", "several_dims", "without"]
 
@@ -40,6 +40,11 @@ def several_dims(dims: Any, rank: int) -> tuple[int, ...]:
 def without(names: Sequence[str | None], dims: Collection[int]) -> Names:
     """The names of the dims that are left after `dims` are dropped."""
     return [name for i, name in enumerate(names) if i not in dims]
+
+
+def runs_below(call: OpCall) -> int:
+    """`runs_of` what an op reads, where that is the view."""
+    return runs_of(call.nodes[0]) if call.nodes[0].target is not aten.t.default else 1
 
 
 def runs_of(node: fx.Node) -> int:

@@ -13,7 +13,7 @@ from torch import fx
 
 from autopar.core.placement import Partial, Placement, Replicate, Shard
 from autopar.core.strategy import AxisStrategy, OpCall, TensorSpec
-from autopar.solver.rules.labels import by_labels, linear_rows, replicated_row
+from autopar.solver.rules.labels import by_labels, linear_rows, replicated
 from autopar.solver.rules.registry import facts, rule
 
 aten = torch.ops.aten
@@ -95,7 +95,7 @@ def embedding_bag_rule(call: OpCall) -> list[AxisStrategy]:
     rest = tuple(Replicate() for _ in call.operands[1:])
     argmax = Shard(1) if call.arg(4, "mode", 0) == _MODE_MAX else Replicate()
     outputs = (Shard(1), Replicate(), Replicate(), argmax)
-    rows = [replicated_row(call), AxisStrategy((Shard(1), *rest), outputs)]
+    rows = [replicated(call), AxisStrategy((Shard(1), *rest), outputs)]
     num_bags = call.outputs[0].shape[0]
     if equal_bags(call):
         weights = tuple(Shard(0) for _ in call.operands[3:])
@@ -114,7 +114,7 @@ def embedding_bag_backward_rule(call: OpCall) -> list[AxisStrategy]:
     argmax: Placement = Shard(1) if call.args[7] == _MODE_MAX else Replicate()
     weights = tuple(Replicate() for _ in call.operands[5:])
     hidden = (Shard(1), Replicate(), Replicate(), Replicate(), argmax, *weights)
-    rows = [replicated_row(call), AxisStrategy(hidden, (Shard(1),))]
+    rows = [replicated(call), AxisStrategy(hidden, (Shard(1),))]
     num_bags, by_frequency = call.operands[0].shape[0], call.args[6]
     if not by_frequency and equal_bags(call):
         argmax = _by_bag(call.operands[4], num_bags)
@@ -131,7 +131,7 @@ def embedding_bag_weights_rule(call: OpCall) -> list[AxisStrategy]:
     They are a sum over the hidden dim.
     """
     rest = tuple(Replicate() for _ in call.operands[2:])
-    rows = [replicated_row(call), AxisStrategy((Shard(1), Shard(1), *rest), (Partial(),))]
+    rows = [replicated(call), AxisStrategy((Shard(1), Shard(1), *rest), (Partial(),))]
     if equal_bags(call):
         inputs = (Shard(0), Replicate(), Shard(0), Replicate(), Replicate())
         rows.append(AxisStrategy(inputs, (Shard(0),), "bags"))

@@ -12,7 +12,7 @@ import torch
 from autopar.core.placement import Partial, Placement, Replicate, Shard
 from autopar.core.strategy import AxisStrategy, OpCall
 from autopar.solver.rules.dims import dim_names
-from autopar.solver.rules.labels import by_labels, replicated_row
+from autopar.solver.rules.labels import by_labels, replicated
 from autopar.solver.rules.registry import rule
 
 aten = torch.ops.aten
@@ -91,13 +91,13 @@ def new_rule(call: OpCall) -> list[AxisStrategy]:
 )
 def whole_factory_rule(call: OpCall) -> list[AxisStrategy]:
     """Replicated: cutting a shard out of it sends nothing."""
-    return [replicated_row(call)]
+    return [replicated(call)]
 
 
 @rule(aten.scalar_tensor.default)
 def number_rule(call: OpCall) -> list[AxisStrategy]:
     """Zeros on all ranks are summands of 0, as beside the gradient of a clamp."""
-    rows = [replicated_row(call)]
+    rows = [replicated(call)]
     if _equals_zero(call.arg(0)) and call.outputs[0].dtype != torch.bool:
         rows.append(AxisStrategy((), (Partial(),)))
     return rows

@@ -12,7 +12,7 @@ import torch
 
 from autopar.core.placement import Partial, Replicate, Shard
 from autopar.core.strategy import AxisStrategy, OpCall
-from autopar.solver.rules.labels import by_labels, linear_rows, replicated_row
+from autopar.solver.rules.labels import by_labels, linear_rows, replicated
 from autopar.solver.rules.registry import rule
 
 
@@ -44,7 +44,7 @@ def native_grouped_mm_rule(call: OpCall) -> list[AxisStrategy]:
     """torch's own: (x (S, K), W (G, K, N), offs) -> y (S, N), or (a (K, S), b (S, N), offs) ->
     (G, K, N), the gradient of W, whose groups are blocks of S."""
     if len(call.operands) != 3 or len(call.operands[0].shape) != 2:
-        return [replicated_row(call)]
+        return [replicated(call)]
     whole = Replicate()
     if len(call.operands[1].shape) == 3:
         rows = by_labels(call, [[None, "k"], [None, "k", "n"], [None]], [[None, "n"]], summed="k")

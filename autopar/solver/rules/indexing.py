@@ -15,7 +15,7 @@ from autopar.core.eager_calls import EAGER_CALL
 from autopar.core.placement import Partial, Placement, Replicate, Shard
 from autopar.core.strategy import AxisStrategy, OpCall
 from autopar.solver.rules.dims import Names, dim_names, without
-from autopar.solver.rules.labels import by_labels, linear_rows, replicated_row
+from autopar.solver.rules.labels import by_labels, linear_rows, replicated
 from autopar.solver.rules.registry import rule
 from autopar.solver.rules.slicing import dim_of
 
@@ -43,7 +43,7 @@ def _with(names: Names, dim: int, name: str) -> Names:
 def gather_rule(call: OpCall) -> list[AxisStrategy]:
     """Every index looks along the whole `dim`, so the index may be sharded there at will."""
     if not call.operands[0].shape or not call.operands[1].shape:
-        return [replicated_row(call), *linear_rows(call, [(0,)])]
+        return [replicated(call), *linear_rows(call, [(0,)])]
     dim = dim_of(call, 1)
     names = _aligned_names(call, dim)
     index = _with(names, dim, "i")
@@ -53,7 +53,7 @@ def gather_rule(call: OpCall) -> list[AxisStrategy]:
 @rule(aten.take_along_dim.default)
 def take_along_dim_rule(call: OpCall) -> list[AxisStrategy]:
     """As gather, save that dims of size 1 broadcast; without a dim both are flattened."""
-    rows = [replicated_row(call), *linear_rows(call, [(0,)])]
+    rows = [replicated(call), *linear_rows(call, [(0,)])]
     if call.arg(2, "dim") is None:
         return rows
     dim = dim_of(call, 2)
@@ -72,7 +72,7 @@ def take_rule(call: OpCall) -> list[AxisStrategy]:
 @rule(aten.scatter.src, aten.scatter.value)
 def scatter_rule(call: OpCall) -> list[AxisStrategy]:
     if not call.operands[0].shape:
-        return [replicated_row(call)]
+        return [replicated(call)]
     names = _aligned_names(call, dim_of(call, 1))
     return by_labels(call, [names for _ in call.operands], [names])
 
@@ -81,7 +81,7 @@ def scatter_rule(call: OpCall) -> list[AxisStrategy]:
 def scatter_add_rule(call: OpCall) -> list[AxisStrategy]:
     """A sum may be spread over ranks: each adds its share of the source to its share of self."""
     if not call.operands[0].shape:
-        return [replicated_row(call)]
+        return [replicated(call)]
     dim = dim_of(call, 1)
     names = _aligned_names(call, dim)
     rows = by_labels(call, [names, names, names], [names])
@@ -112,7 +112,7 @@ def index_add_rule(call: OpCall) -> list[AxisStrategy]:
     dim, rank = dim_of(call, 1), len(call.operands[0].shape)
     index, source = call.operands[1].shape, call.operands[2].shape
     if len(source) != rank or not rank:
-        return [replicated_row(call), *linear_rows(call, [(0, 2)])]
+        return [replicated(call), *linear_rows(call, [(0, 2)])]
     names = dim_names(call.operands[0], {dim})
     rows = by_labels(call, [names, [None] * len(index), names], [names])
     rows += linear_rows(call, [(0, 2)])
@@ -130,7 +130,7 @@ def index_write_rule(call: OpCall) -> list[AxisStrategy]:
     rest: list[Names] = [[None] * len(spec.shape) for spec in call.operands[1:]]
     if call.target in (aten.index_copy.default, aten.index_reduce.default):
         if len(call.operands[2].shape) != rank:
-            return [replicated_row(call)]
+            return [replicated(call)]
         rest[1] = names
     return by_labels(call, [names, *rest], [names])
 
@@ -138,13 +138,13 @@ def index_write_rule(call: OpCall) -> list[AxisStrategy]:
 @rule(torch.ops.autopar.inverse_permutation.default)
 def inverse_permutation_rule(call: OpCall) -> list[AxisStrategy]:
     """Every row may be anybody's; see `own_order` for what a rank alone has sorted."""
-    return [replicated_row(call)]
+    return [replicated(call)]
 
 
 @rule(EAGER_CALL)
 def eager_call_rule(call: OpCall) -> list[AxisStrategy]:
     """Code of the model, which may put anything together."""
-    return [replicated_row(call)]
+    return [replicated(call)]
 
 
 # --- advanced indexing ------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def _index_names(call: OpCall) -> tuple[Names, list[Names], Names] | None:
 def index_rule(call: OpCall) -> list[AxisStrategy]:
     named = _index_names(call)
     if named is None:
-        return [replicated_row(call), *linear_rows(call, [(0,)])]
+        return [replicated(call), *linear_rows(call, [(0,)])]
     names, indices, result = named
     return by_labels(call, [names, *indices], [result]) + linear_rows(call, [(0,)])
 
@@ -197,7 +197,7 @@ def index_put_rule(call: OpCall) -> list[AxisStrategy]:
     sums = linear_rows(call, [(0, last)]) if accumulate else []
     named = _index_names(call)
     if named is None:
-        return [replicated_row(call), *sums]
+        return [replicated(call), *sums]
     names, indices, result = named
     picked = _picked_shape(call, indices, result)
     values = _broadcast_names(result, picked, call.operands[last].shape)

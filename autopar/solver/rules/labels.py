@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from autopar.core.placement import Partial, Placement, Replicate, Shard
 from autopar.core.strategy import AxisStrategy, OpCall
 
-__all__ = ["by_labels", "linear_rows", "replicated_row"]
+__all__ = ["by_labels", "linear_rows", "replicated"]
 
 Labels = Sequence[str | None]
 """One label per tensor dim; None is a dim that cannot be sharded."""
@@ -21,8 +21,8 @@ def _placement(labels: Labels, label: str) -> Placement:
     return Shard(list(labels).index(label)) if label in labels else Replicate()
 
 
-def replicated_row(call: OpCall) -> AxisStrategy:
-    """All operands and outputs replicated."""
+def replicated(call: OpCall) -> AxisStrategy:
+    """Every rank of the axis does the whole op: always right."""
     return AxisStrategy(
         tuple(Replicate() for _ in call.operands), tuple(Replicate() for _ in call.outputs)
     )
@@ -43,7 +43,7 @@ def by_labels(
         summed: labels that the op sums over; sharding one makes every output without it Partial.
             A label that is in no output and not in `summed` is not offered.
     """
-    rows = [replicated_row(call)]
+    rows = [replicated(call)]
     seen: set[str] = set()
     for label in (x for labels in (*inputs, *outputs) for x in labels):
         if label is None or label in seen:

@@ -6,7 +6,7 @@ import torch
 
 from autopar.core.placement import Partial, Replicate, Shard
 from autopar.core.strategy import AxisStrategy, OpCall
-from autopar.solver.rules.labels import Labels, by_labels, linear_rows, replicated_row
+from autopar.solver.rules.labels import Labels, by_labels, linear_rows, replicated
 from autopar.solver.rules.registry import rule
 
 __all__ = ["MATRICES"]
@@ -42,7 +42,7 @@ def matrices_rule(call: OpCall) -> list[AxisStrategy]:
     # pivots are whole numbers, one for each row
     same = all(len(s.shape) == len(lead) + 2 for s in call.operands if s.dtype != torch.int32)
     if not same or any(spec.shape[: len(lead)] != lead for spec in tensors):
-        return [replicated_row(call)]
+        return [replicated(call)]
     names: list[list[str | None]] = [
         [*batch, *[None] * (len(spec.shape) - len(lead))] for spec in tensors
     ]
@@ -74,7 +74,7 @@ def distances_rule(call: OpCall) -> list[AxisStrategy]:
     """x (…, P, F), y (…, R, F) -> (…, P, R)."""
     lead = [f"d{i}" for i in range(len(call.outputs[0].shape) - 2)]
     if call.operands[0].shape[:-2] != call.operands[1].shape[:-2]:
-        return [replicated_row(call)]
+        return [replicated(call)]
     return by_labels(call, [[*lead, "p", None], [*lead, "r", None]], [[*lead, "p", "r"]])
 
 

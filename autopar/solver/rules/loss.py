@@ -10,7 +10,7 @@ import torch
 
 from autopar.core.placement import Partial, Replicate, Shard
 from autopar.core.strategy import AxisStrategy, Communication, OpCall, TensorSpec
-from autopar.solver.rules.labels import by_labels, linear_rows, replicated_row
+from autopar.solver.rules.labels import by_labels, linear_rows, replicated
 from autopar.solver.rules.registry import rule
 
 aten = torch.ops.aten
@@ -48,7 +48,7 @@ def nll_loss_rule(call: OpCall) -> list[AxisStrategy]:
     Without reduction the rows are independent and the total weight is 0. A sum leaves both
     outputs Partial. A mean divides by the total weight, which no shard knows.
     """
-    rows = [replicated_row(call)]
+    rows = [replicated(call)]
     if len(call.operands[0].shape) != 2:
         return rows
     weights = [Replicate()] * (len(call.operands) - 2)
@@ -63,7 +63,7 @@ def nll_loss_rule(call: OpCall) -> list[AxisStrategy]:
 @rule(aten.nll_loss_backward.default)
 def nll_loss_backward_rule(call: OpCall) -> list[AxisStrategy]:
     """(grad, log-probabilities, target, weight?, total weight) -> d log-probabilities."""
-    rows = [replicated_row(call)]
+    rows = [replicated(call)]
     if len(call.operands[1].shape) != 2:
         return rows
     grad = Shard(0) if call.args[4] == 0 else Replicate()
@@ -74,7 +74,7 @@ def nll_loss_backward_rule(call: OpCall) -> list[AxisStrategy]:
 
 @rule(aten.nll_loss2d_forward.default, aten.nll_loss2d_backward.default)
 def nll_loss2d_rule(call: OpCall) -> list[AxisStrategy]:
-    return [replicated_row(call)]
+    return [replicated(call)]
 
 
 @rule(
@@ -91,7 +91,7 @@ def margin_loss_rule(call: OpCall) -> list[AxisStrategy]:
     rows = call.outputs[0].shape[:1]
     backward = len(call.outputs[0].shape) == 2
     if not rows or (backward and call.operands[0].shape != rows):
-        return [replicated_row(call)]
+        return [replicated(call)]
 
     def labels(position: int, spec: TensorSpec) -> list[str | None]:
         weights = "multi_margin" in str(call.target) and position == 2 + backward
@@ -111,7 +111,7 @@ def ctc_rule(call: OpCall) -> list[AxisStrategy]:
     backward = len(call.operands) == 5
     targets = call.operands[1 + backward]
     if len(targets.shape) != 2:
-        return [replicated_row(call)]
+        return [replicated(call)]
     steps: list[str | None] = [None, "n", None]
     sample: list[str | None] = ["n"]
     inputs = [*[sample] * backward, steps, ["n", None], sample, sample]

@@ -14,7 +14,7 @@ import torch
 
 from autopar.core.placement import Partial, Placement, Replicate, Shard
 from autopar.core.strategy import AxisStrategy, Communication, OpCall
-from autopar.solver.rules.labels import replicated_row
+from autopar.solver.rules.labels import replicated
 from autopar.solver.rules.registry import rule
 
 aten = torch.ops.aten
@@ -37,7 +37,7 @@ def _forward(
 ) -> list[AxisStrategy]:
     """Rows of (x, *parameters) -> (y, *stats); `sums` sizes the all-reduces of "hidden"."""
     rank, parameters = len(call.operands[0].shape), len(call.operands) - 1
-    rows = [replicated_row(call)]
+    rows = [replicated(call)]
     for dim in range(rank - normalized):
         shard = Shard(dim)
         rows.append(
@@ -62,7 +62,7 @@ def _backward(
     """Rows of (dy, x, *stats, *parameters) -> (dx, *d parameters)."""
     rank, grads = len(call.operands[0].shape), len(call.outputs) - 1
     parameters = len(call.operands) - 2 - num_stats
-    rows = [replicated_row(call)]
+    rows = [replicated(call)]
     for dim in range(rank - normalized):
         shard = Shard(dim)
         inputs = (*[shard] * (2 + num_stats), *[Replicate()] * parameters)
@@ -109,7 +109,7 @@ def group_norm_rule(call: OpCall) -> list[AxisStrategy]:
     batch, channel = Shard(0), Shard(1)
     parameters = len(call.operands) - 1
     return [
-        replicated_row(call),
+        replicated(call),
         AxisStrategy((batch, *[Replicate()] * parameters), (batch, batch, batch)),
         AxisStrategy((channel, *[Shard(0)] * parameters), (channel, channel, channel)),
     ]
@@ -121,7 +121,7 @@ def group_norm_backward_rule(call: OpCall) -> list[AxisStrategy]:
     batch, channel, mask = Shard(0), Shard(1), call.args[9]
     parameters = len(call.operands) - 4
     return [
-        replicated_row(call),
+        replicated(call),
         AxisStrategy(
             (*[batch] * 4, *[Replicate()] * parameters),
             _where_kept(mask, (batch, Partial(), Partial())),

@@ -33,7 +33,7 @@ from autopar.core.host import WITH_HOST
 from autopar.core.ops import RANDOM, ops
 from autopar.core.placement import Partial, Placement, Replicate, Shard
 from autopar.core.strategy import AxisStrategy, OpCall, op_call
-from autopar.solver.rules.registry import find_rule
+from autopar.solver.rules.registry import find_rule, registrar
 
 __all__ = ["Order", "note_orders", "orders_of", "own_order_rows"]
 
@@ -131,11 +131,7 @@ def _found(call: OpCall) -> _Found | None:
 
 
 def _handles(*targets: Any) -> Callable[[_Handler], _Handler]:
-    def register(handler: _Handler) -> _Handler:
-        _HANDLERS.update(dict.fromkeys(targets, handler))
-        return handler
-
-    return register
+    return registrar(_HANDLERS, targets)
 
 
 def _own(dim: int = 0) -> Placement:

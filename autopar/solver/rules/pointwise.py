@@ -12,7 +12,7 @@ from autopar.core.host import WITH_HOST
 from autopar.core.ops import NARROW
 from autopar.core.placement import Partial, Replicate
 from autopar.core.strategy import AxisStrategy, OpCall
-from autopar.solver.rules.labels import by_labels, linear_rows, replicated_row
+from autopar.solver.rules.labels import by_labels, linear_rows, replicated
 from autopar.solver.rules.registry import rule
 
 aten = torch.ops.aten
@@ -195,7 +195,7 @@ def searchsorted_rule(call: OpCall) -> list[AxisStrategy]:
     """
     boundaries, x = call.operands[:2]
     if len(call.operands) > 2 or not boundaries.shape:
-        return [replicated_row(call)]
+        return [replicated(call)]
     names = [f"d{i}" for i in range(len(x.shape))]
     rows = names[:-1] if len(boundaries.shape) > 1 else []
     return by_labels(call, [[*rows, None], names], [names])

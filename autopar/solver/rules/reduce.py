@@ -11,8 +11,8 @@ import torch
 
 from autopar.core.placement import Partial, Shard
 from autopar.core.strategy import AxisStrategy, OpCall
-from autopar.solver.rules.dims import Names, dim_names, one_dim, runs_of, several_dims, without
-from autopar.solver.rules.labels import by_labels, linear_rows, replicated_row
+from autopar.solver.rules.dims import Names, dim_names, one_dim, runs_below, several_dims, without
+from autopar.solver.rules.labels import by_labels, linear_rows, replicated
 from autopar.solver.rules.registry import facts, rule
 
 aten = torch.ops.aten
@@ -55,15 +55,13 @@ def sum_rule(call: OpCall) -> list[AxisStrategy]:
     dims = several_dims(None if whole else call.arg(1, "dim"), _rank(call))
     keepdim = not whole and bool(call.arg(2, "keepdim", False))
     rows = _summed(call, dims, keepdim) + linear_rows(call, [(0,)])
-    runs = _runs(call)
+    runs = runs_below(call)
     if runs > 1 and dims == (0,):
         rows.append(AxisStrategy((Shard(0, runs),), (Partial(),)))
     return rows
 
 
-@facts(aten.sum.default, aten.sum.dim_IntList)
-def _runs(call: OpCall) -> int:
-    return runs_of(call.nodes[0]) if call.nodes[0].target is not aten.t.default else 1
+facts(aten.sum.default, aten.sum.dim_IntList)(runs_below)
 
 
 @rule(aten.nansum.default)
@@ -101,12 +99,12 @@ def mean_rule(call: OpCall) -> list[AxisStrategy]:
 )
 def whole_rule(call: OpCall) -> list[AxisStrategy]:
     """Needs the whole tensor."""
-    return [replicated_row(call)]
+    return [replicated(call)]
 
 
 @rule(aten.bincount.default)
 def bincount_rule(call: OpCall) -> list[AxisStrategy]:
-    return [replicated_row(call)]
+    return [replicated(call)]
 
 
 @rule(

@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 from autopar.core import extensions
-from autopar.core.placement import Replicate
 from autopar.core.strategy import AxisStrategy, OpCall
 
 __all__ = [
@@ -19,7 +18,7 @@ __all__ = [
     "find_rule",
     "goes_together",
     "registered_ops",
-    "replicated",
+    "registrar",
     "rule",
     "stub_for",
 ]
@@ -28,6 +27,7 @@ Rule = Callable[[OpCall], list[AxisStrategy]]
 _RULES: dict[Any, Rule] = {}
 Combination = Callable[[OpCall, Sequence[AxisStrategy], Sequence[int]], bool]
 _Facts = TypeVar("_Facts", bound=Callable[[OpCall], Hashable])
+_Function = TypeVar("_Function")
 _COMBINATIONS: dict[Any, Combination] = {}
 _FACTS: dict[Any, Callable[[OpCall], Hashable]] = {}
 
@@ -56,17 +56,22 @@ def find_rule(target: Any) -> Rule | None:
     return _RULES.get(target) or _RULES.get(str(target))
 
 
+def registrar(table: dict[Any, Any], targets: Sequence[Any]) -> Callable[[_Function], _Function]:
+    """A decorator that puts a function into a table, for each of some ops."""
+
+    def register(function: _Function) -> _Function:
+        table.update(dict.fromkeys(targets, function))
+        return function
+
+    return register
+
+
 def combination(*targets: Any) -> Callable[[Combination], Combination]:
     """Register what tells of ops whether rows may be combined: the call, one an axis, axis sizes.
 
     For ops with rows that are not independent of those on other axes.
     """
-
-    def register(function: Combination) -> Combination:
-        _COMBINATIONS.update(dict.fromkeys(targets, function))
-        return function
-
-    return register
+    return registrar(_COMBINATIONS, targets)
 
 
 def goes_together(call: OpCall, rows: Sequence[AxisStrategy], mesh: Sequence[int]) -> bool:
@@ -83,25 +88,13 @@ def registered_ops() -> tuple[Any, ...]:
 
 def facts(*targets: Any) -> Callable[[_Facts], _Facts]:
     """Register what the rows of ops depend on beside the call, such as what made an operand."""
-
-    def register(function: _Facts) -> _Facts:
-        _FACTS.update(dict.fromkeys(targets, function))
-        return function
-
-    return register
+    return registrar(_FACTS, targets)
 
 
 def facts_of(call: OpCall) -> Hashable:
     """What an op's rows depend on beside its arguments and shapes; None for most ops."""
     function = _FACTS.get(call.target)
     return None if function is None else function(call)
-
-
-def replicated(call: OpCall) -> AxisStrategy:
-    """Every rank of the axis does the whole op: always right."""
-    return AxisStrategy(
-        tuple(Replicate() for _ in call.operands), tuple(Replicate() for _ in call.outputs)
-    )
 
 
 def stub_for(call: OpCall) -> str:

@@ -38,19 +38,13 @@ def _aligned_run(whole: int, start: int, length: int, step: int) -> int:
     return whole // length
 
 
-def _slice_start(start: int | None, whole: int) -> int:
-    if start is None:
-        return 0
-    return min(max(start + whole if start < 0 else start, 0), whole)
-
-
 @rule(aten.slice.Tensor)
 def slice_rule(call: OpCall) -> list[AxisStrategy]:
     """One of `k` equal runs (Q of a fused QKV) may also be cut out of each of `k` shards."""
     dim, source, result = dim_of(call, 1), call.operands[0].shape, call.outputs[0].shape
     names = dim_names(call.operands[0], () if source == result else {dim})
     rows = _moved(call, names, names)
-    start = _slice_start(call.arg(2, "start"), source[dim])
+    start = slice(call.arg(2, "start"), None).indices(source[dim])[0]
     runs = _aligned_run(source[dim], start, result[dim], call.arg(4, "step", 1))
     if runs > 1:
         rows.append(AxisStrategy((Shard(dim, runs),), (Shard(dim),)))
@@ -62,7 +56,7 @@ def slice_backward_rule(call: OpCall) -> list[AxisStrategy]:
     dim, grad, result = dim_of(call, 2), call.operands[0].shape, call.outputs[0].shape
     names = dim_names(call.operands[0], () if grad == result else {dim})
     rows = _moved(call, names, names)
-    start = _slice_start(call.arg(3, "start"), result[dim])
+    start = slice(call.arg(3, "start"), None).indices(result[dim])[0]
     runs = _aligned_run(result[dim], start, grad[dim], call.arg(5, "step", 1))
     if runs > 1:
         rows.append(AxisStrategy((Shard(dim),), (Shard(dim, runs),)))

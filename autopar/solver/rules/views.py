@@ -12,8 +12,8 @@ import torch
 
 from autopar.core.placement import Placement, Shard
 from autopar.core.strategy import AxisStrategy, OpCall
-from autopar.solver.rules.dims import dim_names, one_dim, runs_of, several_dims
-from autopar.solver.rules.labels import by_labels, linear_rows, replicated_row
+from autopar.solver.rules.dims import dim_names, one_dim, runs_below, several_dims
+from autopar.solver.rules.labels import by_labels, linear_rows, replicated
 from autopar.solver.rules.registry import combination, facts, rule
 
 aten = torch.ops.aten
@@ -64,7 +64,7 @@ def _inner_shards(
 def view_rule(call: OpCall) -> list[AxisStrategy]:
     """Shards of the leftmost dim of a group stay contiguous; inner ones become strided shards."""
     source, result = call.operands[0].shape, call.outputs[0].shape
-    rows = [replicated_row(call)]
+    rows = [replicated(call)]
     if 0 in source:
         return rows + linear_rows(call, [(0,)])
     for left, right in _groups(source, result):
@@ -99,15 +99,13 @@ def transpose_rule(call: OpCall) -> list[AxisStrategy]:
 def t_rule(call: OpCall) -> list[AxisStrategy]:
     names = dim_names(call.operands[0])
     rows = _moved(call, names, names[::-1])
-    runs = _runs(call)
+    runs = runs_below(call)
     if runs > 1:
         rows.append(AxisStrategy((Shard(0, runs),), (Shard(1, runs),)))
     return rows
 
 
-@facts(aten.t.default)
-def _runs(call: OpCall) -> int:
-    return runs_of(call.nodes[0]) if call.nodes[0].target is not aten.t.default else 1
+facts(aten.t.default)(runs_below)
 
 
 @rule(aten.unsqueeze.default)
@@ -224,4 +222,4 @@ def view_as_complex_rule(call: OpCall) -> list[AxisStrategy]:
 @rule(aten.as_strided.default)
 def as_strided_rule(call: OpCall) -> list[AxisStrategy]:
     """Strides speak of the whole storage, so only the whole tensor will do."""
-    return [replicated_row(call), *linear_rows(call, [(0,)])]
+    return [replicated(call), *linear_rows(call, [(0,)])]
