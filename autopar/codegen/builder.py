@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.codegen.fakes import fake_call
+from autopar.core.graph import value_of
 from autopar.core.placement import Placement
 from autopar.core.work import lays_out_contiguously
 
@@ -99,9 +100,7 @@ class Builder:
 
     def value(self, node: fx.Node) -> Tensor:
         """The fake tensor of a node."""
-        value = node.meta["val"]
-        assert isinstance(value, Tensor)
-        return value
+        return value_of(node)
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
         return tuple(self.value(node).shape)

@@ -33,6 +33,7 @@ __all__ = [
     "resolve",
     "tensor_meta",
     "tensor_operands",
+    "value_of",
 ]
 
 InputKind = Literal["parameter", "buffer", "constant", "input", "seed", "tangent", "received"]
@@ -283,6 +284,13 @@ def tensor_meta(node: fx.Node) -> torch.Tensor | None:
     """The fake tensor that a node yields, or None where it yields several or none."""
     value = node.meta.get("val")
     return value if isinstance(value, torch.Tensor) else None
+
+
+def value_of(node: fx.Node) -> torch.Tensor:
+    """The fake tensor that a node yields, which is one."""
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor)
+    return value
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:

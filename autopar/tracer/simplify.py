@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from autopar.core.graph import NodeInfo
+from autopar.core.graph import NodeInfo, value_of
 
 __all__ = ["simplify"]
 
@@ -63,7 +63,7 @@ def drop_neutral(graph: fx.Graph) -> None:
         if neutral is None or node.kwargs or _number(node) != neutral:
             continue
         source = node.args[0]
-        if isinstance(source, fx.Node) and _alike(_value(source), _value(node)):
+        if isinstance(source, fx.Node) and _alike(value_of(source), value_of(node)):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
 
@@ -77,12 +77,12 @@ def compute_before_expanding(graph: fx.Graph, info: dict[str, NodeInfo]) -> None
         if not isinstance(wide, fx.Node) or wide.target is not aten.expand.default:
             continue
         source = wide.all_input_nodes[0]
-        value = _value(source).new_empty(_value(source).shape, dtype=_value(node).dtype)
+        value = value_of(source).new_empty(value_of(source).shape, dtype=value_of(node).dtype)
         with graph.inserting_before(node):
             made = _call(graph, node.target, (source, *node.args[1:]), node.kwargs)
             _note(made, node, value, info)
             again = _call(graph, wide.target, (made, *wide.args[1:]), wide.kwargs)
-            _note(again, node, _value(node), info)
+            _note(again, node, value_of(node), info)
         node.replace_all_uses_with(again)
         graph.erase_node(node)
 
@@ -101,9 +101,9 @@ def scale_the_smaller(graph: fx.Graph, info: dict[str, NodeInfo]) -> None:
                 source = wide.all_input_nodes[0]
                 with graph.inserting_before(node):
                     less = _call(graph, aten.mul.Scalar, (source, _number(scaled)))
-                    _note(less, node, _value(source), info)
+                    _note(less, node, value_of(source), info)
                     again = _call(graph, wide.target, (less, *wide.args[1:]))
-                    _note(again, node, _value(wide), info)
+                    _note(again, node, value_of(wide), info)
                 node.args = (again, scaled.args[0])
                 break
 
@@ -112,16 +112,16 @@ def _is_expansion(node: Any, reader: fx.Node) -> bool:
     """True for a floating-point tensor that is smaller than what its reader makes."""
     if not isinstance(node, fx.Node) or node.target is not aten.expand.default or node.kwargs:
         return False
-    source = _value(node.all_input_nodes[0])
-    return source.numel() < _value(reader).numel() and source.dtype == _value(reader).dtype
+    source = value_of(node.all_input_nodes[0])
+    return source.numel() < value_of(reader).numel() and source.dtype == value_of(reader).dtype
 
 
 def _is_scaled(node: Any, reader: fx.Node) -> bool:
     """True for a floating-point tensor times a power of two above one that nothing else reads."""
     if not isinstance(node, fx.Node) or node.target not in _TIMES or len(node.users) != 1:
         return False
-    number, value = _number(node), _value(node)
-    if number is None or not value.is_floating_point() or not _alike(value, _value(reader)):
+    number, value = _number(node), value_of(node)
+    if number is None or not value.is_floating_point() or not _alike(value, value_of(reader)):
         return False
     return number > 1 and math.frexp(number)[0] == 0.5 and _reads_one(node)
 
@@ -144,15 +144,15 @@ def join_slices(graph: fx.Graph, info: dict[str, NodeInfo]) -> None:
         if not _is_sum(node) or node._erased:
             continue
         sums, slices, others = _terms(node)
-        if len(others) > 1 or len(slices) < 2 or not _fill(slices, _value(node)):
+        if len(others) > 1 or len(slices) < 2 or not _fill(slices, value_of(node)):
             continue
         parts = [s.node.args[0] for s in sorted(slices, key=lambda s: s.start)]
         with graph.inserting_before(node):
             total = _call(graph, aten.cat.default, (parts, slices[0].dim))
-            _note(total, node, _value(node), info)
+            _note(total, node, value_of(node), info)
             for other in others:
                 total = _call(graph, aten.add.Tensor, (total, other))
-                _note(total, node, _value(node), info)
+                _note(total, node, value_of(node), info)
         node.replace_all_uses_with(total)
         for dead in sums:
             graph.erase_node(dead)
@@ -174,7 +174,7 @@ def _terms(root: fx.Node) -> tuple[list[fx.Node], list[_Slice], list[fx.Node]]:
     sums, slices, others = [root], list[_Slice](), list[fx.Node]()
     for node in sums:  # which grows
         for term in node.all_input_nodes:
-            if _is_sum(term) and len(term.users) == 1 and _alike(_value(term), _value(root)):
+            if _is_sum(term) and len(term.users) == 1 and _alike(value_of(term), value_of(root)):
                 sums.append(term)
             elif (found := _slice_of(term)) is not None:
                 slices.append(found)
@@ -198,7 +198,7 @@ def _slice_of(node: fx.Node) -> _Slice | None:
 
 def _fill(slices: list[_Slice], whole: Tensor) -> bool:
     """True where the slices follow each other from one end of the whole to the other."""
-    if len({s.dim for s in slices}) > 1 or not all(_alike(_value(s.node), whole) for s in slices):
+    if len({s.dim for s in slices}) > 1 or not all(_alike(value_of(s.node), whole) for s in slices):
         return False
     ends = [0, *sorted(s.end for s in slices)]
     starts = [*sorted(s.start for s in slices), whole.shape[slices[0].dim]]
@@ -206,12 +206,6 @@ def _fill(slices: list[_Slice], whole: Tensor) -> bool:
 
 
 # --- nodes --------------------------------------------------------------------------------------
-def _value(node: fx.Node) -> Tensor:
-    value = node.meta["val"]
-    assert isinstance(value, Tensor)
-    return value
-
-
 def _alike(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype
 

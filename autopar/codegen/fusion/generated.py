@@ -21,9 +21,9 @@ from torch import Tensor, fx
 
 from autopar.codegen.fusion.expressions import IDENTITIES
 from autopar.codegen.fusion.groups import Group, find_groups, source_of
-from autopar.codegen.fusion.matching import value_of
 from autopar.codegen.fusion.rewriter import ANNOTATIONS, Rewriter
 from autopar.codegen.fusion.source import Kernel, write_kernel
+from autopar.core.graph import value_of
 from autopar.core.late_module import late_module
 from autopar.kernels.registry import has_triton
 

@@ -29,7 +29,7 @@ from autopar.codegen.fusion.expressions import (
     power,
     triton_type,
 )
-from autopar.codegen.fusion.matching import value_of
+from autopar.core.graph import value_of
 
 __all__ = ["Group", "find_groups", "source_of"]
 

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-__all__ = ["K", "Match", "Op", "V", "find", "look_through", "value_of"]
+from autopar.core.graph import value_of
+
+__all__ = ["K", "Match", "Op", "V", "find", "look_through"]
 
 aten = torch.ops.aten
 _COMMUTE = frozenset(
@@ -72,13 +74,6 @@ class Match:
 
     def __getitem__(self, name: str) -> Any:
         return self.bound[name]
-
-
-def value_of(node: fx.Node) -> Tensor:
-    """The fake tensor of a node."""
-    value = node.meta["val"]
-    assert isinstance(value, Tensor)
-    return value
 
 
 def _is_tensor(node: Any) -> bool:

@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from autopar.codegen.fakes import fake_call
-from autopar.codegen.fusion.matching import is_cast, look_through, value_of
+from autopar.codegen.fusion.matching import is_cast, look_through
+from autopar.core.graph import value_of
 
 __all__ = ["ANNOTATIONS", "Rewriter", "sort_graph"]
 

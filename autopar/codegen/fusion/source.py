@@ -26,7 +26,7 @@ from autopar.codegen.fusion.expressions import (
     triton_type,
 )
 from autopar.codegen.fusion.groups import source_of
-from autopar.codegen.fusion.matching import value_of
+from autopar.core.graph import value_of
 from autopar.core.random import salt_term
 from autopar.kernels.indexing import index_map
 

@@ -18,12 +18,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from autopar.codegen.passes.bucket import is_gather_of_storage
 from autopar.codegen.passes.order import is_packing
 from autopar.codegen.passes.sends import is_start, is_wait
 from autopar.core.einsum import Equation, flops, parse_equation
+from autopar.core.graph import value_of
 
 __all__ = [
     "Gather",
@@ -178,9 +179,7 @@ def letter(site: Site, product: fx.Node, dim: int) -> str:
 
 def shape(node: fx.Node) -> tuple[int, ...]:
     """Of a node's value."""
-    value = node.meta["val"]
-    assert isinstance(value, Tensor)
-    return tuple(value.shape)
+    return tuple(value_of(node).shape)
 
 
 def _flops(product: fx.Node) -> float:

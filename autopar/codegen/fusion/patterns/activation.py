@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.codegen.fusion.matching import K, Match, Op, V, find, look_through, value_of
+from autopar.codegen.fusion.matching import K, Match, Op, V, find, look_through
 from autopar.codegen.fusion.registry import pattern
 from autopar.codegen.fusion.rewriter import Rewriter
+from autopar.core.graph import value_of
 
 aten = torch.ops.aten
 _MUL, _ADD = aten.mul.Tensor, aten.add.Tensor

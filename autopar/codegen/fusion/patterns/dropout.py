@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopar.codegen.fusion.matching import K, Op, V, find, value_of
+from autopar.codegen.fusion.matching import K, Op, V, find
 from autopar.codegen.fusion.patterns.activation import _biased
 from autopar.codegen.fusion.registry import pattern
 from autopar.codegen.fusion.rewriter import Rewriter
+from autopar.core.graph import value_of
 
 aten = torch.ops.aten
 _DROPOUT = Op(

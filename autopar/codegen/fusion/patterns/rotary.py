@@ -7,9 +7,10 @@ import sys
 import torch
 from torch import fx
 
-from autopar.codegen.fusion.matching import K, Match, Op, V, find, value_of
+from autopar.codegen.fusion.matching import K, Match, Op, V, find
 from autopar.codegen.fusion.registry import pattern
 from autopar.codegen.fusion.rewriter import Rewriter
+from autopar.core.graph import value_of
 
 aten = torch.ops.aten
 _MUL, _ADD = aten.mul.Tensor, aten.add.Tensor

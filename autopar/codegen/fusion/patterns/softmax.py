@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.codegen.fusion.matching import K, Op, V, find, look_through, value_of
+from autopar.codegen.fusion.matching import K, Op, V, find, look_through
 from autopar.codegen.fusion.registry import pattern
 from autopar.codegen.fusion.rewriter import Rewriter
+from autopar.core.graph import value_of
 
 aten = torch.ops.aten
 _TIMES = (aten.mul.Tensor, aten.mul.Scalar)
