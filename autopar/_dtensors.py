@@ -26,6 +26,7 @@ __all__ = [
     "dtensor_placements",
     "handle_dtensor_op",
     "layout_of",
+    "local_of",
     "replicate_plain_tensors",
 ]
 
@@ -59,6 +60,11 @@ def dtensor_like(local: Tensor, other: DTensor) -> DTensor:
     """A DTensor of a share, placed and shaped as another is; its checks and autograd left out."""
     # as torch's own dispatch makes them: `__init__` does nothing, and takes longer than the rest
     return DTensor.__new__(DTensor, local, other._spec, requires_grad=False)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, outside of autograd; of a plain one, the tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def handle_dtensor_op(op: Any, handler: Callable[..., Any]) -> None:

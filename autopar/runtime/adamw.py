@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar import kernels as _kernels  # noqa: F401  (registers the op)
+from autopar._dtensors import local_of
 from autopar.errors import AutoparError
 from autopar.runtime.gradients import total_norm
 from autopar.runtime.local_step import elementwise, own_parameters
@@ -137,19 +138,19 @@ class AdamW(torch.optim.AdamW):
     def _update(self, parameter: Tensor, numbers: _Numbers, settings: dict[str, Any]) -> None:
         """One pass over this rank's part of a parameter, its gradient and its states."""
         state = self._state_of(parameter)
-        shard, gradient, step = _local(parameter).detach(), _gradient(parameter), state["step"]
+        shard, gradient, step = local_of(parameter).detach(), _gradient(parameter), state["step"]
         lr, factor, found = numbers.on(shard.device)
         step += (found == 0).to(step.dtype)
         beta1, beta2 = (float(beta) for beta in settings["betas"])
         torch.ops.autopar_kernels.adamw_(
-            shard, gradient, _local(state["exp_avg"]), _local(state["exp_avg_sq"]), step, lr,
+            shard, gradient, local_of(state["exp_avg"]), local_of(state["exp_avg_sq"]), step, lr,
             factor, found, beta1, beta2, settings["eps"], settings["weight_decay"],
         )  # fmt: skip
 
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
         """States of a parameter, made at its first step; the counter is where the shard is."""
         state: dict[str, Any] = self.state[parameter]
-        device = _local(parameter).device
+        device = local_of(parameter).device
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             for name in ("exp_avg", "exp_avg_sq"):
@@ -183,7 +184,7 @@ class _Numbers:
 
 def _number(value: Tensor | float, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
-        return _local(value).to(device).reshape(())
+        return local_of(value).to(device).reshape(())
     return torch.full((), value, dtype=torch.float64, device=device)
 
 
@@ -196,10 +197,6 @@ def _refuse(options: dict[str, Any]) -> None:
             )
 
 
-def _local(value: Tensor) -> Tensor:
-    return value._local_tensor if isinstance(value, DTensor) else value
-
-
 def _gradient(parameter: Tensor) -> Tensor:
     """This rank's part of a gradient, as its parameter is placed."""
     gradient = parameter.grad
@@ -210,4 +207,4 @@ def _gradient(parameter: Tensor) -> Tensor:
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         if gradient.placements != parameter.placements:
             gradient = gradient.redistribute(placements=parameter.placements)
-    return _local(gradient)
+    return local_of(gradient)

@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from autopar._dtensors import local_of
 from autopar.errors import AutoparError
 
 __all__ = ["ReadAgain", "address", "copies_of_shared"]
@@ -47,7 +47,7 @@ class ReadAgain:
             (name, holder, holder._version)
             for name, value, holder in held
             if holder is not None and not holder.is_inference()
-            if address(value) in kept and address(_local(holder)) == address(value)
+            if address(value) in kept and address(local_of(holder)) == address(value)
         ]
 
     def check(self) -> None:
@@ -63,7 +63,3 @@ class ReadAgain:
                     "forward and its backward, which needs it as it was: step the optimizer after "
                     "the backward, or change a clone()"
                 )
-
-
-def _local(holder: Tensor) -> Tensor:
-    return holder._local_tensor if isinstance(holder, DTensor) else holder

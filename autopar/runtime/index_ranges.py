@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
+from autopar._dtensors import local_of
 from autopar.core.graph import TracedModel, node_info
 from autopar.core.ops import REARRANGING, ops
 from autopar.core.plan import Plan
@@ -157,9 +158,7 @@ def _watched(found: Lookup, given: Mapping[str, Tensor]) -> Tensor | None:
     near = all(given[name].device.type == "cpu" for name in read)
     if not needed or not (shown or (small and near)):
         return None
-    held = {name: given[name].detach() for name in read}
-    local = {n: x._local_tensor if isinstance(x, DTensor) else x for n, x in held.items()}
-    return _computed(needed, local)
+    return _computed(needed, {name: local_of(given[name].detach()) for name in read})
 
 
 def _way_to(found: Lookup, given: Mapping[str, Tensor]) -> list[fx.Node]:
@@ -196,8 +195,7 @@ def _out_of_range(traced: TracedModel, inputs: Sequence[Tensor]) -> str | None:
 
 def _local(value: Tensor) -> Tensor:
     """A tensor on the CPU; of one that is shared out, what is here."""
-    local: Tensor = value._local_tensor if isinstance(value, DTensor) else value
-    return local.cpu()
+    return local_of(value).cpu()
 
 
 def _picked(index: fx.Node, given: Mapping[str, Tensor]) -> fx.Node | None:

@@ -33,6 +33,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from autopar._dtensors import local_of
 from autopar.errors import AutoparError
 from autopar.runtime.loaded_states import settle_states
 from autopar.runtime.offload import come_back, go_to_host, held_by, is_offloaded, link_for
@@ -236,7 +237,7 @@ def _buckets(parameters: Iterable[Tensor]) -> Iterator[StandIns]:
 
 
 def _local_bytes(parameter: Tensor) -> int:
-    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    local = local_of(parameter)
     return local.numel() * local.element_size()
 
 

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from autopar._dtensors import local_of
 from autopar.core.host_link import HostLink, link_of
 from autopar.runtime.stand_ins import StandIns
 
@@ -39,8 +39,7 @@ def is_offloaded(parameter: Tensor) -> bool:
 
 def link_for(parameter: Tensor) -> HostLink:
     """The link between the host and the device of a parameter."""
-    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-    return link_of(local.device)
+    return link_of(local_of(parameter).device)
 
 
 @contextmanager

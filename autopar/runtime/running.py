@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar._dtensors import dtensor_like
+from autopar._dtensors import dtensor_like, local_of
 from autopar.core.graph import TracedModel, output_paths
 from autopar.core.placement import Layout
 from autopar.errors import AutoparError
@@ -200,8 +200,7 @@ class Run:
         paths = output_paths(self.step.traced.out_spec)
         for index, result in enumerate(results):
             if isinstance(result, Tensor):
-                local = result._local_tensor if isinstance(result, DTensor) else result
-                yield f"output{paths[index]}", local, result
+                yield f"output{paths[index]}", local_of(result), result
 
     def _apart(self, values: Sequence[Any]) -> Sequence[Any]:
         """Values of which none shares memory with a buffer that is about to be written."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar._dtensors import dtensor_like
+from autopar._dtensors import dtensor_like, local_of
 from autopar.core.host_link import HOST, HostLink
 
 __all__ = ["COUNTERS", "StandIns"]
@@ -104,7 +104,7 @@ class StandIns:
 
 def _share(value: Tensor) -> Tensor:
     """The rank's own part of a tensor, outside of autograd."""
-    share: Tensor = value._local_tensor if isinstance(value, DTensor) else value
+    share = local_of(value)
     return share.detach() if share.requires_grad else share  # a detach takes as long as a view
 
 
