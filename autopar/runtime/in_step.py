@@ -10,7 +10,7 @@ import torch
 
 from autopar.runtime.compiled_step import CompiledStep, tensors_in_order
 from autopar.runtime.index_ranges import check_indices, naming_indices, watch_indices
-from autopar.runtime.lost import begin_step, tell_reason
+from autopar.runtime.lost import begin_step, tell_failure, tell_reason
 from autopar.runtime.pipeline import PipelinedStep
 
 __all__ = ["check_first_batch", "in_step"]
@@ -35,7 +35,10 @@ def in_step(
         with naming_indices(step.traced, lambda: _tensors(step, args, kwargs), device):
             yield
     except Exception as error:
-        tell_reason(error)
+        if step.communicates:
+            tell_failure(error, step.plan.num_devices)
+        else:
+            tell_reason(error)
         raise
 
 

@@ -11,6 +11,10 @@ also writes a checksum of which steps these were: ranks whose batches have diffe
 which were met before, would otherwise add up gradients of different batches. A rank that waits long
 says where, for the others to print (`stalled.py`); one that waits in a step after such other ones
 ends with the error that its next step would raise.
+
+A step that failed on some ranks alone is not left behind by catching the error: others wait in it,
+and would take this rank's next step for it. So a rank runs no step behind one that failed, unless
+it failed on all of them.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ __all__ = [
     "begin_step",
     "lost_text",
     "naming_lost_ranks",
+    "tell_failure",
     "tell_reason",
     "watching",
 ]
@@ -76,6 +81,8 @@ _at = [_At()]
 _trail = [_At()] * _KEPT  # the latest of these, by their number modulo _KEPT
 _unlike: list[str] = []  # what another rank was seen to do
 _awaited: list[list[str]] = []  # a key of each rank, for which this one waits
+_failed: list[str] = []  # the error of the step that this process has begun last
+_refused: list[str] = []  # why it runs no more of them
 
 
 def _key(rank: int) -> str:
@@ -94,6 +101,10 @@ def _waits(rank: int) -> str:
     return f"autopar/waits/{rank}"
 
 
+def _failure(rank: int, step: int) -> str:
+    return f"autopar/failed/{step}/{rank}"
+
+
 def begin_step(fingerprint: str, devices: int) -> None:
     """Count a step that communicates, if all ranks run it.
 
@@ -102,12 +113,15 @@ def begin_step(fingerprint: str, devices: int) -> None:
         devices: that it runs on.
 
     Raises:
-        AutoparError: another rank has run other steps.
+        AutoparError: another rank has run other steps, or has not failed in the last one, as this
+            one has.
     """
     if not dist.is_initialized() or devices != dist.get_world_size():
         return  # other ranks have modules of their own
-    if _unlike:
-        raise AutoparError(_unlike[0])
+    if _failed:
+        _wait_for_failures(_failed.pop())
+    if _unlike or _refused:
+        raise AutoparError((_unlike or _refused)[0])
     before = _at[0]
     checksum = zlib.crc32(fingerprint.encode(), before.checksum)
     now = _At(before.begun + 1, checksum)
@@ -230,6 +244,38 @@ def tell_reason(error: BaseException) -> None:
         first = str(error).partition("\n")[0]
         heart = _hearts[0]
         _leave(heart, _reason(heart.rank), f"{_at[0].begun}:{type(error).__name__}: {first}")
+
+
+def tell_failure(error: BaseException, devices: int) -> None:
+    """`tell_reason`, of a step that all ranks run: they are asked for it before the next one.
+
+    Args:
+        error: that the step ended with.
+        devices: that it runs on.
+    """
+    tell_reason(error)
+    if _hearts and devices == dist.get_world_size():
+        _failed[:] = [f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"]
+        _leave(_hearts[0], _failure(_hearts[0].rank, _at[0].begun), "")
+
+
+def _wait_for_failures(reason: str) -> None:
+    """See that the step which failed here has failed on all ranks, or run none from now on."""
+    store, step = default_store(), _at[0].begun
+    keys = [_failure(rank, step) for rank in range(dist.get_world_size())]
+    deadline = time.monotonic() + _SILENCE_S
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            others = [r for r, key in enumerate(keys) if not store.check([key])]
+            _refused.append(
+                f"step {step} failed on rank {dist.get_rank()} and not on rank"
+                f"{'s' * (len(others) > 1)} {', '.join(map(str, others))} ({reason}). They wait in "
+                "it, and would add the gradients of the next batch to those of this one. Start "
+                "all ranks again and load the last checkpoint; to skip a batch, look at it on "
+                "every rank before the step"
+            )
+            return
+        time.sleep(_INTERVAL_S / 40)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from autopar.runtime.between import ReadAgain, address, copies_of_shared
 from autopar.runtime.compiled_step import CompiledStep, kept_outputs
 from autopar.runtime.feed import feed, given_specs, holders
 from autopar.runtime.in_step import in_step
-from autopar.runtime.lost import naming_lost_ranks
+from autopar.runtime.lost import naming_lost_ranks, tell_failure
 from autopar.runtime.shards import take_shard
 from autopar.runtime.state import to_dtensor
 
@@ -239,7 +239,12 @@ class Run:
         values, self.saved = self.saved, None
         values += self._tangents(grads)
         with naming_lost_ranks("in the backward"):
-            values = list(run(values))
+            try:
+                values = list(run(values))
+            except Exception as error:
+                if self.step.communicates:
+                    tell_failure(error, self.step.plan.num_devices)
+                raise
         return self._gradients(values)
 
     def in_turn(self, loss: int, tangent: float) -> tuple[Tensor, list[Any]]:
