@@ -17,6 +17,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar.runtime import storage
 from autopar.runtime.storage import Writer
 from tests import handwritten as hw
 from tests import zoo
@@ -181,7 +182,7 @@ def load_only(path: str, kind: str, made: dict[str, Any]) -> None:
             path, parallel, optimizer, scheduler=schedule, scaler=scaler, step=step
         )
     finally:
-        if kind not in ("fits", "overwritten", "a hole", "schedule"):
+        if kind not in ("fits", "overwritten", "flipped", "a hole", "schedule"):
             assert all(torch.equal(before[n], whole(p)) for n, p in parallel.named_parameters())
 
 
@@ -233,6 +234,13 @@ def damage(folder: Path, kind: str) -> None:
         os.truncate(folder / "state.pt", 300)
     elif kind == "code":
         (folder / "state.pt").write_bytes(pickle.dumps({"step": Evil()}))
+    elif kind == "flipped":  # in the values of the first box
+        path = folder / "__1_0.distcp"
+        (box,) = (b for t in json.loads((folder / "index.json").read_text())["tensors"].values()
+                  for b in t["boxes"] if b[2][0] == path.name and b[2][1] == 0)  # fmt: skip
+        content = bytearray(path.read_bytes())
+        content[box[2][2] // 2] ^= 1
+        path.write_bytes(content)
     elif kind == "no latest":
         (folder.parent / "latest").unlink()
     elif kind == "a hole":
@@ -244,6 +252,7 @@ def damage(folder: Path, kind: str) -> None:
 MISFITS = {
     "truncated": r"__1_0.distcp has \d+ bytes, \d+ bytes were written",
     "overwritten": "was not read from.*something else than tensors",
+    "flipped": r"__1_0.distcp is damaged: its \d+ bytes from 0 on are not those that were written",
     "missing file": "__1_0.distcp is missing",
     "cut index": "index.json is damaged",
     "cut state": "state.pt is damaged",
@@ -377,6 +386,35 @@ def loading_at_once(rank: int, path: str) -> list[int]:
     return found
 
 
+def in_own_folders(rank: int, path: str) -> list[str]:
+    """Errors of saves, each rank's to a folder of its own, and of what is no optimizer."""
+    storage._DELAY_S = 0.5
+    parallel, optimizer = small()
+    found = []
+    for given in (
+        lambda: autopar.save_checkpoint(f"{path}/{rank}", parallel, optimizer, step=1),
+        lambda: autopar.save_checkpoint(
+            f"{path}/{rank}", parallel, optimizer, step=2, asynchronous=True
+        ).result(),
+        lambda: autopar.save_checkpoint(path, parallel, [optimizer], step=1),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(autopar.CheckpointError) as caught:
+            given()
+        found.append(str(caught.value))
+    autopar.save_checkpoint(path, parallel, optimizer, step=3)  # and what has failed is said once
+    return found
+
+
+def test_what_not_all_ranks_see_is_no_checkpoint(tmp_path: Path) -> None:
+    for own, later, unlike in run_ranks(in_own_folders, 2, str(tmp_path)):
+        assert "__1_0.distcp is missing, another rank has written" in own and own == later.replace(
+            "step-00000002", "step-00000001"
+        )
+        assert "optimizer= is a list" in unlike
+    assert not (tmp_path / "0" / "latest").exists()
+    assert (tmp_path / "latest").read_text() == "step-00000003"
+
+
 def test_loading_waits_for_a_save(tmp_path: Path) -> None:
     (tmp_path / "step-00000002.bak").mkdir()  # somebody's own
     assert run_ranks(loading_at_once, 2, str(tmp_path)) == [[1, 2, 2]] * 2
@@ -445,3 +483,13 @@ def test_any_optimizer_buffers_and_the_scaler(tmp_path: Path, name: str) -> None
             assert losses == pytest.approx(expected, rel=1e-5)
             assert loaded.keys() == states.keys()
             assert all(torch.equal(loaded[key], states[key]) for key in states)
+
+
+def test_an_index_without_checksums_is_read(small_saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(small_saved, tmp_path / "old")
+    path = tmp_path / "old" / "step-00000001" / "index.json"
+    index = json.loads(path.read_text())
+    for entry in index["tensors"].values():
+        entry["boxes"] = [[*box[:2], box[2][:3]] for box in entry["boxes"]]
+    path.write_text(json.dumps(index))
+    run_ranks(load_fitting, 2, str(tmp_path / "old"))

@@ -58,11 +58,15 @@ class SaveHandle:
         folder: of the checkpoint, once it is complete.
         future: None for a save that is complete.
         group: the process group that an asynchronous save communicates in.
+
+    Attributes:
+        has_raised: `result` has said that the save failed.
     """
 
     def __init__(self, folder: Path, future: Future[Any] | None = None, group: Any = None) -> None:
         self.folder = folder
         self.group = group
+        self.has_raised = False
         self._future = future
 
     def done(self) -> bool:
@@ -82,7 +86,11 @@ class SaveHandle:
             TimeoutError: it is still running after `timeout_s` seconds.
         """
         if self._future is not None:
-            guarded(lambda: self._future.result(timeout_s), "written")  # type: ignore[union-attr]
+            try:
+                guarded(lambda: self._future.result(timeout_s), "written")  # type: ignore[union-attr]
+            except CheckpointError:
+                self.has_raised = True
+                raise
         return self.folder
 
 
@@ -141,7 +149,8 @@ def save_checkpoint(
     before = module.pending_save
     if before is not None:
         module.pending_save = None
-        before.result()
+        if not before.has_raised:
+            before.result()
     tensors, extra = _collected(module, optimizer, scheduler, scaler, step, data, asynchronous)
     part, final = _prepared(root, module, step, extra)
     boxes = pieces(tensors)
@@ -178,6 +187,10 @@ def _collected(
     failure: Exception | None = None
     try:
         if optimizer is not None:
+            if not isinstance(optimizer, Optimizer):
+                raise CheckpointError(
+                    f"optimizer= is a {type(optimizer).__name__}: pass one optimizer of torch"
+                )
             states, kept = optimizer_state.collect(optimizer, parameter_names(module))
             tensors.update(states)
         extra = {

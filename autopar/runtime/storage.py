@@ -1,16 +1,19 @@
 """Boxes of tensors to and from files, by `torch.distributed.checkpoint` (DCP).
 
 DCP plans who writes which copy, writes a file per rank, tells all ranks of one's failure, and reads
-the parts of files that a box overlaps. Two things are ours: a tensor may have several boxes on a
-rank, and DCP's pickled index is JSON here, so that reading runs no code: tensors are read with
-`weights_only`.
+the parts of files that a box overlaps. Three things are ours: a tensor may have several boxes on a
+rank; DCP's pickled index is JSON here, so that reading runs no code: tensors are read with
+`weights_only`; and the index has a checksum of each box.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+import time
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +35,15 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.planner import (
+    LoadPlanner as DCPLoadPlanner,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlanner as DCPSavePlanner,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from autopar.errors import CheckpointError
 from autopar.runtime.pieces import Piece
@@ -41,6 +52,8 @@ __all__ = ["INDEX", "Index", "LoadPlanner", "Reader", "SavePlanner", "Writer", "
 
 INDEX = "index.json"
 _VERSION = 1
+_PART = 1 << 24  # bytes that are read at once for a checksum
+_DELAY_S = 10.0  # after which a shared folder shows what others wrote
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -57,7 +70,17 @@ class _Place(NamedTuple):
     relative_path: str
     offset: int
     length: int
+    checksum: int | None = None  # unknown of checkpoints that earlier versions wrote
     transform_descriptors: None = None
+
+    def read_checksum(self, folder: Path) -> int:
+        """CRC-32 of what is there."""
+        found, left = 0, self.length
+        with (folder / self.relative_path).open("rb") as stream:
+            stream.seek(self.offset)
+            while left and (part := stream.read(min(left, _PART))):
+                found, left = zlib.crc32(part, found), left - len(part)
+        return found
 
 
 class Index:
@@ -77,7 +100,7 @@ class Index:
             boxes = []
             for chunk in entry.chunks:
                 place = self.metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-                stored = [place.relative_path, place.offset, place.length]
+                stored = [place.relative_path, place.offset, place.length, place.checksum]
                 boxes.append([list(chunk.offsets), list(chunk.sizes), stored])
             dtype = str(entry.properties.dtype).removeprefix("torch.")
             tensors[name] = {"shape": list(entry.size), "dtype": dtype, "boxes": boxes}
@@ -107,18 +130,23 @@ class Index:
             raise CheckpointError(
                 f"{path} is damaged ({type(error).__name__}: {error}): load an earlier checkpoint"
             ) from error
-        _check_files(folder, places)
+        for name, found, size in _damaged(folder, places.values()):
+            raise CheckpointError(
+                f"{folder / name} {found}, {size} bytes were written to it: copy it again, or load "
+                "an earlier checkpoint"
+            )
         return cls(Metadata(dict(entries), storage_data=places))
 
 
 def _entry(name: str, entry: Any) -> tuple[TensorStorageMetadata, dict[MetadataIndex, _Place]]:
     chunks, places = [], {}
-    for offsets, sizes, (path, offset, length) in entry["boxes"]:
+    for offsets, sizes, (path, offset, length, *checksum) in entry["boxes"]:
         if Path(path).name != path:
             raise ValueError(f"{path!r} is not a file of the checkpoint")
         chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
         chunks.append(chunk)
-        places[MetadataIndex(name, chunk.offsets)] = _Place(path, int(offset), int(length))
+        place = _Place(path, int(offset), int(length), *checksum)
+        places[MetadataIndex(name, chunk.offsets)] = place
     dtype = getattr(torch, entry["dtype"])
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{entry['dtype']!r} is not a dtype")
@@ -130,20 +158,19 @@ def _entry(name: str, entry: Any) -> tuple[TensorStorageMetadata, dict[MetadataI
     )
 
 
-def _check_files(folder: Path, places: dict[MetadataIndex, _Place]) -> None:
+def _damaged(folder: Path, places: Iterable[_Place]) -> list[tuple[str, str, int]]:
+    """Files that are missing or too short: their names, what is wrong, and the bytes written."""
     ends: dict[str, int] = {}
-    for place in places.values():
+    for place in places:
         end = place.offset + place.length
         ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
+    found = []
     for name, end in sorted(ends.items()):
         path = folder / name
         size = path.stat().st_size if path.exists() else None
         if size is None or size < end:
-            found = "is missing" if size is None else f"has {size} bytes"
-            raise CheckpointError(
-                f"{path} {found}, {end} bytes were written to it: copy it again, or load an "
-                "earlier checkpoint"
-            )
+            found.append((name, "is missing" if size is None else f"has {size} bytes", end))
+    return found
 
 
 class Writer(FileSystemWriter):
@@ -154,10 +181,33 @@ class Writer(FileSystemWriter):
         self.folder = folder
         self.commit = commit
 
+    def write_data(self, plan: SavePlan, planner: DCPSavePlanner) -> Future[list[WriteResult]]:
+        told: list[WriteResult] = []
+        for result in super().write_data(plan, planner).wait():
+            place = _Place(*(getattr(result.storage_data, name) for name in _Place._fields[:3]))
+            place = place._replace(checksum=place.read_checksum(self.folder))
+            told.append(replace(result, storage_data=place))
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(told)
+        return written
+
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         metadata.storage_data = {r.index: r.storage_data for rank in results for r in rank}
+        self._check_seen(list(metadata.storage_data.values()))
         Index(metadata).write(self.folder)
         self.commit()
+
+    def _check_seen(self, places: Sequence[_Place]) -> None:
+        """That this rank sees what the others have written, if not at once."""
+        deadline = time.monotonic() + _DELAY_S
+        while missing := _damaged(self.folder, places):
+            if time.monotonic() > deadline:
+                name, found, size = missing[0]
+                raise CheckpointError(
+                    f"{self.folder / name} {found}, another rank has written {size} bytes to it: "
+                    "save to a folder that all ranks see, by its absolute path"
+                )
+            time.sleep(_DELAY_S / 50)
 
 
 class Reader(FileSystemReader):
@@ -166,6 +216,18 @@ class Reader(FileSystemReader):
     def __init__(self, folder: Path, index: Index) -> None:
         super().__init__(folder)
         self.index = index
+
+    def read_data(self, plan: LoadPlan, planner: DCPLoadPlanner) -> Future[None]:
+        stored = self.index.metadata.storage_data
+        for place in sorted({stored[item.storage_index] for item in plan.items}):
+            folder = Path(self.path)
+            if place.checksum not in (None, place.read_checksum(folder)):
+                raise CheckpointError(
+                    f"{folder / place.relative_path} is damaged: its {place.length} bytes from "
+                    f"{place.offset} on are not those that were written. Copy it again, or load "
+                    "an earlier checkpoint"
+                )
+        return super().read_data(plan, planner)
 
     def read_metadata(self) -> Metadata:  # without DCP's keywords, which ask for other files
         return self.index.metadata
