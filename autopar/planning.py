@@ -27,7 +27,7 @@ from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, ConstraintError, PlanMismatchError
 from autopar.runtime.agree import agree
-from autopar.runtime.compiled_step import CompiledStep, in_one_piece
+from autopar.runtime.compiled_step import CompiledStep, in_one_piece, outputs_behind
 from autopar.runtime.index_ranges import shared_lookups
 from autopar.runtime.inductor import compile_program
 from autopar.runtime.initialize import InitWeights
@@ -208,6 +208,7 @@ class Planner:
             compiled=compiled,
             at_once=in_one_piece(traced, program) if compiled is None else None,
             shared=shared_lookups(traced, chosen),
+            reached_from=outputs_behind(traced),
         )
 
     def _planned(self, args: Any, kwargs: Any, training: bool) -> tuple[TracedModel, Plan]:

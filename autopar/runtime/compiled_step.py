@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -28,6 +28,7 @@ __all__ = [
     "input_signature",
     "kept_outputs",
     "named_inputs",
+    "outputs_behind",
     "tensors_in_order",
     "warn_of_many",
 ]
@@ -41,7 +42,8 @@ class CompiledStep:
 
     `compiled` runs in place of the program's graphs, where a backend made it. `keywords` are the
     names of keyword inputs, in the order of the trace. `at_once`: see `in_one_piece`. `shared`:
-    lookups whose indices are watched in every batch (`index_ranges`).
+    lookups whose indices are watched in every batch (`index_ranges`), and `reached_from` is what
+    `outputs_behind` finds.
     """
 
     traced: TracedModel
@@ -52,6 +54,7 @@ class CompiledStep:
     compiled: CompiledProgram | None = None
     at_once: fx.GraphModule | None = None
     shared: tuple[Lookup, ...] = ()
+    reached_from: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
     @property
     def communicates(self) -> bool:
@@ -67,6 +70,21 @@ class CompiledStep:
     def backward(self) -> Callable[..., Any] | None:
         """The program's backward, compiled where it is; None for inference."""
         return self.program.backward if self.compiled is None else self.compiled.backward
+
+
+def outputs_behind(traced: TracedModel) -> dict[str, frozenset[int]]:
+    """Positions of the outputs whose gradients a parameter's is made of, by FQN.
+
+    Empty where all gradients come from one output, as from a loss.
+    """
+    tangents = {s.node: int(s.target) for s in traced.inputs if s.kind == "tangent"}
+    if len(tangents) < 2:
+        return {}
+    found: dict[str, frozenset[int]] = {}
+    for node in traced.graph.nodes:
+        own = [frozenset((tangents[node.name],))] if node.name in tangents else []
+        found[node.name] = frozenset().union(*own, *(found[x.name] for x in node.all_input_nodes))
+    return {s.target: found[s.node] for s in traced.outputs if s.kind == "gradient" and s.node}
 
 
 def input_signature(args: Any, kwargs: Any) -> Any:

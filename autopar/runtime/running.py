@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -245,7 +245,9 @@ class Run:
                 if self.step.communicates:
                     tell_failure(error, self.step.plan.num_devices)
                 raise
-        return self._gradients(values)
+        used = {i for i, grad in enumerate(grads) if grad is not None}
+        unused = (n for n, behind in self.step.reached_from.items() if not behind & used)
+        return self._gradients(values, frozenset(unused))
 
     def in_turn(self, loss: int, tangent: float) -> tuple[Tensor, list[Any]]:
         """Forward, then backward: the loss, and the gradients of `tangent` times it."""
@@ -293,8 +295,11 @@ class Run:
                 found.append(take_shard(whole_gradient(grad), layout, *shares))
         return found
 
-    def _gradients(self, values: list[Any]) -> list[Any]:
-        """Gradients as DTensors, in the order of the parameters; `values` is emptied."""
+    def _gradients(self, values: list[Any], unused: Collection[str] = frozenset()) -> list[Any]:
+        """Gradients as DTensors, in the order of the parameters; `values` is emptied.
+
+        Those of `unused` parameters are zeros, of outputs that no loss was made of: None.
+        """
         program = self.step.program
         found: dict[str, Tensor] = {}
         held: set[int] = set()
@@ -308,7 +313,9 @@ class Run:
             held.add(value.data_ptr())
             name = output.target
             found[name] = gradient_dtensor(self.module, name, value, layout)
-        return [found.get(name) for name in self.module._parameter_order]
+        return [
+            None if name in unused else found.get(name) for name in self.module._parameter_order
+        ]
 
 
 def _told_apart(results: Sequence[Any]) -> tuple[Any, ...]:
