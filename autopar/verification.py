@@ -21,8 +21,9 @@ from autopar.runtime.lockstep import Strided, mesh_coords, run_lockstep
 from autopar.runtime.shards import assemble, take_shard
 from autopar.runtime.virtual_stages import run_stages
 from autopar.search.symmetric_calls import with_symmetric_calls
+from autopar.tracer.capture import Capture
 from autopar.tracer.frozen_values import kept_attributes
-from autopar.tracer.precision import call_in, low_dtype
+from autopar.tracer.precision import low_dtype
 from autopar.tracer.trace import normalize_inputs, trace
 
 __all__ = ["Verification", "verify"]
@@ -71,8 +72,8 @@ def verify(
     """Run a plan for all its ranks in this process, and compare it with the unsharded module.
 
     Compared are the loss, all outputs, the gradient of every parameter and updated buffers. The
-    reference is the module itself, run eagerly; where it draws random numbers, it is the traced
-    step run unsharded, which draws the same numbers as any plan.
+    reference is the module itself (and `loss_fn`), run eagerly; where it draws random numbers, it
+    is the traced step run unsharded, which draws the same numbers as any plan.
 
     Args:
         plan: made for this model and these inputs.
@@ -239,9 +240,9 @@ def reference(
     loss_fn: Any,
 ) -> dict[tuple[str, str], Tensor]:
     """Outputs, gradients and updated buffers of one device."""
-    if loss_fn is not None or any(n.target in RANDOM for n in traced.graph.nodes):
+    if any(n.target in RANDOM for n in traced.graph.nodes):
         return _replay(traced, whole)
-    return _eager(traced, model, args, kwargs, whole)
+    return _eager(traced, model, args, kwargs, whole, loss_fn)
 
 
 def _replay(traced: TracedModel, whole: Mapping[str, Tensor]) -> dict[tuple[str, str], Tensor]:
@@ -255,7 +256,12 @@ def _replay(traced: TracedModel, whole: Mapping[str, Tensor]) -> dict[tuple[str,
 
 
 def _eager(
-    traced: TracedModel, model: nn.Module, args: Any, kwargs: Any, whole: Mapping[str, Tensor]
+    traced: TracedModel,
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    whole: Mapping[str, Tensor],
+    loss_fn: Any,
 ) -> dict[tuple[str, str], Tensor]:
     buffers = [
         (module, key, buffer, None if buffer is None else buffer.clone())
@@ -267,7 +273,7 @@ def _eager(
     args, kwargs = pytree.tree_map_only(Tensor, torch.detach, (args, kwargs))
     # a cache whose length is kept in an attribute is as empty as its buffer in the next run
     with torch.set_grad_enabled(traced.training), kept_attributes(model):
-        output = call_in(low_dtype(traced.precision), model, args, kwargs)
+        output = Capture(model, loss_fn, low_dtype(traced.precision)).called(args, kwargs)
     leaves = pytree.tree_leaves(output)
     found = _updated(traced, model, before)
     for spec in traced.outputs:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -71,3 +72,12 @@ def test_ranks_whose_steps_differ_do_not_wait_for_each_other(tmp_path: Path) -> 
     told = "".join((tmp_path / str(rank)).read_text() for rank in range(2))
     assert "in train_step: ranks" in told
     assert "have called their model with batches of different shapes" in told
+
+
+def test_several_ranks_at_one_place(capsys: pytest.CaptureFixture[str]) -> None:
+    stall = stalled.Stall()
+    place = "has begun 2 steps, and is not in communication for long"
+    stall.tell(0, "in the norm", {1: place, 2: place, 3: "is in the norm of step 2"})
+    told = capsys.readouterr().err
+    assert "Ranks 1, 2 have begun 2 steps, and are not in communication for long" in told
+    assert "Rank 3 is in the norm of step 2" in told

@@ -8,6 +8,7 @@ so they are told and not ended.
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections import defaultdict
@@ -65,7 +66,10 @@ class Stall:
         found: dict[str, list[int]] = defaultdict(list)
         for other, place in sorted(places.items()):
             found[place].append(other)
-        others = "; ".join(f"{_named(ranks)} {place}" for place, ranks in found.items())
+        others = "; ".join(
+            f"{_named(ranks)} {place if len(ranks) == 1 else _of_several(place)}"
+            for place, ranks in found.items()
+        )
         print(
             f"autopar: rank {rank} has been {_STALL_S:g} s {doing}. {others}. If a rank has left "
             "out a call that all have to make, or has left the loop, the others wait for it until "
@@ -73,6 +77,11 @@ class Stall:
             file=sys.stderr,
             flush=True,
         )
+
+
+def _of_several(place: str) -> str:
+    """Where a rank is, said of several."""
+    return re.sub(r"\b(has|is)\b", lambda verb: {"has": "have", "is": "are"}[verb[0]], place)
 
 
 def _named(ranks: list[int]) -> str:

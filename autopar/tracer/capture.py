@@ -115,14 +115,15 @@ class Capture(nn.Module):
         known = self.notes.known
         beside = nullcontext() if known is None else known.of(self.wrapped, args, kwargs)
         with putting_back(self.wrapped) as self.notes.frozen, self.notes.outside.noted(), beside:
-            output = self._called(args, kwargs)
+            output = self.called(args, kwargs)
         register_dataclasses(output)
         leaves, self.notes.out_spec = pytree.tree_flatten(output)
         self.notes.numbers = tuple(i for i, x in enumerate(leaves) if isinstance(x, SYMBOLIC))
         self.notes.constants = {i: x for i, x in enumerate(leaves) if isinstance(x, _CONSTANTS)}
         return [x if isinstance(x, (Tensor, int, float, bool)) else None for x in leaves]
 
-    def _called(self, args: Any, kwargs: Any) -> Any:
+    def called(self, args: Any, kwargs: Any) -> Any:
+        """What the model returns, or the loss function of it and the target."""
         if self.autopar_loss_fn is None:
             return call_in(self.dtype, self.wrapped, args, kwargs)
         if "target" not in kwargs and not args:
@@ -130,8 +131,10 @@ class Capture(nn.Module):
                 f"loss_fn= needs a target, and the inputs are {', '.join(kwargs)}: pass it as "
                 "the keyword target, or as the last positional input"
             )
-        target = kwargs.pop("target") if "target" in kwargs else args[-1]
-        return self._with_loss(args, kwargs, target)
+        if "target" not in kwargs:
+            return self._with_loss(args, kwargs, args[-1])
+        others = {name: value for name, value in kwargs.items() if name != "target"}
+        return self._with_loss(args, others, kwargs["target"])
 
     def _with_loss(self, args: Any, kwargs: Any, target: Any) -> Any:
         loss_fn = self.autopar_loss_fn
