@@ -18,6 +18,7 @@ import platform
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +279,7 @@ def _provenance(device_type: str, ranks: int, rounds: int) -> dict[str, str]:
     return found
 
 
+@cache
 def cpu_name() -> str:
     """What the processor calls itself."""
     try:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from autopar.cost_model.measure import cpu_name
 from autopar.cost_model.timing import median_seconds
 
 __all__ = ["OpDatabase"]
@@ -74,7 +75,7 @@ class OpDatabase:
     def _name(self) -> str:
         if self.device.type == "cuda":
             return torch.cuda.get_device_name(self.device)
-        return f"cpu, {torch.get_num_threads()} of {os.cpu_count()} cores"
+        return f"{cpu_name()}, {torch.get_num_threads()} of {os.cpu_count()} cores"
 
     def _open(self) -> sqlite3.Connection:
         self.path.parent.mkdir(parents=True, exist_ok=True)
