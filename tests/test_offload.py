@@ -317,7 +317,7 @@ def test_what_is_priced_bucket_by_bucket_runs_so() -> None:
 
 def test_the_plan_names_an_optimizer_that_is_given_as_a_partial(traced: Any) -> None:
     plan = solve(traced, FOUR, optimizer=partial(torch.optim.SGD, momentum=0.9))
-    assert plan.optimizer == "sgd"
+    assert plan.optimizer == "sgd(momentum)"
 
 
 def test_the_plan_says_so_and_keeps_it(traced: Any, tmp_path: Path) -> None:
