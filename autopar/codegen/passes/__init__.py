@@ -129,10 +129,11 @@ def run_passes(
         "early": lambda now: _early(graph, now, budget, resident),
         "late": lambda now: wait_late(graph, now, budget),
     }
-    now: Lifetimes | None = None
+    now = Lifetimes(graph, resident)
+    budget = max(budget, now.peak_bytes)  # buckets may live in a little more, which no move undoes
     for name, move in moves.items():
         if name in chosen:
-            now = _moved_within(graph, move, now or Lifetimes(graph, resident), budget, resident)
+            now = _moved_within(graph, move, now, budget, resident)
     if "late" in chosen and resident is None:  # parts in microbatches end with their own waits
         tell_last(graph, budget)
     return graph
@@ -144,7 +145,7 @@ def _moved_within(
     now: Lifetimes,
     budget: int,
     resident: Mapping[str, int] | None,
-) -> Lifetimes | None:
+) -> Lifetimes:
     """Let a pass move nodes, and put them back where more than `budget` is live then.
 
     Args:
@@ -153,18 +154,18 @@ def _moved_within(
         now: what is live.
 
     Returns:
-        What is live then, where that is known.
+        What is live then.
     """
     before = {node: float(i) for i, node in enumerate(graph.nodes)}
     move(now)
     if list(graph.nodes) == list(before):
-        return None
+        return now
     # a pass does not see all that another one, or a sum over microbatches, holds longer
     after = Lifetimes(graph, resident)
     if after.peak_bytes <= budget:
         return after
     reorder(graph, before)
-    return None
+    return Lifetimes(graph, resident)
 
 
 def _prefetch(
