@@ -30,7 +30,7 @@ from torch import fx
 from autopar.codegen.passes.bucket import bucket
 from autopar.codegen.passes.decompose import decompose
 from autopar.codegen.passes.in_place import mark_in_place, reduce_in_place
-from autopar.codegen.passes.lifetimes import Lifetimes
+from autopar.codegen.passes.lifetimes import LITTLE, Lifetimes
 from autopar.codegen.passes.order import reorder
 from autopar.codegen.passes.overlap import (
     fetch_ahead,
@@ -130,7 +130,8 @@ def run_passes(
         "late": lambda now: wait_late(graph, now, budget),
     }
     now = Lifetimes(graph, resident)
-    budget = max(budget, now.peak_bytes)  # buckets may live in a little more, which no move undoes
+    if now.peak_bytes <= budget * (1 + LITTLE):  # as buckets may, which no move makes less
+        budget = max(budget, now.peak_bytes)
     for name, move in moves.items():
         if name in chosen:
             now = _moved_within(graph, move, now, budget, resident)
