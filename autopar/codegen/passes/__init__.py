@@ -129,12 +129,13 @@ def run_passes(
         "early": lambda now: _early(graph, now, budget, resident),
         "late": lambda now: wait_late(graph, now, budget),
     }
-    now = Lifetimes(graph, resident)
-    if now.peak_bytes <= budget * (1 + LITTLE):  # as buckets may, which no move makes less
-        budget = max(budget, now.peak_bytes)
+    joined = Lifetimes(graph, resident)
+    if joined.peak_bytes <= budget * (1 + LITTLE):  # as buckets may, which no move makes less
+        budget = max(budget, joined.peak_bytes)
+    now: Lifetimes | None = joined
     for name, move in moves.items():
         if name in chosen:
-            now = _moved_within(graph, move, now, budget, resident)
+            now = _moved_within(graph, move, now or Lifetimes(graph, resident), budget, resident)
     if "late" in chosen and resident is None:  # parts in microbatches end with their own waits
         tell_last(graph, budget)
     return graph
@@ -146,7 +147,7 @@ def _moved_within(
     now: Lifetimes,
     budget: int,
     resident: Mapping[str, int] | None,
-) -> Lifetimes:
+) -> Lifetimes | None:
     """Let a pass move nodes, and put them back where more than `budget` is live then.
 
     Args:
@@ -155,18 +156,18 @@ def _moved_within(
         now: what is live.
 
     Returns:
-        What is live then.
+        What is live then, where that is known.
     """
     before = {node: float(i) for i, node in enumerate(graph.nodes)}
     move(now)
     if list(graph.nodes) == list(before):
-        return now
+        return None
     # a pass does not see all that another one, or a sum over microbatches, holds longer
     after = Lifetimes(graph, resident)
     if after.peak_bytes <= budget:
         return after
     reorder(graph, before)
-    return Lifetimes(graph, resident)
+    return None
 
 
 def _prefetch(
