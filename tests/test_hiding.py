@@ -27,7 +27,8 @@ from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.cost_model.simulator import simulate
-from autopar.search.one_piece import OnePiece, _Doubts
+from autopar.search.doubts import Doubts
+from autopar.search.one_piece import OnePiece
 from autopar.solver.build import build_problem
 from autopar.solver.discrete.problem import ChoiceProblem
 from autopar.solver.fit import UNLIMITED
@@ -269,10 +270,13 @@ def test_all_is_counted_where_the_rule_is_in_doubt(
     whole = _two_products(mesh_shape=(8,))
     limit = round(0.95 * whole.plan(UNLIMITED).predicted.peak_memory_bytes)
     seen: set[float] = set()
+    proved: set[float] = set()
 
     class Recorded(StepSearch):
         def run(self, *given: Any) -> Solved:
             seen.add(round(self.exposed, 6))
+            if self.search.proved_within is not None:
+                proved.add(self.exposed)
             return super().run(*given)
 
     monkeypatch.setattr("autopar.search.one_piece.StepSearch", Recorded)
@@ -281,6 +285,39 @@ def test_all_is_counted_where_the_rule_is_in_doubt(
     assert plan.predicted.peak_memory_bytes <= limit
     assert plan.predicted.hidden_comm_s
     assert seen == counted
+    assert proved == {EXPOSED, plan.solver.exposed}  # what is not taken is not proved
+    assert 0 < plan.solver.bound <= plan.solver.objective
+
+
+def test_many_axes_are_searched_last_under_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes long; where few axes are as good, other exposures are searched on these alone."""
+    whole = _two_products(mesh_shape=(2, 2, 2))
+    limit = round(0.95 * whole.plan(UNLIMITED).predicted.peak_memory_bytes)
+    glanced: list[tuple[int, ...]] = []
+    ran: list[tuple[tuple[int, ...], float]] = []
+
+    class Recorded(StepSearch):
+        def glance(self, below_s: float = math.inf) -> float:
+            glanced.append(self.planned.mesh_shape)
+            return super().glance(below_s)
+
+        def run(self, *given: Any) -> Solved:
+            ran.append((self.planned.mesh_shape, self.exposed))
+            return super().run(*given)
+
+    monkeypatch.setattr("autopar.search.one_piece.StepSearch", Recorded)
+    monkeypatch.setattr(OnePiece, "_hidden", lambda self, plan: 0.5)
+    soon = whole.soon(limit)
+    assert soon is not None
+    assert soon.predicted.peak_memory_bytes <= limit
+    assert set(glanced) == {(8,), (4, 2), (2, 4)}
+    plan = whole.best(limit)
+    assert plan.predicted.peak_memory_bytes <= limit
+    first = [shape for shape, exposed in ran if exposed == EXPOSED]
+    assert first.index((2, 2, 2)) == len(set(first)) - 1
+    others = {shape for shape, exposed in ran if exposed == 0.55}
+    assert others
+    assert (2, 2, 2) not in others or len(plan.mesh_shape) == 3
 
 
 def test_all_is_counted_where_programs_without_a_limit_hide_nothing(
@@ -332,7 +369,7 @@ def test_a_rule_that_is_in_doubt_on_one_mesh_is_on_others() -> None:
     def plan(seconds: float) -> Plan:
         return cast("Plan", SimpleNamespace(solver=SimpleNamespace(objective=seconds)))
 
-    doubts = _Doubts(hidden)
+    doubts = Doubts(hidden)
     assert [doubts(plan(s), 2.0) for s in (3.0, 1.0, 4.0, 1.5, 5.0)] == [False] * 3 + [True] * 2
     assert asked == [1.0, 1.5]
 

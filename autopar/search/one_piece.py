@@ -9,13 +9,15 @@ the plan without one hides next to nothing. Where it hides about what was counte
 slower than the bound, programs of plain data parallelism are simulated, too, and of what counts
 nearly as little on other meshes: the rule does not know how each overlaps. Where no limit binds,
 data parallelism is looked at in any case. Of all programs the fastest is taken, those that were
-simulated to see what a plan hides among them.
+simulated to see what a plan hides among them. A bound takes longer than a plan, so only that of
+what is taken is looked for. Under a limit so do many axes: they are searched behind few, and with
+other shares only where they have the plan that counts least.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
@@ -26,6 +28,7 @@ from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.errors import ConstraintError, InfeasiblePlanError
+from autopar.search.doubts import DOUBTED, Doubts, hoped_s, unseen_s
 from autopar.search.scheduling import scheduled
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.meshes import meshes
@@ -38,7 +41,6 @@ __all__ = ["OnePiece"]
 _JOINED = 1e-3  # what a mesh with joined axes must save
 _HIDDEN = 0.8  # of what was counted on: less, and the step is solved again
 _NEXT_TO_NONE = 0.25  # of it: the plan that counts on nothing serves
-_DOUBTED = 2 / 3  # less, and what counts least tells little of what is fast
 _SLOWER = 0.01  # than the bound: more, and other programs are looked at
 _NEAR = 0.01  # of what counts least: less, and a plan on another mesh may be faster
 _UNSEEN = 0.03  # of the step: what is not counted, that other programs are thought to have as well
@@ -57,9 +59,9 @@ _Searches: TypeAlias = list[tuple[Cluster, StepSearch]]
 class OnePiece:
     """Plans a step on the whole batch, as `plan_step` has it; `kernels` as of `Plan.fusion`.
 
-    With `only`, on that mesh. What searches have told is kept for the next ones: the least seconds
-    without a limit (`free_s`) and t of the greatest sum (`told_t`), by mesh; and searches that have
-    `begun`, by what `plan` asks for.
+    With `only`, on meshes of these shapes. What searches have told is kept for the next ones: the
+    least seconds without a limit (`free_s`) and t of the greatest sum (`told_t`), by mesh; and
+    searches that have `begun`, by what `plan` asks for.
     """
 
     traced: TracedModel
@@ -69,7 +71,7 @@ class OnePiece:
     offers: Offers
     kernels: tuple[str, ...]
     searches: KnownVariants | None = None
-    only: tuple[int, ...] | None = None
+    only: tuple[tuple[int, ...], ...] | None = None
     free_s: dict[tuple[int, ...], float] = field(default_factory=dict)
     told_t: dict[tuple[int, ...], float] = field(default_factory=dict)
     begun: dict[object, _Searches] = field(default_factory=dict)
@@ -93,7 +95,7 @@ class OnePiece:
         limit: int,
         exposed: float = EXPOSED,
         below_s: float = math.inf,
-        doubts: _Doubts | None = None,
+        doubts: Doubts | None = None,
         proved_within: int | None = UNLIMITED,
     ) -> Plan:
         """The plan that counts least, on the mesh as given or with axes joined.
@@ -166,34 +168,51 @@ class OnePiece:
         """
         # searches that count otherwise go on with what is known, if not those of other limits
         known = self if self.searches is not None else replace(self, searches={})
-        doubts = _Doubts(self._hidden)
+        doubts = Doubts(self._hidden)
         counted = _ALL if plan is None and self._hides_nothing() else EXPOSED
         first = plan or known.plan(limit, counted, doubts=doubts)
+        best = known._fastest_of_others(limit, first, counted, roomy=plan is not None)
+        best = replace(best, constraints=self.constraints.to_dict())
+        now = best.solver
+        if plan is None and now.exposed != counted:
+            # only what is taken is proved: that takes longer than to find it
+            best = known._in_full(limit, best, now.exposed, now.objective)
+        if doubts.founded and best.solver.exposed <= EXPOSED:
+            # a plan that counts on the doubtful rule is fastest yet
+            best = known._in_full(limit, best, EXPOSED, best.predicted.step_time_s)
+        return best
+
+    def _fastest_of_others(self, limit: int, first: Plan, counted: float, roomy: bool) -> Plan:
+        """The plan with the fastest program of the one that counts least and others.
+
+        Args:
+            limit: bytes per device.
+            first: that counts least.
+            counted: share that was taken to be exposed.
+            roomy: no limit binds.
+        """
         program, hidden = self._program(first), self._hidden(first)
         best = self._fastest(program, limit)
-        is_doubtful = plan is None and hidden < _DOUBTED
-        unseen_s = min(_unseen_s(first, program), _UNSEEN * best.predicted.step_time_s)
-        for other in known._others(first, counted, hidden, is_doubtful):
+        missed_s = min(unseen_s(first, program), _UNSEEN * best.predicted.step_time_s)
+        for other in self._others(first, counted, hidden, roomy):
             now_s, most_s, exposed = best.predicted.step_time_s, other.most_s, other.exposed
-            near = now_s - unseen_s <= (1 + _SLOWER) * first.solver.bound
+            near = now_s - missed_s <= (1 + _SLOWER) * first.solver.bound
             if near:
-                if plan is None or not other.plain:
+                if not roomy or not other.plain:
                     break
                 # soon found where no limit binds; of what is not counted they have half, or more
-                most_s = now_s - unseen_s / 2
+                most_s = now_s - missed_s / 2
             # no more than half of what runs on two streams is hidden
             below_s = min(most_s, now_s if exposed < _ALL else 2 * now_s)
-            proved = None if exposed == counted else UNLIMITED
+            proved = UNLIMITED if roomy and exposed != counted else None
             with suppress(ConstraintError, InfeasiblePlanError, NotBelow):
-                roomy = plan is not None
                 found = other.planner._within(limit, roomy, exposed, below_s, proved)
                 found = self._program(found, best if near else None, now_s)
                 if exposed == counted:
                     # what was searched is less than the user asked for
                     found = _proved(found, first.solver.bound)
-                found = replace(found, constraints=self.constraints.to_dict())
                 best = min(best, found, key=lambda p: p.predicted.step_time_s)
-        return known._in_full(limit, best) if doubts.founded else best
+        return best
 
     def _within(
         self,
@@ -213,33 +232,35 @@ class OnePiece:
                 return replace(found, memory_limit_bytes=limit)
         return self.plan(limit, exposed, below_s, proved_within=proved_within)
 
-    def _others(
-        self, first: Plan, counted: float, hidden: float, is_doubtful: bool
-    ) -> Iterator[_Other]:
+    def _others(self, first: Plan, counted: float, hidden: float, roomy: bool) -> Iterator[_Other]:
         """What else may have a faster program than the plan that counts least, data parallel first.
 
         Args:
             first: that counts least.
             counted: share that was taken to be exposed.
             hidden: what its program hides, of what was counted on.
-            is_doubtful: so little that the rule is in doubt.
+            roomy: no limit binds.
         """
+        is_doubtful = not roomy and hidden < DOUBTED
         yield from (_Other(planner, counted, plain=True) for planner in self._data_parallel())
+        shapes = [cluster.mesh_shape for cluster in meshes(self.cluster, self.constraints)]
+        if not roomy and first.mesh_shape in shapes:
+            # many axes take long under a limit, and few were as good
+            shapes = [shape for shape in shapes if len(shape) <= len(first.mesh_shape)]
+        few = replace(self, only=tuple(shapes))
         if is_doubtful:
-            yield _Other(self, _ALL)
+            yield _Other(few, _ALL)
         if hidden < _HIDDEN and not (is_doubtful and hidden < _NEXT_TO_NONE):
-            yield _Other(self, 1 - (1 - EXPOSED) * hidden)
+            yield _Other(few, 1 - (1 - EXPOSED) * hidden)
         near_s = (1 + _NEAR) * first.solver.objective
-        for cluster in meshes(self.cluster, self.constraints):
-            if cluster.mesh_shape != first.mesh_shape:
-                yield _Other(replace(self, only=cluster.mesh_shape), counted, near_s)
+        for shape in shapes:
+            if first.mesh_shape in shapes and shape != first.mesh_shape:
+                yield _Other(replace(self, only=(shape,)), counted, near_s)
 
-    def _in_full(self, limit: int, best: Plan) -> Plan:
-        """With all sums searched, where a plan that counts on the doubtful rule is fastest yet."""
-        if best.solver.exposed > EXPOSED:
-            return best
+    def _in_full(self, limit: int, best: Plan, exposed: float, below_s: float) -> Plan:
+        """The best plan with its bound or a faster one, with all sums searched at an exposure."""
         try:
-            found = self.plan(limit, EXPOSED, best.predicted.step_time_s)
+            found = self.plan(limit, exposed, below_s)
         except NotBelow as error:
             return _proved(best, max(best.solver.bound, error.bound))
         bound = max(best.solver.bound, found.solver.bound)
@@ -290,13 +311,13 @@ class OnePiece:
     def _hides_nothing(self) -> bool:
         """True where programs without a limit hide next to nothing of what was counted on."""
         free = (p for p, _ in self.programs if p.memory_limit_bytes >= UNLIMITED)
-        hidden = [self._hidden(p) for p in free if p.solver.exposed == EXPOSED and _hoped_s(p) > 0]
+        hidden = [self._hidden(p) for p in free if p.solver.exposed == EXPOSED and hoped_s(p) > 0]
         return bool(hidden) and max(hidden) < _NEXT_TO_NONE
 
     def _hidden(self, plan: Plan) -> float:
         """What a plan's program hides, of what the search counted on."""
-        hoped_s = _hoped_s(plan)
-        return self._program(plan).predicted.hidden_time_s / hoped_s if hoped_s > 0 else 1.0
+        meant_s = hoped_s(plan)
+        return self._program(plan).predicted.hidden_time_s / meant_s if meant_s > 0 else 1.0
 
     def _begun(
         self,
@@ -313,7 +334,7 @@ class OnePiece:
         """
         found: list[tuple[float, Cluster, StepSearch]] = []
         given = list(reversed(meshes(self.cluster, self.constraints)))
-        given = [c for c in given if self.only in (None, c.mesh_shape)]
+        given = [c for c in given if self.only is None or c.mesh_shape in self.only]
         least_s = below_s
         free_s = {c.mesh_shape: self.free_s.get(c.mesh_shape, 0.0) for c in given}
         # many axes are soon done with once they must be below what few have
@@ -333,7 +354,10 @@ class OnePiece:
                 first=self.told_t.get(cluster.mesh_shape, 0.0) if exposed < _ALL else 0.0,
             )
             seconds = free_s[cluster.mesh_shape]
-            if limit < UNLIMITED and (glance or len(given) > 1) and seconds < least_s:
+            # many axes take long: where few have a plan, that is searched first in any case
+            if len(cluster.mesh_shape) > _FEW and least_s < below_s:
+                seconds = math.inf
+            elif limit < UNLIMITED and (glance or len(given) > 1) and seconds < least_s:
                 try:
                     seconds = search.glance(least_s)
                 except (InfeasiblePlanError, NotBelow):
@@ -345,7 +369,7 @@ class OnePiece:
         return [(cluster, search) for _, cluster, search in found]
 
     def _solved(
-        self, search: StepSearch, below_s: float, doubts: _Doubts | None, enough_s: float
+        self, search: StepSearch, below_s: float, doubts: Doubts | None, enough_s: float
     ) -> Solved:
         asked = None if doubts is None else lambda found: doubts(self._finished(found), below_s)
         solved = search.run(below_s, asked, enough_s)
@@ -365,36 +389,6 @@ class _Other(NamedTuple):
     exposed: float
     most_s: float = math.inf
     plain: bool = False
-
-
-@dataclass(slots=True)
-class _Doubts:
-    """Whether programs hide so little that the rule is in doubt; once it is, on all meshes.
-
-    Args:
-        hidden: what a plan's program hides, of what was counted on; it takes a simulation.
-    """
-
-    hidden: Callable[[Plan], float]
-    founded: bool = False
-
-    def __call__(self, plan: Plan, below_s: float) -> bool:
-        """Asked of a plan that must be below some seconds to be of use."""
-        if not self.founded and plan.solver.objective < below_s:
-            self.founded = self.hidden(plan) < _DOUBTED
-        return self.founded
-
-
-def _hoped_s(plan: Plan) -> float:
-    """Seconds that the search counted on to hide."""
-    return plan.predicted.serial_time_s - plan.solver.objective
-
-
-def _unseen_s(plan: Plan, program: Plan) -> float:
-    """Seconds of a plan's program that the search does not count: of compute, and latency."""
-    p, counted_s = program.predicted, plan.predicted.comm_time_s
-    more = 1 - counted_s / p.comm_time_s if p.comm_time_s else 0.0
-    return max(0.0, p.unseen_compute_s) + max(0.0, more) * p.exposed_time_s
 
 
 def _proved(plan: Plan, bound: float) -> Plan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from autopar.core.constraints import Constraints, assign_mesh
@@ -231,13 +232,13 @@ class StepSearch:
         if self._slow is not None and self._slow.bound >= below_s:
             raise NotBelow(self._slow.bound, self._slow.t)
         if self.counts_all:
-            (best, bound, _), t = self.search(ALL, below_s=below_s), 0.0
+            (best, bound, _), t = self.search(ALL, below_s=below_s, least_s=enough_s), 0.0
         else:
             if not self._has_glanced:
                 self.glance(below_s)
             try:
-                given = (self.search, self.exposed, stop, self.first, below_s)
-                best, bound, t = least(*given, mixed)
+                search = partial(self.search, least_s=enough_s)
+                best, bound, t = least(search, self.exposed, stop, self.first, below_s, mixed)
             except NotBelow as error:
                 known_s = self._proved(error.t, error.bound, min(below_s, enough_s))
                 raise NotBelow(known_s, error.t) from error

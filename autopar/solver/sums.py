@@ -74,8 +74,20 @@ class SumSearch:
         for weights in [w for w in self._known if not math.isclose(w.t, t, abs_tol=_SAME)]:
             del self._known[weights]
 
-    def __call__(self, weights: Weights, enough_s: float = 0.0, below_s: float = math.inf) -> Found:
-        """The best plan of a sum; the search ends once one is below `enough_s`.
+    def __call__(
+        self,
+        weights: Weights,
+        enough_s: float = 0.0,
+        below_s: float = math.inf,
+        least_s: float = math.inf,
+    ) -> Found:
+        """The best plan of a sum.
+
+        Args:
+            weights: of the sum.
+            enough_s: the search ends once a plan is below.
+            below_s: seconds that a plan must stay below to be of use.
+            least_s: seconds that another search's plans may be below, which no bound need exceed.
 
         Raises:
             ConstraintError: nothing is left without `without`.
@@ -85,7 +97,7 @@ class SumSearch:
         traced, wanted = self.variants.traced, self.variants.wanted
         cluster = self.variants.offers.cluster
         tried = self._known.pop(weights, None) or self._begun(weights, enough_s, below_s)
-        self._finish(tried, enough_s, below_s)
+        self._finish(tried, enough_s, below_s, least_s)
         alike = min(tried, key=lambda f: f.seconds)
         price = max(found.search.memory.price for found in tried)
         self._told.append(_Told(weights.t, tried[0].search.memory.approximate().bound, price))
@@ -187,10 +199,12 @@ class SumSearch:
             raise ConstraintError(f"the step has no {self.without.name}")
         return tried
 
-    def _finish(self, tried: Sequence[Variant], enough_s: float, below_s: float) -> None:
+    def _finish(
+        self, tried: Sequence[Variant], enough_s: float, below_s: float, least_s: float
+    ) -> None:
         """Search to the end, or until a plan is below `enough_s`."""
-        # another problem's, beyond which no bound raises that of all; or none is asked for
-        least_s = -math.inf if self.proved_within is None else math.inf
+        if self.proved_within is None:
+            least_s = -math.inf  # no bound is asked for
         for found in sorted(tried, key=lambda f: f.search.memory.bound):
             if _fastest(tried) <= enough_s:
                 break
