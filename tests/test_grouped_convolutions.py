@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
+from autopar.core.strategy import op_call
+from autopar.solver.candidates import expand
+from tests.bruteforce import Sample, capture
 
 
 class Mixer(nn.Module):
@@ -42,6 +46,52 @@ def test_a_depthwise_convolution_is_split_by_channels() -> None:
     assert autopar.verify(plan, model, inputs).worst[1] < 1e-9
     # channels stay with their rank between the two linears
     assert "all_to_all" not in {c.kind for c in plan.predicted.comm_bytes}
+
+
+class Cardinal(nn.Module):
+    """A block of ResNeXt: groups of several channels between two convolutions of points."""
+
+    def __init__(self, width: int = 8, groups: int = 4) -> None:
+        super().__init__()
+        self.narrow = nn.Conv2d(width, 4 * groups, 1)
+        self.spread = nn.Conv2d(4 * groups, 4 * groups, 3, padding=1, groups=groups)
+        self.widen = nn.Conv2d(4 * groups, width, 1)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(x + self.widen(self.spread(self.narrow(x).relu()).relu()), target)
+
+
+@pytest.mark.parametrize(("ranks", "groups"), [(2, 4), (4, 4), (4, 2)])
+def test_groups_of_several_channels_are_split_as_long_as_none_is_cut(
+    ranks: int, groups: int
+) -> None:
+    torch.manual_seed(0)
+    model = Cardinal(groups=groups).double()
+    inputs = tuple(torch.randn(4, 8, 4, 4, dtype=torch.float64) for _ in range(2))
+    shape = (2, 2) if ranks == 4 else (2,)
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=ranks, mesh_shape=shape)
+    constraints = {"tensor": {"mode": "1d", "size": ranks}, "params": {"spread.weight": "S0"}}
+    if groups < ranks:
+        with pytest.raises(autopar.ConstraintError, match="2 groups"):
+            autopar.plan(model, cluster, inputs, constraints=constraints)
+        return
+    plan = autopar.plan(model, cluster, inputs, constraints=constraints)
+    assert autopar.verify(plan, model, inputs).worst[1] < 1e-9
+    assert {c.kind for c in plan.predicted.comm_bytes} == {"all_reduce"}
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_axes_together_cut_no_group(groups: int) -> None:
+    window = [[1, 1], [1, 1], [1, 1], False, [0, 0], groups]
+
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.ops.aten.convolution.default(x, weight, None, *window)
+
+    x, weight = torch.randn(2, 8, 4, 4), torch.randn(8, 8 // groups, 3, 3)
+    call = op_call(capture(Sample("grouped", run, lambda: (x, weight))).node, 2)
+    variants = {candidate.variants for candidate in expand(call, (2, 2))}
+    assert ("groups", "") in variants
+    assert (("groups", "groups") in variants) == (groups == 4)
 
 
 class Odd(nn.Module):

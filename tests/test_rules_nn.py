@@ -301,24 +301,6 @@ def test_frequency_scaling_keeps_the_indices_whole() -> None:
     assert all(row.inputs[1].is_replicate for row in rows_of(capture(sample), 2))
 
 
-# --- convolution ------------------------------------------------------------------------------
-def test_groups_are_offered_only_if_no_second_axis_can_cut_one() -> None:
-    def variants(groups: int, channels: int) -> set[str]:
-        weight = _x(channels, channels // groups, 1, 1)
-        sample = Sample(
-            "",
-            lambda x, w: aten.convolution.default(
-                x, w, None, [1, 1], [0, 0], [1, 1], False, [0, 0], groups
-            ),
-            lambda: (_x(2, channels, 2, 2), weight),
-        )
-        return {row.variant for row in rows_of(capture(sample), 2)}
-
-    assert "groups" in variants(8, 8)
-    assert "groups" in variants(4, 12)
-    assert "groups" not in variants(2, 8)
-
-
 # --- what a row declares ----------------------------------------------------------------------
 def _declared(call: OpCall, rows: Rows, mesh: tuple[int, ...]) -> list[tuple[str, int, int]]:
     ins, outs = layouts(rows)

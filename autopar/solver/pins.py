@@ -368,6 +368,8 @@ class Pins:
         """The error for an op of a block that no candidate fits."""
         c = self.contractions.get(op.name)
         shapes = " x ".join(str(list(s.shape)) for s in op.call.operands)
+        if c is not None and _is_grouped(c):
+            shapes += f" in {op.call.args[8]} groups"
         where = self.step.parameters[c.weight].target if c is not None else op.name
         ranks = math.prod(self.mesh_shape[axis] for axis in self.data_axes)
         if c is not None and (batch := undivided_batch(c, ranks, self.step)):

@@ -15,7 +15,7 @@ import torch
 from autopar.core.placement import Partial, Placement, Replicate, Shard
 from autopar.core.strategy import AxisStrategy, OpCall
 from autopar.solver.rules.labels import by_labels, linear_rows, replicated
-from autopar.solver.rules.registry import rule
+from autopar.solver.rules.registry import combination, rule
 
 aten = torch.ops.aten
 _R = Replicate()
@@ -26,14 +26,15 @@ def _where_kept(mask: Sequence[bool], placements: Sequence[Placement]) -> tuple[
     return tuple(p if keep else _R for p, keep in zip(placements, mask, strict=True))
 
 
-def _groups_split(channels: int, groups: int, axis_size: int) -> bool:
-    """True if an even split of the channels is one of whole groups, over any set of such axes.
+def _groups(call: OpCall) -> int:
+    return int(call.args[9 if call.target is aten.convolution_backward.default else 8])
 
-    A rule sees one axis, so that `axis_size` divides `groups` is not enough: a second axis could
-    cut a group. Where the channels of a group share no factor with the axes, it cannot.
-    """
-    per_group = channels // groups
-    return groups % axis_size == 0 and math.gcd(per_group, axis_size) == 1
+
+@combination(aten.convolution.default, aten.convolution_backward.default)
+def whole_groups(call: OpCall, rows: Sequence[AxisStrategy], mesh: Sequence[int]) -> bool:
+    """Axes that split the channels divide the number of groups, so that none is cut."""
+    split = zip(rows, mesh, strict=True)
+    return _groups(call) % math.prod(size for row, size in split if row.variant == "groups") == 0
 
 
 @rule(aten.convolution.default)
@@ -42,7 +43,7 @@ def convolution_rule(call: OpCall) -> list[AxisStrategy]:
 
     Each summand over the input channels takes a share of the bias (variant "share").
     """
-    transposed, groups = bool(call.args[6]), int(call.args[8])
+    transposed, groups = bool(call.args[6]), _groups(call)
     bias = len(call.operands) - 2
     out_dim, in_dim = (Shard(1), Shard(0)) if transposed else (Shard(0), Shard(1))
     rows = [
@@ -53,7 +54,7 @@ def convolution_rule(call: OpCall) -> list[AxisStrategy]:
         rows.append(AxisStrategy((_R, out_dim, *[Shard(0)] * bias), (Shard(1),)))
         variant = "share" if bias else ""
         rows.append(AxisStrategy((Shard(1), in_dim, *[_R] * bias), (Partial(),), variant))
-    elif _groups_split(call.operands[0].shape[1], groups, call.axis_size):
+    elif groups % call.axis_size == 0:
         rows.append(AxisStrategy((Shard(1), Shard(0), *[Shard(0)] * bias), (Shard(1),), "groups"))
     return rows if bias else rows + linear_rows(call, [(0,), (1,)])
 
@@ -61,7 +62,7 @@ def convolution_rule(call: OpCall) -> list[AxisStrategy]:
 @rule(aten.convolution_backward.default)
 def convolution_backward_rule(call: OpCall) -> list[AxisStrategy]:
     """(dy, x, w) -> (dx, dw, db)."""
-    transposed, groups, mask = bool(call.args[7]), int(call.args[9]), call.args[10]
+    transposed, groups, mask = bool(call.args[7]), _groups(call), call.args[10]
     out_dim, in_dim = (Shard(1), Shard(0)) if transposed else (Shard(0), Shard(1))
 
     def row(
@@ -74,7 +75,7 @@ def convolution_backward_rule(call: OpCall) -> list[AxisStrategy]:
     if groups == 1:
         rows.append(row((Shard(1), _R, out_dim), (sum_, out_dim, Shard(0))))
         rows.append(row((_R, Shard(1), in_dim), (Shard(1), in_dim, _R)))
-    elif _groups_split(call.operands[1].shape[1], groups, call.axis_size):
+    elif groups % call.axis_size == 0:
         inputs = (Shard(1), Shard(1), Shard(0))
         rows.append(row(inputs, (Shard(1), Shard(0), Shard(0)), "groups"))
     rows.append(row((sum_, _R, _R), (sum_, sum_, sum_)))
