@@ -99,3 +99,13 @@ for _norm in (1.0, 2.0):
                 ),
             ),
         ]
+
+for _dim in (-1, 0):
+    _shapes = ((4, 3), (4, 3)) if _dim else ((3, 1, 4), (3, 2, 4))
+    SAMPLES.append(
+        Sample(
+            f"cross_{_dim}",
+            lambda x, y, dim=_dim: aten.linalg_cross.default(x, y, dim=dim),
+            lambda shapes=_shapes: tuple(torch.randn(s, dtype=torch.float64) for s in shapes),
+        )
+    )

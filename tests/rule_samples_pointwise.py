@@ -152,8 +152,18 @@ _BROADCASTS = (
     aten.copy.default,
 )
 
+_BY_TAG = (  # of the ops that have the rule of their tag
+    aten.angle.default,
+    aten.fmax.default,
+    aten.igamma.default,
+    aten.special_ndtri.default,
+    aten.frexp.Tensor,
+    aten.xlogy.Scalar_Self,
+)
+
 SAMPLES: list[Sample] = [
     *SPECIAL,
+    *(_from_schema(op, False) for op in _BY_TAG),
     *(_from_schema(op, False) for op in _pointwise_ops()),
     *(_from_schema(op, True) for op in _BROADCASTS),
 ]

@@ -192,6 +192,14 @@ def test_a_missing_row_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == ["P -> P", "S0 -> S0"]
 
 
+@pytest.mark.parametrize(
+    "name", ["aten.fmax.default", "aten.angle.default", "aten.complex.default", "cross_-1"]
+)
+def test_what_torch_tags_as_elementwise_and_cross_products_lack_no_row(name: str) -> None:
+    (sample,) = (sample for sample in SAMPLES if sample.name == name)
+    assert not list(missing_rows(sample))
+
+
 def replicated_only(call: OpCall) -> list[AxisStrategy]:
     return [replicated(call)]
 

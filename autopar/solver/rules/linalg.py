@@ -1,4 +1,4 @@
-"""Matrices by themselves: the last two dims whole, all in front of them a batch; and distances."""
+"""Matrices by themselves: the last two dims whole, all before them a batch; vectors, distances."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import torch
 
 from autopar.core.placement import Partial, Replicate, Shard
 from autopar.core.strategy import AxisStrategy, OpCall
+from autopar.solver.rules.dims import one_dim
 from autopar.solver.rules.labels import Labels, by_labels, linear_rows, replicated
+from autopar.solver.rules.pointwise import broadcast_labels
 from autopar.solver.rules.registry import rule
 
 __all__ = ["MATRICES"]
@@ -67,6 +69,17 @@ def solve_rule(call: OpCall) -> list[AxisStrategy]:
         others = [Replicate() for _ in call.outputs[1:]]
         rows.append(AxisStrategy(tuple(inputs), (placement, *others)))
     return rows
+
+
+@rule(aten.linalg_cross.default)
+def cross_rule(call: OpCall) -> list[AxisStrategy]:
+    """Vectors along one dim, which is whole; linear in either of them."""
+    crossed = f"d{one_dim(call.kwargs.get('dim', -1), len(call.outputs[0].shape))}"
+    inputs, outputs = (
+        [[None if name == crossed else name for name in names] for names in labels]
+        for labels in broadcast_labels(call)
+    )
+    return by_labels(call, inputs, outputs) + linear_rows(call, [(0,), (1,)])
 
 
 @rule(aten._cdist_forward.default)

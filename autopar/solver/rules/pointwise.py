@@ -47,6 +47,7 @@ _LINEAR = [
     aten._conj_physical.default,
     aten.real.default,
     aten.imag.default,
+    aten.complex.default,
     aten.clone.default,
     aten.alias.default,
     aten.detach.default,
@@ -175,7 +176,7 @@ def narrow_rule(call: OpCall) -> list[AxisStrategy]:
     return [*_pointwise(call), AxisStrategy((Partial(),), (Partial(),))]
 
 
-@rule(*_NONLINEAR_OPS)
+@rule(torch.Tag.pointwise, *_NONLINEAR_OPS)
 def nonlinear_pointwise(call: OpCall) -> list[AxisStrategy]:
     return _pointwise(call) + (share_rows(call) if _is_number(call) else [])
 

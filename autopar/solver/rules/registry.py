@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
+import torch
+
 from autopar.core import extensions
 from autopar.core.strategy import AxisStrategy, OpCall
 
@@ -35,7 +37,8 @@ _FACTS: dict[Any, Callable[[OpCall], Hashable]] = {}
 def rule(*targets: Any) -> Callable[[Rule], Rule]:
     """Register a rule for op overloads; a second rule for one op is a ValueError.
 
-    An op of a library that may not be loaded is given by name, `"library.op.overload"`.
+    An op of a library that may not be loaded is given by name, `"library.op.overload"`. The rule of
+    `torch.Tag.pointwise` is that of ops with this tag that have none of their own.
     """
 
     def register(function: Rule) -> Rule:
@@ -53,7 +56,8 @@ def rule(*targets: Any) -> Callable[[Rule], Rule]:
 def find_rule(target: Any) -> Rule | None:
     """The rule of an op, or None."""
     extensions.load("autopar.rules")
-    return _RULES.get(target) or _RULES.get(str(target))
+    tag = torch.Tag.pointwise if torch.Tag.pointwise in getattr(target, "tags", ()) else None
+    return _RULES.get(target) or _RULES.get(str(target)) or _RULES.get(tag)
 
 
 def registrar(table: dict[Any, Any], targets: Sequence[Any]) -> Callable[[_Function], _Function]:
@@ -81,9 +85,9 @@ def goes_together(call: OpCall, rows: Sequence[AxisStrategy], mesh: Sequence[int
 
 
 def registered_ops() -> tuple[Any, ...]:
-    """All ops that have a rule, but for those registered by name."""
+    """All ops that have a rule, but for those registered by name or by a tag."""
     extensions.load("autopar.rules")
-    return tuple(target for target in _RULES if not isinstance(target, str))
+    return tuple(target for target in _RULES if not isinstance(target, (str, torch.Tag)))
 
 
 def facts(*targets: Any) -> Callable[[_Facts], _Facts]:
