@@ -22,6 +22,15 @@ from autopar.solver.rules.slicing import dim_of
 aten = torch.ops.aten
 
 
+def _added_apart(call: OpCall, rest: Sequence[Placement]) -> list[AxisStrategy]:
+    """Each rank adds what it has to its part of self: a summand, or a share of all of it."""
+    outputs = (Partial(),)
+    return [
+        AxisStrategy((Partial(), *rest), outputs),
+        AxisStrategy((Replicate(), *rest), outputs, "share"),  # see codegen/lowerings/indexing.py
+    ]
+
+
 # --- one index per element --------------------------------------------------------------------
 def _aligned_names(call: OpCall, dim: int) -> Names:
     """Names of the dims other than `dim` along which all operands and outputs have one size.
@@ -79,7 +88,7 @@ def scatter_rule(call: OpCall) -> list[AxisStrategy]:
 
 @rule(aten.scatter_add.default, aten.scatter_reduce.two)
 def scatter_add_rule(call: OpCall) -> list[AxisStrategy]:
-    """A sum may be spread over ranks: each adds its share of the source to its share of self."""
+    """A sum may be spread over ranks: each adds its part of the source to its share of self."""
     if not call.operands[0].shape:
         return [replicated(call)]
     dim = dim_of(call, 1)
@@ -92,7 +101,7 @@ def scatter_add_rule(call: OpCall) -> list[AxisStrategy]:
     rows += linear_rows(call, [(0, 2)])
     _, index, source = (spec.shape[dim] for spec in call.operands)
     if index == source:
-        rows.append(AxisStrategy((Partial(), Shard(dim), Shard(dim)), (Partial(),)))
+        rows += _added_apart(call, (Shard(dim), Shard(dim)))
     return rows
 
 
@@ -117,7 +126,7 @@ def index_add_rule(call: OpCall) -> list[AxisStrategy]:
     rows = by_labels(call, [names, [None] * len(index), names], [names])
     rows += linear_rows(call, [(0, 2)])
     if index:
-        rows.append(AxisStrategy((Partial(), Shard(0), Shard(dim)), (Partial(),)))
+        rows += _added_apart(call, (Shard(0), Shard(dim)))
     return rows
 
 
@@ -207,10 +216,10 @@ def index_put_rule(call: OpCall) -> list[AxisStrategy]:
     if not accumulate:
         return rows
     for name in (n for n in result if n is not None and n not in names):
-        inputs: list[Placement] = [Partial()]
-        for labels in (*indices, values):
-            inputs.append(Shard(labels.index(name)) if name in labels else Replicate())
-        rows.append(AxisStrategy(tuple(inputs), (Partial(),)))
+        held = (*indices, values)
+        rows += _added_apart(
+            call, [Shard(x.index(name)) if name in x else Replicate() for x in held]
+        )
     return rows
 
 
