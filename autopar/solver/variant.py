@@ -17,6 +17,7 @@ from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError
 from autopar.solver.beside import run_beside
 from autopar.solver.build import StepProblem, build_problem
+from autopar.solver.clash import unconnected_op
 from autopar.solver.discrete.ilp import Infeasible, Solution
 from autopar.solver.discrete.problem import Assignment, evaluate
 from autopar.solver.fit import UNLIMITED, Fit, MemorySearch
@@ -144,7 +145,8 @@ class Search:
         except Infeasible as error:
             raise ConstraintError(
                 f"{self.pins.describe()} cannot hold for the model as a whole: no combination of "
-                "placements connects its ops"
+                f"placements connects {unconnected_op(self.step, self.built.problem)} with the ops "
+                "before it. Drop the constraint, or compute this in another way."
             ) from error
         return self.memory.start(beat, price, proved_within or 0)
 

@@ -1,0 +1,56 @@
+"""Names the op that no combination of placements connects with those before it, for messages."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autopar.solver.discrete.ilp import Infeasible, solve_problem
+from autopar.solver.discrete.problem import Array, ChoiceProblem
+from autopar.solver.step import Step
+
+__all__ = ["unconnected_op"]
+
+
+def unconnected_op(step: Step, problem: ChoiceProblem) -> str:
+    """The first op, in execution order, with which nothing is possible: what it is, and where.
+
+    Args:
+        step: whose ops are nodes of the problem; other nodes are parameters and the like.
+        problem: of which no assignment is possible.
+    """
+    bare = ChoiceProblem(
+        {node: _barred(cost) for node, cost in problem.costs.items()},
+        {pair: _barred(matrix) for pair, matrix in problem.edges.items()},
+    )
+    order = [name for name in step.ops if name in bare.costs]
+    possible, impossible = 0, len(order)  # so many of the first ops
+    while impossible - possible > 1:
+        middle = (possible + impossible) // 2
+        if _is_possible(_without(bare, set(order[middle:]))):
+            possible = middle
+        else:
+            impossible = middle
+    op = step.ops[order[impossible - 1]]
+    info = step.blocks.traced.info.get(op.origin or op.name)
+    where = f" ({info.module or 'top level'}, {info.source})" if info else ""
+    shapes = ", ".join(str(list(s.shape)) for s in op.call.operands)
+    return f"{op.call.target}{where} on shapes {shapes}"
+
+
+def _barred(costs: Array) -> Array:
+    return np.where(np.isfinite(costs), 0.0, np.inf)
+
+
+def _without(problem: ChoiceProblem, gone: set[str]) -> ChoiceProblem:
+    return ChoiceProblem(
+        {node: cost for node, cost in problem.costs.items() if node not in gone},
+        {pair: m for pair, m in problem.edges.items() if gone.isdisjoint(pair)},
+    )
+
+
+def _is_possible(problem: ChoiceProblem) -> bool:
+    try:
+        solve_problem(problem, exact=False)
+    except Infeasible:
+        return False
+    return True
