@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.tracer import picked_places
+from autopar.tracer.formulas import rrelu
 from autopar.tracer.functional import remove_mutations
 from autopar.tracer.trace import trace
 from tests import handwritten as hw
@@ -447,6 +448,40 @@ def test_numbers_drawn_in_place_do_not_depend_on_the_plan() -> None:
     nodes = trace(model, inputs).graph.nodes
     drawn = [n.meta["val"] for n in nodes if n.target is torch.ops.autopar.uniform.default]
     assert len(drawn) == 6
+
+
+class Leaky(nn.Module):
+    """A slope that is drawn for each negative number, and the mean of the slopes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.slope = nn.RReLU()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.slope(self.inner(x)) + F.rrelu(x, 0.2, 0.4, training=False)
+        return F.soft_margin_loss(hidden, torch.where(labels > 1, 1.0, -1.0)[:, None])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_slopes_that_are_drawn(training: bool) -> None:
+    model, inputs = Leaky().double().train(training), double(hw.vectors())
+    for mesh, constraints in (((2,), {"data": 2}), ((2,), {"tensor": "1d"})):
+        plan = plan_for(model, inputs, mesh, constraints)
+        result = autopar.verify(plan, model, inputs)
+        assert result.worst[1] < 1e-9, result.worst
+    nodes = trace(model, inputs).graph.nodes
+    assert sum(n.target is torch.ops.autopar.uniform.default for n in nodes) == training
+
+
+def test_drawn_slopes_are_between_their_ends() -> None:
+    class Half:
+        def uniform(self, shape: Any, dtype: torch.dtype) -> Tensor:
+            return torch.full(shape, 0.25, dtype=dtype)
+
+    x = torch.tensor([-2.0, -1.0, 0.0, 3.0])
+    assert rrelu(Half(), x, 0.0, 0.4, True).tolist() == pytest.approx([-0.2, -0.1, 0.0, 3.0])
+    assert torch.equal(rrelu(Half(), x, 0.2, 0.4), F.rrelu(x, 0.2, 0.4))
 
 
 class Recurrent(nn.Module):

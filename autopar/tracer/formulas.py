@@ -31,6 +31,7 @@ __all__ = [
     "randint_from",
     "randperm",
     "rot90",
+    "rrelu",
     "select_scatter",
     "slice_scatter",
     "slogdet",
@@ -259,6 +260,14 @@ def normal(rng: Any, x: Tensor, mean: float = 0.0, std: float = 1.0, **options: 
     radius = torch.sqrt(-2.0 * torch.log1p(-rng.uniform(x.shape, torch.float64)))
     angle = 2.0 * math.pi * rng.uniform(x.shape, torch.float64)
     return (mean + std * radius * torch.cos(angle)).to(x.dtype)
+
+
+def rrelu(
+    rng: Any, x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, train: bool = False, *_: Any
+) -> Tensor:
+    """Negative numbers times a slope that is drawn for each, or times the mean of the slopes."""
+    slope = uniform(rng, x, lower, upper) if train else (lower + upper) / 2
+    return torch.where(x > 0, x, x * slope)
 
 
 def randint(rng: Any, high: int, size: Sequence[int], **options: Any) -> Tensor:
