@@ -175,8 +175,8 @@ class OnePiece:
         best = replace(best, constraints=self.constraints.to_dict())
         now = best.solver
         if plan is None and now.exposed != counted:
-            # only what is taken is proved: that takes longer than to find it
-            best = known._in_full(limit, best, now.exposed, now.objective)
+            # only what is taken is proved, as that takes longer: the bound known is of no mixtures
+            best = known._in_full(limit, _proved(best, 0.0), now.exposed, now.objective)
         if doubts.founded and best.solver.exposed <= EXPOSED:
             # a plan that counts on the doubtful rule is fastest yet
             best = known._in_full(limit, best, EXPOSED, best.predicted.step_time_s)

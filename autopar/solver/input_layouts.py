@@ -1,15 +1,23 @@
-"""The layouts in which a step reads its inputs."""
+"""The layouts in which a step reads its inputs, and what they take in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopar.core.placement import Layout, Placement, Replicate
 from autopar.core.redistribute import path
+from autopar.core.strategy import TensorSpec
 from autopar.solver.candidates import Candidate
+from autopar.solver.discrete.problem import Row
 from autopar.solver.step import Step
+from autopar.solver.step_problem import StepProblem
 
-__all__ = ["input_layouts"]
+__all__ = ["input_bytes", "input_layouts"]
+
+_FEW = 1e-2  # of the bytes of parameters: of the batch, less is counted whole
 
 
 def input_layouts(
@@ -20,8 +28,7 @@ def input_layouts(
     No use sends anything: the price counts none of it, each rank has the whole input. One that also
     leaves the step stays whole.
     """
-    leaving = [*step.required, *step.gradients.values(), *(send.value for send in step.sends)]
-    kept = {name for name, _ in leaving}
+    kept = _kept(step)
     wanted: dict[str, list[Layout]] = {}
     for value, op, index in step.consumers():
         if value[0] in step.inputs:
@@ -34,6 +41,55 @@ def input_layouts(
         if spec.kind in ("input", "tangent") and name not in kept:
             layouts[name] = _shared(uses, mesh_shape)
     return layouts
+
+
+def input_bytes(step: Step, built: StepProblem, mesh_shape: tuple[int, ...]) -> Row:
+    """Bytes of the global batch, which the caller holds, and of the copy that is read.
+
+    Of the copy of an input, the share that its first and last use agree on: that of all uses is no
+    smaller. Copies are counted whole where they are small beside the parameters, and in steps in
+    microbatches, which have one of the batch at most.
+    """
+    traced, kept, row = step.blocks.traced, _kept(step), Row()
+    sizes = {
+        name: TensorSpec(spec.shape, spec.dtype).num_bytes * step.blocks.copies(name)
+        for name, spec in step.inputs.items()
+    }
+    row.constant = float(traced.batch_bytes + sum(sizes.values()))
+    copied = {name: sizes[name] for name, spec in step.inputs.items() if spec.kind == "input"}
+    if step.in_turns:
+        row.constant += traced.flight.microbatches * sum(copied.values())
+        return row
+    parameters = sum(
+        TensorSpec(spec.shape, spec.dtype).num_bytes * step.blocks.copies(name)
+        for name, spec in step.parameters.items()
+    )
+    uses: dict[str, list[tuple[str, NDArray[np.bool_]]]] = {}
+    for value, op, index in step.consumers() if sum(copied.values()) > _FEW * parameters else ():
+        if value[0] in copied and value[0] not in kept:
+            owner = built.classes[op.name]
+            layouts = [candidate.inputs[index] for candidate in built.candidates[owner]]
+            uses.setdefault(value[0], []).append((owner, np.array([_splits(x) for x in layouts])))
+    for name, num_bytes in copied.items():
+        if name not in uses:
+            row.constant += num_bytes
+            continue
+        (first, here), (last, there) = uses[name][0], uses[name][-1]
+        both = here[:, None, :] & there[None, :, :]
+        factors = np.where(both, np.array(mesh_shape), 1).prod(axis=2)
+        row.add_pair(first, last, num_bytes / factors)
+    return row
+
+
+def _splits(layout: Layout) -> list[bool]:
+    """Axes on which an input may be held in shares."""
+    return [p.is_shard and p.dim == 0 and p.split == 1 for p in layout]
+
+
+def _kept(step: Step) -> set[str]:
+    """Inputs that leave the step."""
+    leaving = [*step.required, *step.gradients.values(), *(send.value for send in step.sends)]
+    return {name for name, _ in leaving}
 
 
 def _shared(uses: list[Layout], mesh_shape: tuple[int, ...]) -> Layout:

@@ -25,6 +25,7 @@ from autopar.cost_model import host_state_bytes, optimizer_state_bytes
 from autopar.solver.build import StepProblem
 from autopar.solver.candidates import scratch_bytes
 from autopar.solver.discrete.problem import Array, Row
+from autopar.solver.input_layouts import input_bytes
 from autopar.solver.kernels import KernelRows
 from autopar.solver.order import (
     FoldedSpan,
@@ -35,7 +36,7 @@ from autopar.solver.order import (
     sums_of_turns,
     turning_sends,
 )
-from autopar.solver.step import Op, Step, Value, input_bytes
+from autopar.solver.step import Op, Step, Value
 
 __all__ = ["HOST_ROW", "Liveness"]
 
@@ -87,6 +88,7 @@ class Liveness:
         self._sizes: dict[tuple[int, Layout], float] = {}
         self._fractions: dict[tuple[Layout, Layout], float] = {}
         self.spans = folded_spans(step, self.order)
+        self.batch = input_bytes(step, built, self.mesh)
         self.residents = self._residents()
         # what is held while hoisted ops run, then by part, then when all is done
         parts = [self._of_others(part) for part in range(3)] if step.in_turns else [Row()] * 3
@@ -115,7 +117,6 @@ class Liveness:
 
     def _residents(self) -> Row:
         row = Row()
-        row.constant = float(input_bytes(self.step))
         for name, spec in self.step.parameters.items():
             owner = self.built.classes[name]
             layouts = self.built.storages[owner]
@@ -229,8 +230,9 @@ class Liveness:
         """
         if position == HOST_ROW:
             return self._on_host()
-        residents = self.residents
-        row = Row(residents.constant, dict(residents.nodes), dict(residents.edges))
+        row = Row()
+        row.add_row(self.batch)
+        row.add_row(self.residents)
         row.add_row(self.others[self._part(position)])
         for born, op in enumerate(self.order[: position + 1]):
             view = op.view

@@ -27,7 +27,6 @@ __all__ = [
     "Send",
     "Step",
     "Value",
-    "input_bytes",
     "storage_of",
     "unview",
 ]
@@ -230,17 +229,6 @@ class Step:
         for op in self.ops.values():
             for index, value in enumerate(op.operands):
                 yield value, op, index
-
-
-def input_bytes(step: Step) -> int:
-    """Bytes of the global batch, which the caller holds, and at most of the copy that is read."""
-    traced = step.blocks.traced
-    copies = 1 + traced.flight.microbatches if step.in_turns else 2
-    return traced.batch_bytes + sum(
-        TensorSpec(spec.shape, spec.dtype).num_bytes
-        * (copies if spec.kind == "input" else step.blocks.copies(name))
-        for name, spec in step.inputs.items()
-    )
 
 
 def storage_of(ops: dict[str, Op], value: Value) -> Value:

@@ -101,16 +101,18 @@ class Program:
             self.prob += pulp.LpAffineExpression(dict.fromkeys(variables, 1.0)) == 0
 
     def _edges(self, rows: Sequence[Row]) -> None:
-        for (i, j), matrix in self.problem.edges.items():
+        pairs = dict(self.problem.edges)
+        for row in rows:  # bytes of a pair that costs nothing together
+            for (i, j), num_bytes in row.edges.items():
+                if (i, j) not in pairs and (j, i) not in pairs:
+                    pairs[i, j] = np.zeros(num_bytes.shape)
+        for (i, j), matrix in pairs.items():
             tables = [matrix]
             for row in rows:
                 known, turned = row.edges.get((i, j)), row.edges.get((j, i))
                 both = [t for t in (known, None if turned is None else turned.T) if t is not None]
                 tables.append(sum(both, start=np.zeros(matrix.shape)))
             self._edge(i, j, tables, np.isfinite(matrix))
-        pairs = self.problem.edges
-        for row in rows:
-            assert all(p in pairs or p[::-1] in pairs for p in row.edges), "bytes of no edge"
 
     def _edge(self, i: Hashable, j: Hashable, tables: list[Array], finite: Mask) -> None:
         """The costs of a pair: what is alike moves to the nodes, the rest gets variables."""
