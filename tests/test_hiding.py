@@ -34,6 +34,7 @@ from autopar.solver.discrete.problem import ChoiceProblem
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.known import Variants
 from autopar.solver.meshes import meshes
+from autopar.solver.met_plans import CLOSE
 from autopar.solver.offers import Offers
 from autopar.solver.overlap import (
     _LAST,
@@ -661,6 +662,31 @@ def test_plain_data_parallelism_is_looked_at_also_for_little(
     assert found.predicted.step_time_s == pytest.approx(0.998 * close_s)
     assert found.solver.bound == free.solver.bound
     assert found.constraints == whole.constraints.to_dict()
+
+
+def test_plain_data_parallelism_is_looked_for_as_far_as_it_may_help(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A search gives up what is below by less than `CLOSE`."""
+    whole = _two_products(mesh_shape=(8,))
+    free = whole.plan(UNLIMITED)
+    now_s = free.solver.bound * 1.005
+    original = OnePiece._program
+    asked: list[float] = []
+
+    def scripted(self: OnePiece, *given: Any) -> Plan:
+        found = original(self, *given)
+        return replace(found, predicted=replace(found.predicted, step_time_s=now_s))
+
+    def planned(self: OnePiece, limit: int, exposed: float, below_s: float, **more: Any) -> Plan:
+        asked.append(below_s)
+        raise NotBelow(0.0)
+
+    monkeypatch.setattr(OnePiece, "_program", scripted)
+    monkeypatch.setattr(OnePiece, "plan", planned)
+    monkeypatch.setattr("autopar.search.one_piece.unseen_s", lambda plan, program: 0.02 * now_s)
+    whole.best(UNLIMITED, free)
+    assert asked == pytest.approx([0.99 * now_s / (1 - CLOSE)] * 3)
 
 
 @pytest.mark.parametrize("share", [2.0, 1.0])

@@ -32,6 +32,7 @@ from autopar.search.doubts import DOUBTED, Doubts, hoped_s, unseen_s
 from autopar.search.scheduling import scheduled
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.meshes import meshes
+from autopar.solver.met_plans import CLOSE
 from autopar.solver.offers import Offers
 from autopar.solver.overlap import EXPOSED, NotBelow
 from autopar.solver.solve import KnownVariants, Solved, StepSearch, fits
@@ -201,7 +202,7 @@ class OnePiece:
                 if not roomy or not other.plain:
                     break
                 # soon found where no limit binds; of what is not counted they have half, or more
-                most_s = now_s - missed_s / 2
+                most_s = (now_s - missed_s / 2) / (1 - CLOSE)
             # no more than half of what runs on two streams is hidden
             below_s = min(most_s, now_s if exposed < _ALL else 2 * now_s)
             proved = UNLIMITED if roomy and exposed != counted else None
