@@ -453,10 +453,10 @@ def test_numbers_drawn_in_place_do_not_depend_on_the_plan() -> None:
 class Leaky(nn.Module):
     """A slope that is drawn for each negative number, and the mean of the slopes."""
 
-    def __init__(self) -> None:
+    def __init__(self, inplace: bool) -> None:
         super().__init__()
         self.inner = nn.Linear(16, 16)
-        self.slope = nn.RReLU()
+        self.slope = nn.RReLU(inplace=inplace)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         hidden = self.slope(self.inner(x)) + F.rrelu(x, 0.2, 0.4, training=False)
@@ -464,8 +464,9 @@ class Leaky(nn.Module):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_slopes_that_are_drawn(training: bool) -> None:
-    model, inputs = Leaky().double().train(training), double(hw.vectors())
+@pytest.mark.parametrize("inplace", [False, True])
+def test_slopes_that_are_drawn(inplace: bool, training: bool) -> None:
+    model, inputs = Leaky(inplace).double().train(training), double(hw.vectors())
     for mesh, constraints in (((2,), {"data": 2}), ((2,), {"tensor": "1d"})):
         plan = plan_for(model, inputs, mesh, constraints)
         result = autopar.verify(plan, model, inputs)

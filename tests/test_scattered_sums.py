@@ -66,3 +66,47 @@ def test_whole_numbers_are_added_to_those_of_one_rank() -> None:
     found = autopar.verify(plan, model, inputs)
     assert found.buffers == {"counts": 0.0}
     assert found.worst[1] < 1e-9
+
+
+class Flagged(nn.Module):
+    """Rows that some token marks, beside one that is marked before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(30, 8)
+        self.score = nn.Linear(8, 1)
+
+    def forward(self, tokens: Tensor, segments: Tensor) -> Tensor:
+        scores = self.score(self.embed(tokens)).squeeze(-1)
+        marked = torch.arange(8) > 6
+        marked = marked.index_put((segments,), scores > 0.5, accumulate=True)
+        sums = scores.new_zeros(8).index_add(0, segments, scores)
+        return sums.masked_fill(marked, 0.0).square().sum()
+
+
+def test_flags_stay_flags() -> None:
+    torch.manual_seed(0)
+    model = Flagged().double()
+    inputs = torch.randint(30, (32,)), torch.arange(32) // 4
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    plan = autopar.plan(model, cluster, inputs, constraints={"data": 2})
+    assert autopar.verify(plan, model, inputs).worst[1] < 1e-9
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("base", torch.randn(20000, 64))
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+        return self.base.index_add(0, rows, self.inner(x)).square().sum()
+
+
+def test_the_share_of_a_table_is_a_copy_of_it_in_memory() -> None:
+    """What all have, each rank's share of it, and the sum are there at once."""
+    model, inputs = Table(), (torch.randn(64, 64), torch.randint(20000, (64,)))
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    plan = autopar.plan(model, cluster, inputs, constraints={"data": 2})
+    assert plan.nodes["index_add"].variants == ("share",)
+    assert plan.predicted.peak_memory_bytes > 3 * 20000 * 64 * 4

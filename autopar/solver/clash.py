@@ -14,6 +14,8 @@ __all__ = ["unconnected_op"]
 def unconnected_op(step: Step, problem: ChoiceProblem) -> str:
     """The first op, in execution order, with which nothing is possible: what it is, and where.
 
+    "Its parameters" where nothing is possible without ops.
+
     Args:
         step: whose ops are nodes of the problem; other nodes are parameters and the like.
         problem: of which no assignment is possible.
@@ -23,6 +25,8 @@ def unconnected_op(step: Step, problem: ChoiceProblem) -> str:
         {pair: _barred(matrix) for pair, matrix in problem.edges.items()},
     )
     order = [name for name in step.ops if name in bare.costs]
+    if not order or not _is_possible(_without(bare, set(order))):
+        return "its parameters"
     possible, impossible = 0, len(order)  # so many of the first ops
     while impossible - possible > 1:
         middle = (possible + impossible) // 2

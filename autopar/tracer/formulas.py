@@ -32,6 +32,7 @@ __all__ = [
     "randperm",
     "rot90",
     "rrelu",
+    "rrelu_with_noise",
     "select_scatter",
     "slice_scatter",
     "slogdet",
@@ -268,6 +269,19 @@ def rrelu(
     """Negative numbers times a slope that is drawn for each, or times the mean of the slopes."""
     slope = uniform(rng, x, lower, upper) if train else (lower + upper) / 2
     return torch.where(x > 0, x, x * slope)
+
+
+def rrelu_with_noise(
+    rng: Any,
+    x: Tensor,
+    noise: Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    train: bool = False,
+    *_: Any,
+) -> tuple[Tensor, Tensor]:
+    """What `F.rrelu_` becomes; only ATen's own backward reads the noise."""
+    return rrelu(rng, x, lower, upper, train), noise
 
 
 def randint(rng: Any, high: int, size: Sequence[int], **options: Any) -> Tensor:

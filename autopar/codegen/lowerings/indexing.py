@@ -30,5 +30,5 @@ def lower_added(b: Builder, local: LocalCall) -> fx.Node:
     if axes and (dtype.is_floating_point or dtype.is_complex):
         base = b.call(aten.div.Tensor, base, math.prod(local.mesh_shape[axis] for axis in axes))
     elif axes:
-        base = b.call(aten.mul.Tensor, base, int(not any(b.coords[axis] for axis in axes)))
+        base = b.call(aten.mul.Tensor, base, not any(b.coords[axis] for axis in axes))
     return b.call(local.call.target, base, *args, **local.kwargs)

@@ -23,11 +23,14 @@ aten = torch.ops.aten
 
 
 def _added_apart(call: OpCall, rest: Sequence[Placement]) -> list[AxisStrategy]:
-    """Each rank adds what it has to its part of self: a summand, or a share of all of it."""
+    """Each rank adds what it has to its part of self: a summand, or a share of all of it.
+
+    The share is a tensor of its own (`codegen/lowerings/indexing.py`).
+    """
     outputs = (Partial(),)
     return [
         AxisStrategy((Partial(), *rest), outputs),
-        AxisStrategy((Replicate(), *rest), outputs, "share"),  # see codegen/lowerings/indexing.py
+        AxisStrategy((Replicate(), *rest), outputs, "share", copied=(0,)),
     ]
 
 
