@@ -6,7 +6,7 @@ import gc
 import itertools
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -264,6 +264,18 @@ def _two_products(mesh_shape: tuple[int, ...]) -> OnePiece:
     return OnePiece(traced, cluster, Constraints(), "adamw", Offers(cluster), ())
 
 
+def _programs_take(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[Plan], float]) -> None:
+    """Programs take the seconds given, of plans with what their programs are predicted to take."""
+    program = OnePiece._program
+
+    def scripted(self: OnePiece, plan: Plan, *given: Any) -> Plan:
+        found = program(self, plan, *given)
+        told = replace(plan, predicted=found.predicted)
+        return replace(found, predicted=replace(found.predicted, step_time_s=seconds(told)))
+
+    monkeypatch.setattr(OnePiece, "_program", scripted)
+
+
 @pytest.mark.parametrize(("hidden", "counted"), [(0.5, {EXPOSED, 1.0, 0.55}), (1.0, {EXPOSED})])
 def test_all_is_counted_where_the_rule_is_in_doubt(
     hidden: float, counted: set[float], monkeypatch: pytest.MonkeyPatch
@@ -296,14 +308,11 @@ def test_a_plan_that_counts_otherwise_is_proved_once_it_is_taken(
     """Its search tells what no plan is below whose blocks are all recomputed in one way."""
     whole = _two_products(mesh_shape=(8,))
     limit = round(0.95 * whole.plan(UNLIMITED).predicted.peak_memory_bytes)
-    program = OnePiece._program
 
-    def scripted(self: OnePiece, plan: Plan, like: Plan | None = None, *given: float) -> Plan:
-        found = program(self, plan, like, *given)
-        step_s = found.predicted.step_time_s * (0.5 if plan.solver.exposed > EXPOSED else 1.0)
-        return replace(found, predicted=replace(found.predicted, step_time_s=step_s))
+    def seconds(plan: Plan) -> float:
+        return plan.predicted.step_time_s * (0.5 if plan.solver.exposed > EXPOSED else 1.0)
 
-    monkeypatch.setattr(OnePiece, "_program", scripted)
+    _programs_take(monkeypatch, seconds)
     monkeypatch.setattr(OnePiece, "_hidden", lambda self, plan: 0.5)
     monkeypatch.setattr(SumSearch, "of_any", lambda self, weights, bound, enough_s: 0.5 * bound)
     plan = whole.best(limit)
@@ -646,17 +655,14 @@ def test_plain_data_parallelism_is_looked_at_also_for_little(
     whole = _two_products(mesh_shape=(8,))
     free = whole.plan(UNLIMITED)
     close_s = free.solver.bound * 1.005
-    original = OnePiece._program
 
-    def scripted(self: OnePiece, plan: Plan, like: Plan | None = None, *given: float) -> Plan:
-        step_s = close_s * (0.998 if plan.constraints.get("zero") == 1 else 1.0)
-        found = original(self, plan, like, *given)
-        return replace(found, predicted=replace(found.predicted, step_time_s=step_s))
+    def seconds(plan: Plan) -> float:
+        return close_s * (0.998 if plan.constraints.get("zero") == 1 else 1.0)
 
     def planned(self: OnePiece, *given: Any, **more: Any) -> Plan:
         return replace(free, constraints=self.constraints.to_dict())
 
-    monkeypatch.setattr(OnePiece, "_program", scripted)
+    _programs_take(monkeypatch, seconds)
     monkeypatch.setattr(OnePiece, "plan", planned)
     found = whole.best(UNLIMITED, free)
     assert found.predicted.step_time_s == pytest.approx(0.998 * close_s)
@@ -671,18 +677,13 @@ def test_plain_data_parallelism_is_looked_for_as_far_as_it_may_help(
     whole = _two_products(mesh_shape=(8,))
     free = whole.plan(UNLIMITED)
     now_s = free.solver.bound * 1.005
-    original = OnePiece._program
     asked: list[float] = []
-
-    def scripted(self: OnePiece, *given: Any) -> Plan:
-        found = original(self, *given)
-        return replace(found, predicted=replace(found.predicted, step_time_s=now_s))
 
     def planned(self: OnePiece, limit: int, exposed: float, below_s: float, **more: Any) -> Plan:
         asked.append(below_s)
         raise NotBelow(0.0)
 
-    monkeypatch.setattr(OnePiece, "_program", scripted)
+    _programs_take(monkeypatch, lambda plan: now_s)
     monkeypatch.setattr(OnePiece, "plan", planned)
     monkeypatch.setattr("autopar.search.one_piece.unseen_s", lambda plan, program: 0.02 * now_s)
     whole.best(UNLIMITED, free)

@@ -9,6 +9,8 @@ from torch.nn import functional as F
 
 import autopar
 
+TWO = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+
 
 class Pooled(nn.Module):
     """The largest score of each segment of tokens, or what tokens add to rows that are there."""
@@ -39,8 +41,7 @@ def test_ranks_add_their_rows_to_a_share_of_what_all_have(kind: str) -> None:
     torch.manual_seed(0)
     model = Pooled(kind).double()
     inputs = torch.randint(30, (32,)), torch.arange(32) // 4, torch.randint(3, (8,))
-    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
-    plan = autopar.plan(model, cluster, inputs, constraints={"data": 2})
+    plan = autopar.plan(model, TWO, inputs, constraints={"data": 2})
     assert autopar.verify(plan, model, inputs).worst[1] < 1e-9
 
 
@@ -88,8 +89,7 @@ def test_flags_stay_flags() -> None:
     torch.manual_seed(0)
     model = Flagged().double()
     inputs = torch.randint(30, (32,)), torch.arange(32) // 4
-    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
-    plan = autopar.plan(model, cluster, inputs, constraints={"data": 2})
+    plan = autopar.plan(model, TWO, inputs, constraints={"data": 2})
     assert autopar.verify(plan, model, inputs).worst[1] < 1e-9
 
 
@@ -106,7 +106,6 @@ class Table(nn.Module):
 def test_the_share_of_a_table_is_a_copy_of_it_in_memory() -> None:
     """What all have, each rank's share of it, and the sum are there at once."""
     model, inputs = Table(), (torch.randn(64, 64), torch.randint(20000, (64,)))
-    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
-    plan = autopar.plan(model, cluster, inputs, constraints={"data": 2})
+    plan = autopar.plan(model, TWO, inputs, constraints={"data": 2})
     assert plan.nodes["index_add"].variants == ("share",)
     assert plan.predicted.peak_memory_bytes > 3 * 20000 * 64 * 4

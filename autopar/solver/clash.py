@@ -34,11 +34,9 @@ def unconnected_op(step: Step, problem: ChoiceProblem) -> str:
             possible = middle
         else:
             impossible = middle
-    op = step.ops[order[impossible - 1]]
-    info = step.blocks.traced.info.get(op.origin or op.name)
-    where = f" ({info.module or 'top level'}, {info.source})" if info else ""
-    shapes = ", ".join(str(list(s.shape)) for s in op.call.operands)
-    return f"{op.call.target}{where} on shapes {shapes}"
+    name = order[impossible - 1]
+    shapes = ", ".join(str(list(s.shape)) for s in step.ops[name].call.operands)
+    return f"{step.named(name)} on shapes {shapes}"
 
 
 def _barred(costs: Array) -> Array:

@@ -219,19 +219,14 @@ class _Splitter:
             instead = "Choose another number of microbatches, or 1."
         else:
             why = (
-                f"needs the whole batch: it reads {self._named(summed)}, to which every sample "
+                f"needs the whole batch: it reads {self.step.named(summed)}, to which every sample "
                 "adds, as to the mean of a batch norm (layer and group norms have none)"
             )
             instead = "Leave it in one: 1 microbatch."
         return ConstraintError(
-            f"the step cannot run in {self.size} microbatches: {self._named(name)} on shapes "
+            f"the step cannot run in {self.size} microbatches: {self.step.named(name)} on shapes "
             f"{shapes} {why}. {_REMEDIES.get(call.target, '')}{instead}"
         )
-
-    def _named(self, name: str) -> str:
-        info = self.traced.info.get(name)
-        where = f" ({info.module or 'top level'}, {info.source})" if info else ""
-        return f"{self.step.ops[name].call.target}{where}"
 
 
 def _only_sums(placements: set[Placement]) -> bool:

@@ -224,6 +224,13 @@ class Step:
         """What people call the producer of a value: a parameter by its FQN, an op by its node."""
         return self.parameters[name].target if name in self.parameters else name
 
+    def named(self, name: str) -> str:
+        """An op for messages: what it is, in which module, and the user's line."""
+        op = self.ops[name]
+        info = self.blocks.traced.info.get(op.origin or name)
+        where = f" ({info.module or 'top level'}, {info.source})" if info else ""
+        return f"{op.call.target}{where}"
+
     def consumers(self) -> Iterator[tuple[Value, Op, int]]:
         """Every use of a value by an op: `(value, op, operand index)`."""
         for op in self.ops.values():
