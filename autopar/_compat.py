@@ -55,6 +55,7 @@ __all__ = [
     "storage_users",
     "symbolic_mode",
     "upper_bound",
+    "with_autograd",
     "without_onednn",
 ]
 
@@ -266,6 +267,18 @@ def without_onednn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(enabled)
+
+
+@contextmanager
+def with_autograd() -> Iterator[None]:
+    """Lets a kernel take derivatives: autograd calls kernels with itself switched off."""
+    keys = torch._C.DispatchKey
+    included = torch._C._dispatch_tls_local_include_set()
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield
 
 
 @contextmanager

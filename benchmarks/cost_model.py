@@ -90,7 +90,7 @@ def ops_of_rank(rank: int, device: str, profile: str, rounds: int) -> dict[str, 
         found = list(make(device, "float32"))
         dist.barrier()
         seconds = median_seconds([p.run for p in found], device, rounds)
-        pairs = list(zip(found, (share * s for s in seconds), strict=True))
+        pairs = [(p, share * s / p.steps) for p, s in zip(found, seconds, strict=True)]
         if name == "again":
             sets[name] = _points(cluster, pairs)
         else:

@@ -17,6 +17,7 @@ from autopar.cost_model.probes import (
     byte_probes,
     convolution_probes,
     matmul_probes,
+    recurrent_probes,
 )
 
 __all__ = ["random_probes"]
@@ -48,6 +49,9 @@ def random_probes(device: str, dtype: str, seed: int = 1) -> Iterator[Probe]:
     for group in range(14):
         kind = ("dense", "dense", "depthwise", "image")[group % 4]
         yield from convolution_probes(device, dtype, group, _image(draw, kind))
+    for group in range(4):
+        batch, width = _uniform(draw, 2, 32), _uniform(draw, 16, 512)
+        yield from recurrent_probes(device, dtype, group, batch, width)
 
 
 def _uniform(draw: random.Random, low: int, high: int) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._decomp.decompositions import _fused_rms_norm_backward
 
 import autopar.core.ops
+from autopar.core.recurrent import CELLS, RECURRENT, RECURRENT_BACKWARD
 from tests import rule_samples_conv, rule_samples_loss
 from tests.bruteforce import Sample
 
@@ -31,7 +32,7 @@ def _ids(high: int, *shape: int) -> Tensor:
     return torch.randint(0, high, shape)
 
 
-def _add(name: str, op: Any, inputs: Callable[[], tuple[Any, ...]], *rest: Any) -> None:
+def _add(name: str, op: Any, inputs: Callable[[], Sequence[Any]], *rest: Any) -> None:
     """A sample of `op(*inputs, *rest)`; inputs that are None stay out of the tensors."""
 
     def tensors() -> tuple[Tensor, ...]:
@@ -420,3 +421,44 @@ def _native_gradient() -> tuple[Tensor, ...]:
 
 _add("native_grouped_mm", aten._grouped_mm.default, _native_grouped)
 _add("native_grouped_mm_gradient", aten._grouped_mm.default, _native_gradient)
+
+
+# --- recurrent layers -------------------------------------------------------------------------
+def _recurrent(cell: str, *, projected: bool, bias: bool, varied: bool, reverse: bool) -> None:
+    """A layer of 3 steps, 4 samples and 8 units, and its backward."""
+    width, rows = 2 if projected else 8, CELLS[cell] * 8
+
+    def tensors() -> list[Tensor | None]:
+        return [
+            _x(3, 4, 5),
+            _x(4, width),
+            _x(4, 8) if cell == "lstm" else None,
+            _x(rows, 5),
+            _x(rows, width),
+            _x(rows) if bias else None,
+            _x(rows) if bias else None,
+            _x(2, 8) if projected else None,
+            torch.tensor([3, 1, 2, 3]) if varied else None,
+        ]
+
+    def backward() -> list[Tensor | None]:
+        return [_x(3, 4, width), _x(4, width), _x(4, 8) if cell == "lstm" else None, *tensors()]
+
+    options = {"projected": projected, "varied": varied, "reverse": reverse}
+    name = "_".join([cell, *(word for word, on in options.items() if on)])
+    _add(name, lambda *given: RECURRENT(cell, *given), tensors, reverse)
+    _add(
+        f"{name}_backward",
+        lambda g, h, c, *given: RECURRENT_BACKWARD(g, h, c, cell, *given),
+        backward,
+        reverse,
+    )
+
+
+_recurrent("lstm", projected=False, bias=True, varied=False, reverse=True)
+_recurrent("lstm", projected=True, bias=False, varied=False, reverse=False)
+_recurrent("lstm", projected=False, bias=True, varied=True, reverse=True)
+_recurrent("gru", projected=False, bias=True, varied=False, reverse=False)
+_recurrent("gru", projected=False, bias=False, varied=True, reverse=False)
+_recurrent("rnn_tanh", projected=False, bias=True, varied=False, reverse=True)
+_recurrent("rnn_relu", projected=False, bias=True, varied=False, reverse=False)

@@ -89,7 +89,7 @@ def test_probes_are_priced_as_what_they_measure(name: str, small: None) -> None:
         elif probe.op_class != "transpose":  # the layout of its operand makes that, not the op
             assert op_class(call) == probe.op_class, probe.label
         if probe.unit == "flops":
-            assert global_flops(call) == probe.work, probe.label
+            assert global_flops(call) == probe.work * probe.steps, probe.label
         classes.add(probe.op_class)
     if name in ("measured", "random"):
         # others go by a class that is measured

@@ -1,4 +1,4 @@
-"""Recurrent layers in float32, which oneDNN has kernels of its own for on a CPU."""
+"""Recurrent layers: one op each and direction, of padded batches and of packed ones."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import (
+    PackedSequence,
+    pack_padded_sequence,
+    pad_packed_sequence,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
-from autopar.errors import TraceError
+from autopar.core.recurrent import RECURRENT, RECURRENT_BACKWARD
+from autopar.errors import AutoparError, TraceError
 from autopar.tracer.trace import trace
 from tests.test_handwritten import plan_for
 
@@ -78,3 +86,144 @@ def test_the_setting_of_the_caller_stays(enabled: bool) -> None:
         assert torch.backends.mkldnn.enabled == enabled
     finally:
         torch.backends.mkldnn.enabled = before
+
+
+def test_a_graph_does_not_grow_with_the_steps() -> None:
+    counts = {
+        len(trace(_lstm(bidirectional=True), (torch.randn(8, steps, 8),)).graph.nodes)
+        for steps in (2, 40)
+    }
+    assert len(counts) == 1
+
+
+_LENGTHS = torch.tensor([2, 5, 1, 4])
+_CELLS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn_tanh": nn.RNN}
+
+
+@pytest.mark.parametrize("lengths", [None, _LENGTHS])
+@pytest.mark.parametrize("direction", [0, 1])
+@pytest.mark.parametrize(
+    ("cell", "options"),
+    [("lstm", {}), ("lstm", {"proj_size": 3}), ("gru", {"bias": False}), ("rnn_tanh", {})],
+)
+def test_the_op_is_a_direction_of_torchs_layer(
+    cell: str, options: dict[str, Any], direction: int, lengths: Tensor | None
+) -> None:
+    torch.manual_seed(0)
+    layer = _CELLS[cell](6, 8, bidirectional=direction > 0, **options).double()
+    width = options.get("proj_size", 8)
+    states = [torch.randn(direction + 1, 4, n).double() for n in (width, 8)]
+    x, h, c = (t.requires_grad_() for t in (torch.randn(5, 4, 6).double(), *states))
+    rows: Any = x
+    if lengths is not None:
+        rows = pack_padded_sequence(x, lengths, enforce_sorted=False)
+    out, last = layer(rows, (h, c) if cell == "lstm" else h)
+    if lengths is not None:
+        out = pad_packed_sequence(out)[0]
+    named = {n.partition("_l0")[0]: p for n, p in layer.named_parameters()
+             if n.endswith("_reverse") == bool(direction)}  # fmt: skip
+    order = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
+    weights = [named.get(name) for name in order]
+    state = c[direction] if cell == "lstm" else None
+    operands = (cell, x, h[direction], state, *weights, lengths, bool(direction))
+    found = [y for y in RECURRENT(*operands) if y.numel()]
+    wanted = [out[..., -width:], *(s[-1] for s in (last if cell == "lstm" else (last,)))]
+    torch.testing.assert_close(found, wanted)
+    grads = [torch.randn_like(y) for y in wanted]
+    leaves = [x, h, *([c] if cell == "lstm" else []), *named.values()]
+    torch.testing.assert_close(
+        torch.autograd.grad(found, leaves, grads), torch.autograd.grad(wanted, leaves, grads)
+    )
+
+
+def test_the_backward_runs_where_autograd_is_switched_off() -> None:
+    class Passing(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    torch.manual_seed(0)
+    x, h = torch.randn(3, 4, 6), torch.randn(4, 8)
+    rest = (torch.randn(24, 6), torch.randn(24, 8), *[None] * 4, False)
+    given = (torch.randn(3, 4, 8), h, None, "gru", x, h, None, *rest)
+    wanted = RECURRENT_BACKWARD(*given)
+    with Passing(), torch.no_grad():
+        torch.testing.assert_close(RECURRENT_BACKWARD(*given), wanted)
+
+
+class Packed(nn.Module):
+    """A classifier of sequences as it is mostly written, in both directions."""
+
+    def __init__(self, layer: Any, ordered: bool, whole: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 6)
+        self.layer = layer(6, 8, 2, batch_first=True, bidirectional=True)
+        self.out = nn.Linear(16, 5)
+        self.ordered, self.whole = ordered, whole
+
+    def forward(self, ids: Tensor, lengths: Tensor, labels: Tensor) -> Any:
+        x = pack_padded_sequence(
+            self.embed(ids), lengths.cpu(), batch_first=True, enforce_sorted=self.ordered
+        )
+        out, last = self.layer(x)
+        last = last[0] if isinstance(last, tuple) else last
+        rows, counts = pad_packed_sequence(
+            out, True, total_length=ids.shape[1] if self.whole else None
+        )
+        pooled = rows.sum(1) / counts.unsqueeze(1).to(rows)
+        return {
+            "loss": F.cross_entropy(self.out(torch.cat([last[-2], last[-1]], -1) + pooled), labels)
+        }
+
+
+def _sequences(ordered: bool, longest: int = 7) -> dict[str, Tensor]:
+    lengths = [7, 7, 6, 5, 5, 3, 2, 1] if ordered else [3, 7, 1, 5, 7, 2, 6, 4]
+    torch.manual_seed(1)
+    return {
+        "ids": torch.randint(0, 20, (8, 7)),
+        "lengths": torch.tensor(lengths).clamp(max=longest),
+        "labels": torch.randint(0, 5, (8,)),
+    }
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize(("ordered", "whole"), [(False, False), (False, True), (True, False)])
+def test_packed_sequences_in_a_forward(layer: Any, ordered: bool, whole: bool) -> None:
+    torch.manual_seed(0)
+    model, inputs = Packed(layer, ordered, whole).double(), _sequences(ordered)
+    for constraints in ({"data": 2}, {"pipeline": {"size": 2, "microbatches": 2}}):
+        plan = plan_for(model, inputs, (2,), constraints)
+        result = autopar.verify(plan, model, inputs)
+        assert result.worst[1] < 1e-9, result.worst
+
+
+def test_steps_behind_the_longest_sequence_would_be_of_another_shape() -> None:
+    model, inputs = Packed(nn.GRU, False, False).double(), _sequences(False)
+    plan = plan_for(model, inputs, (2,), {"data": 2})
+    with pytest.raises(AutoparError, match=r"at most 6 steps.*batch of 7.*total_length=7"):
+        autopar.verify(plan, model, _sequences(False, longest=6))
+
+
+class Padded(nn.Module):
+    """Packs and pads more than once, with another value, longer, and without a layer between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(6, 8)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        first, _ = pad_packed_sequence(pack_padded_sequence(x, lengths, enforce_sorted=False))
+        packed = pack_padded_sequence(first, lengths, enforce_sorted=False)
+        assert isinstance(packed, PackedSequence)
+        out = self.layer(packed, torch.ones(1, 4, 8, dtype=x.dtype))[0]
+        rows, _ = pad_packed_sequence(out, padding_value=-5.0, total_length=9)
+        return (rows.cumsum(0) * first.sum()).square().mean()
+
+
+def test_a_batch_is_packed_and_padded_again() -> None:
+    torch.manual_seed(0)
+    model, inputs = Padded().double(), (torch.randn(5, 4, 6).double(), _LENGTHS)
+    plan = plan_for(model, inputs, (2,), {"data": 2})
+    result = autopar.verify(plan, model, inputs)
+    assert result.worst[1] < 1e-9, result.worst

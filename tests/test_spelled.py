@@ -295,7 +295,7 @@ def test_a_diagonal_is_filled(columns: int, wrap: bool) -> None:
 
 
 class Packed(nn.Module):
-    """A recurrent layer on packed rows, packed in the forward or `given` so."""
+    """Reads the rows of a packed sequence, packed in the forward or `given` so."""
 
     def __init__(self, given: bool) -> None:
         super().__init__()
@@ -308,11 +308,11 @@ class Packed(nn.Module):
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_packed_sequences_are_refused_with_what_to_do_instead(given: bool) -> None:
+def test_rows_of_packed_sequences_are_refused_with_what_to_do_instead(given: bool) -> None:
     x: Any = torch.randn(3, 6, 8)
     if given:
         x = nn.utils.rnn.pack_padded_sequence(x, [6, 4, 3], batch_first=True)
-    with pytest.raises(TraceError, match="the padded batch") as caught:
+    with pytest.raises(TraceError, match="pad_packed_sequence") as caught:
         autopar.plan(Packed(given), autopar.Cluster.from_profile("cpu-gloo"), (x,))
     assert ("input 0 is packed" if given else "test_spelled.py") in str(caught.value)
 

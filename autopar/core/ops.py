@@ -12,6 +12,8 @@ sharding rule and one plan serve them all:
 - ``autopar::inverse_permutation``: where each row stands after a sort.
 - ``autopar::token_nll``: negative log-likelihood per token over the last dim.
 - ``autopar::ctc``: connectionist temporal classification, a loss per sample (`core/ctc.py`).
+- ``autopar::recurrent``: one direction of a recurrent layer, over all steps
+  (`core/recurrent.py`).
 - ``autopar::eager_call``: a function of the model's own, of integers (`core/eager_calls.py`).
 - ``autopar::gather_matmul``, ``autopar::matmul_reduce_scatter``: products and the collective beside
   them in one call, in emitted programs only (`core/overlapped.py`).
@@ -35,6 +37,7 @@ from autopar.core import ctc as _ctc  # noqa: F401  (defines the ops)
 from autopar.core import eager_calls as _eager_calls  # noqa: F401  (defines the op)
 from autopar.core import host as _host  # noqa: F401  (defines the ops)
 from autopar.core import overlapped as _overlapped  # noqa: F401  (defines the ops)
+from autopar.core import recurrent as _recurrent  # noqa: F401  (defines the ops)
 from autopar.core.einsum import contract, gradient_equations, output_shape
 from autopar.core.library import KERNEL, LIBRARY, LIBRARY_NAME, fake_of, wide
 from autopar.core.random import keep_mask, uniform_numbers

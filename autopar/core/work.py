@@ -16,6 +16,7 @@ import torch
 from autopar.core import einsum, extensions
 from autopar.core import ops as _ops  # noqa: F401  (registers the autopar ops)
 from autopar.core.host import AWAY
+from autopar.core.loops import LOOPS, loop_flops, loop_variant
 from autopar.core.reshapes import view_class
 from autopar.core.strategy import OpCall
 
@@ -124,6 +125,10 @@ VARIANTS = {
     "loss_backward": "loss",
     # sums of rows, added to each other, in place of sums along rows
     "reduction_leading": "reduction",
+    # where there is a kernel of all steps, it is one of an LSTM's
+    **dict.fromkeys(
+        ["recurrent_lstm", "recurrent_backward", "recurrent_lstm_backward"], "recurrent"
+    ),
     # an operand of another type: often not vectorised
     "select": "pointwise",
 }
@@ -274,6 +279,8 @@ def op_class(call: OpCall) -> str:
         return "matmul_batched" if _is_batched(call) else "matmul"
     if target in _CONVOLUTIONS:
         return _conv_class(call)
+    if target in LOOPS:
+        return f"recurrent{loop_variant(call)}"
     if is_view(target):
         return view_class(call)
     schema = getattr(target, "_schema", None)
@@ -358,6 +365,8 @@ def global_flops(call: OpCall) -> float:
         return float(einsum.flops(call.args[0], shapes[0], shapes[1]))
     if call.target in _ATTENTION:
         return _attention_flops(call)
+    if call.target in LOOPS:
+        return loop_flops(call)
     if call.target in _CONVOLUTIONS:
         backward = call.target is aten.convolution_backward.default
         weight = shapes[2] if backward else shapes[1]

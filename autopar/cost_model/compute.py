@@ -44,6 +44,7 @@ PLAINER = {
     "attention_backward": "attention",
     "conv_backward": "conv",
     "tanh": "special",
+    "recurrent": "matmul",
     "special": "pointwise",
     "loss": "softmax",
     "softmax": "special",
@@ -104,7 +105,12 @@ def compute_seconds(cluster_or_device: Cluster | DeviceProfile, cost: OpCost) ->
 
 
 def compute_seconds_array(
-    device: DeviceProfile, op_class: str, dtype: str, flops: NumberArray, bytes: NumberArray
+    device: DeviceProfile,
+    op_class: str,
+    dtype: str,
+    flops: NumberArray,
+    bytes: NumberArray,
+    steps: NumberArray | int = 1,
 ) -> FloatArray:
     """`compute_seconds` of many ops of one class and dtype: the same numbers to the last bit.
 
@@ -114,6 +120,7 @@ def compute_seconds_array(
         dtype: name of the dtype that the ops compute in.
         flops: any shape.
         bytes: read plus written, a shape that broadcasts with `flops`.
+        steps: equal parts of each op that run one after the other, a shape that broadcasts, too.
 
     Returns:
         Seconds, of the broadcast shape.
@@ -123,14 +130,15 @@ def compute_seconds_array(
     """
     _check_class(op_class)
     num_flops, num_bytes = np.broadcast_arrays(
-        np.asarray(flops, dtype=np.float64), np.asarray(bytes, dtype=np.float64)
+        np.asarray(flops, dtype=np.float64) / steps, np.asarray(bytes, dtype=np.float64) / steps
     )
     if (num_flops < 0).any() or (num_bytes < 0).any():
         raise ClusterError(f"{op_class}: flops and bytes must not be negative")
     if op_class == "view":
         return np.zeros(num_flops.shape)
     if op_class == "host" and device.host_bandwidth:
-        return np.asarray(device.kernel_overhead_s + num_bytes / 2.0 / device.host_bandwidth)
+        seconds = device.kernel_overhead_s + num_bytes / 2.0 / device.host_bandwidth
+        return np.asarray(steps * seconds)
     arithmetic_s = _arithmetic(device, op_class, dtype, num_flops)
     curve = _curve(device, op_class, dtype, "bytes") or _curve(device, "memory", dtype, "bytes")
     if curve is not None:
@@ -138,7 +146,8 @@ def compute_seconds_array(
     else:
         memory_s = _ramped(device, "memory", dtype, num_bytes / device.memory_bandwidth)
         memory_s = device.kernel_overhead_s + memory_s
-    return np.maximum(device.kernel_overhead_s, np.maximum(arithmetic_s, memory_s))
+    each = np.maximum(device.kernel_overhead_s, np.maximum(arithmetic_s, memory_s))
+    return np.asarray(steps * each)
 
 
 def kernel_seconds(

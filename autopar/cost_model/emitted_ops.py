@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from autopar.core.loops import bytes_read_again, steps_in_turn
 from autopar.core.reshapes import rows_are_runs
 from autopar.core.strategy import op_call
 from autopar.core.work import LOOKUPS, global_flops, is_view, op_class
@@ -43,6 +44,7 @@ def node_seconds(node: fx.Node, device: DeviceProfile) -> float:
     written = sum(_bytes(x) for x in outputs)
     lookup = node.target in LOOKUPS
     moved = 2 * written if lookup else written + sum(_bytes(x) for x in operands)
+    moved += bytes_read_again(call)
     flops = 0.0 if is_view(node.target) else global_flops(call)
     seconds = compute_seconds_array(
         device,
@@ -50,6 +52,7 @@ def node_seconds(node: fx.Node, device: DeviceProfile) -> float:
         str(outputs[0].dtype).removeprefix("torch."),
         np.array(flops * node.meta.get("flops_share", 1.0)),
         np.array(float(moved)),
+        steps_in_turn(call),
     )
     return float(seconds)
 

@@ -65,7 +65,7 @@ def _measure_rank(
         dist.barrier()
         seconds = median_seconds([p.run for p in found], device, rounds)
         ops += [
-            [p.op_class, p.dtype, p.unit, p.group, p.work, p.num_bytes, s]
+            [p.op_class, p.dtype, p.unit, p.group, p.work, p.num_bytes, s / p.steps]
             for p, s in zip(found, seconds, strict=True)
         ]
     x = torch.zeros(16, 16, device=device)

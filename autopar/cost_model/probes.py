@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from autopar.core import ops as _ops  # noqa: F401  (registers the autopar ops)
+from autopar.core.recurrent import CELLS, RECURRENT, RECURRENT_BACKWARD
 from autopar.core.work import conv_variant
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "held_out_probes",
     "matmul_probes",
     "probes",
+    "recurrent_probes",
     "update_probe",
 ]
 
@@ -65,6 +67,11 @@ _CONVOLUTIONS = {  # by class: batch, channels in, height, channels out, kernel,
         ((8, 3, 64, 32, 3, 1, 1), (32, 3, 224, 768, 16, 16, 1), (64, 3, 224, 64, 7, 2, 1)),
     ),
 }  # fmt: skip
+_RECURRENT = {  # batch, width of the input and of the state
+    "cpu": ((4, 32), (4, 128), (8, 256), (16, 384), (32, 512)),
+    "cuda": ((8, 128), (32, 256), (64, 512), (64, 1024), (128, 2048)),
+}
+_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +82,11 @@ class Probe:
         op_class, dtype: the curve that it belongs to.
         unit: "flops" or "bytes".
         group: probes of one class and group make one point of the curve.
-        work: of the unit.
-        num_bytes: read plus written.
+        work: of the unit, in each step.
+        num_bytes: read plus written in each step.
         run: calls the op.
         label: op and shape, for tables.
+        steps: equal parts of the op, which run one after the other.
     """
 
     op_class: str
@@ -89,6 +97,7 @@ class Probe:
     num_bytes: int
     run: Callable[[], object]
     label: str
+    steps: int = 1
 
 
 def probes(device: str, dtype: str, *, plain: bool = False, largest: int = 99) -> Iterator[Probe]:
@@ -115,6 +124,8 @@ def probes(device: str, dtype: str, *, plain: bool = False, largest: int = 99) -
         if not plain:
             yield update_probe(device, dtype, group, count)
     if not plain:
+        for group, layer in enumerate(_RECURRENT[kind][: largest + 1]):
+            yield from recurrent_probes(device, dtype, group, *layer)
         for images in _CONVOLUTIONS[kind]:
             for group, image in enumerate(images[: largest + 1]):
                 yield from convolution_probes(device, dtype, group, image)
@@ -132,6 +143,8 @@ def held_out_probes(device: str, dtype: str) -> Iterator[Probe]:
         yield from byte_probes(device, dtype, group, rows * columns * scale, columns, "held out")
     for group, image in enumerate([(2, 3, 48, 96, 8, 8, 1), (4, 24, 24, 48, 3, 1, 1)]):
         yield from convolution_probes(device, dtype, group, image)
+    for group, layer in enumerate([(6, 96), (12, 320)]):
+        yield from recurrent_probes(device, dtype, group, *layer)
 
 
 def _bytes(*tensors: Tensor) -> int:
@@ -244,6 +257,44 @@ def convolution_probes(
         f"conv_backward{kind}", dtype, "flops", group, 2 * flops, 2 * _bytes(x, w, y), backward,
         f"conv backward {where}",
     )  # fmt: skip
+
+
+def recurrent_probes(
+    device: str, dtype: str, group: int, batch: int, width: int
+) -> Iterator[Probe]:
+    """A layer of an LSTM and one of a GRU, and their gradients."""
+    for cell in ("lstm", "gru"):
+        rows = CELLS[cell] * width
+        x = _random(device, dtype, _STEPS, batch, width)
+        h, c = (_random(device, dtype, batch, width) for _ in range(2))
+        weights = [_random(device, dtype, rows, width) / math.sqrt(width) for _ in range(2)]
+        biases = [_random(device, dtype, rows) for _ in range(2)]
+        tail = (x, h, c if cell == "lstm" else None, *weights, *biases, None, None, False)
+        tensors = [t for t in tail if isinstance(t, Tensor)]
+        out, _, last = RECURRENT(cell, *tail)
+        grads = (x, h, c if cell == "lstm" else None)
+
+        def forward(cell: str = cell, tail: tuple[Any, ...] = tail) -> object:
+            return RECURRENT(cell, *tail)
+
+        def backward(
+            cell: str = cell, tail: tuple[Any, ...] = tail, grads: tuple[Any, ...] = grads
+        ) -> object:
+            return RECURRENT_BACKWARD(*grads, cell, *tail)
+
+        flops = 2.0 * batch * rows * 2 * width
+        moved = _bytes(*tensors, out, h, last)
+        where = f"{cell} {_STEPS}x{batch}x{width}"
+        kind = "recurrent" + ("_lstm" if cell == "lstm" else "")
+        for passes, run, more, suffix in (
+            (1, forward, 0, ""),
+            (3, backward, _bytes(out, h, last), "backward"),
+        ):
+            steps = passes * _STEPS
+            each = (moved + more + (steps - 1) * _bytes(weights[1])) // steps
+            op_class = f"{kind}_{suffix}".rstrip("_")
+            name = f"{where} {suffix}".rstrip()
+            yield Probe(op_class, dtype, "flops", group, flops, each, run, name, steps)
 
 
 def byte_probes(

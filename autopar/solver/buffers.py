@@ -15,7 +15,7 @@ from autopar.core.placement import Layout, shard_factor
 from autopar.core.redistribute import packing_fraction
 from autopar.core.work import is_away, lays_out_contiguously
 from autopar.cost_model import ScheduledOp
-from autopar.solver.candidates import scratch_bytes
+from autopar.solver.candidates import has_scratch, scratch_bytes
 from autopar.solver.kernels import PlannedKernels
 from autopar.solver.order import (
     leaving,
@@ -244,7 +244,7 @@ class Buffers:
     def _transient(self, op: Op) -> int:
         """What is there while an op runs: copies, and what its lowering needs."""
         chosen, found = self.pricing.decision.candidates[op.name], self._copies(op)
-        if chosen.copied:
+        if has_scratch(op.call, [chosen]):
             found += round(float(scratch_bytes(op.call, [chosen], self.pricing.mesh)[0]))
         return found + self._packed_gradients(op)
 

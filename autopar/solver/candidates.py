@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from autopar.core.fused import Share
+from autopar.core.loops import LOOPS, bytes_read_again, steps_in_turn, working_tensors
 from autopar.core.placement import Layout, is_valid, shard_factor
 from autopar.core.strategy import AxisStrategy, OpCall
 from autopar.core.work import LOOKUPS, global_flops, op_class
@@ -25,7 +26,15 @@ from autopar.solver.rules.labels import replicated
 from autopar.solver.rules.own_order import own_order_rows
 from autopar.solver.rules.registry import find_rule, goes_together, stub_for
 
-__all__ = ["Candidate", "InnerCollective", "Pricer", "expand", "scratch_bytes", "unlike"]
+__all__ = [
+    "Candidate",
+    "InnerCollective",
+    "Pricer",
+    "expand",
+    "has_scratch",
+    "scratch_bytes",
+    "unlike",
+]
 
 
 class InnerCollective(NamedTuple):
@@ -161,7 +170,7 @@ class Pricer:
             local_flops[index] = flops / split
             local_bytes[index] = _traffic(call, candidate, mesh)
         alone = compute_seconds_array(
-            self.cluster.device, kind, _dtype(call), local_flops, local_bytes
+            self.cluster.device, kind, _dtype(call), local_flops, local_bytes, steps_in_turn(call)
         )
         alone += self._copies(call, candidates)
         if share is None:
@@ -273,10 +282,21 @@ def _copied_bytes(
 def scratch_bytes(call: OpCall, candidates: Sequence[Candidate], mesh: tuple[int, ...]) -> Array:
     """Bytes that the lowering of each candidate needs beside its operands and its outputs.
 
-    While the op runs, copies of its operands; then the output that the next copy is made of.
+    While the op runs, copies of its operands and what it works with; then the output that the next
+    copy is made of.
     """
     found = (_copied_bytes(call, c, mesh) if c.copied else ([], []) for c in candidates)
-    return np.array([max(sum(before), max(behind, default=0.0)) for before, behind in found])
+    copied = np.array([max(sum(before), max(behind, default=0.0)) for before, behind in found])
+    working = working_tensors(call)
+    if working is None:
+        return copied
+    # split as the first operand, a step's samples
+    return copied + [working.num_bytes / shard_factor(c.inputs[0], mesh) for c in candidates]
+
+
+def has_scratch(call: OpCall, candidates: Sequence[Candidate]) -> bool:
+    """False where `scratch_bytes` are 0."""
+    return call.target in LOOPS or any(c.copied for c in candidates)
 
 
 def _traffic(call: OpCall, candidate: Candidate, mesh: tuple[int, ...]) -> float:
@@ -291,4 +311,4 @@ def _traffic(call: OpCall, candidate: Candidate, mesh: tuple[int, ...]) -> float
         spec.num_bytes / shard_factor(layout, mesh)
         for spec, layout in zip(call.operands, candidate.inputs, strict=True)
     )
-    return read + written
+    return read + written + bytes_read_again(call)

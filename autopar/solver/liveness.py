@@ -23,7 +23,7 @@ from autopar.core.strategy import TensorSpec
 from autopar.core.work import is_away
 from autopar.cost_model import host_state_bytes, optimizer_state_bytes
 from autopar.solver.build import StepProblem
-from autopar.solver.candidates import scratch_bytes
+from autopar.solver.candidates import has_scratch, scratch_bytes
 from autopar.solver.discrete.problem import Array, Row
 from autopar.solver.input_layouts import input_bytes
 from autopar.solver.kernels import KernelRows
@@ -339,7 +339,7 @@ class Liveness:
             return
         owner = self.built.classes[op.name]
         candidates = self.built.candidates[owner]
-        if position == born and any(c.copied for c in candidates):
+        if position == born and has_scratch(op.call, candidates):
             row.add(owner, scratch_bytes(op.call, candidates, self.mesh))
         for index, spec in enumerate(op.call.outputs):
             value = (op.name, index)

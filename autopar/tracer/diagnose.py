@@ -208,17 +208,17 @@ def refuse_mixed(model: nn.Module, gm: fx.GraphModule, dtype: torch.dtype) -> No
 
 
 def refuse_packed(where: str) -> NoReturn:
-    """Refuse packed sequences.
+    """Refuse the rows of a packed sequence.
 
     Raises:
-        TraceError: always; names the line `where` a sequence is packed.
+        TraceError: always; names `where` they are read.
     """
     raise TraceError(
         f"cannot trace {where}\n  A packed sequence has as many rows as its lengths say, so there "
-        "is no one graph to plan. Give the recurrent layer the padded batch: in one direction it "
-        "yields the same up to each length. Weigh what is behind with a mask, and take last states "
-        "as output[torch.arange(len(lengths)), lengths - 1]. For the other direction turn each row "
-        "around within its length, with torch.gather, and give it to a layer of its own."
+        "is no one graph to plan. A forward may pack a padded batch, give it to recurrent layers "
+        "and pad the result: take the lengths as an input, and for what runs on rows, call "
+        "torch.nn.utils.rnn.pad_packed_sequence first and weigh the steps behind each length with "
+        "a mask."
     )
 
 

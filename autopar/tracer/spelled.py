@@ -5,6 +5,9 @@
 - ``bincount(x, minlength=n)`` has as many bins as the largest value asks for; here it has n, and a
   value beyond them is an error when it runs.
 - ``ctc_loss`` makes a tensor whose shape depends on the longest target, for its own backward.
+- ``lstm``, ``gru`` and ``rnn`` unroll all steps; one op stands for a layer and a direction.
+- A packed sequence has as many rows as its lengths say: here, those of the padded batch
+  (`packed_rows`).
 - ``cov`` and ``corrcoef`` compare weights that they were not given.
 - ``masked_select(x, mask)`` is ``x[mask]``: of one mask, all pick as many rows to torch.
 - ``normal`` with numbers and a size is ``randn``, scaled.
@@ -43,11 +46,13 @@ from torch.overrides import TorchFunctionMode
 from autopar.core.ops import ops
 from autopar.errors import TraceError
 from autopar.tracer.derivatives import DERIVING, Derivatives
-from autopar.tracer.diagnose import SYMBOLIC, innermost_line, refuse_packed
+from autopar.tracer.diagnose import SYMBOLIC, innermost_line
 from autopar.tracer.hit_loops import HitLoops
 from autopar.tracer.numbers_kept import numbers_on_meta, with_places
 from autopar.tracer.outside_tensors import OutsideTensors
+from autopar.tracer.packed_rows import LAYERS, PackedRows
 from autopar.tracer.randomness import draws
+from autopar.tracer.recurrent import recurrent_cell, recurrent_layers
 from autopar.tracer.same_masks import SameMasks
 
 __all__ = ["Spelled"]
@@ -81,15 +86,19 @@ class Spelled(TorchFunctionMode):
         self.loops = HitLoops(looped)
         self.same = SameMasks()
         self.derivatives = Derivatives()
+        self.packed = PackedRows()
         self.outside = outside
         # what a mask picked, by id: the result, what from, the mask
         self.picked: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def __enter__(self) -> Any:
-        self.originals = [(*place, getattr(*place)) for place in (*_INNER, *_MODE)]
+        layers = [(layer, "forward") for layer in LAYERS]
+        self.originals = [(*place, getattr(*place)) for place in (*_INNER, *_MODE, *layers)]
         for owner, name, original in self.originals:
-            inner = _INNER.get((owner, name))
-            new = _MODE[owner, name] if inner is None else partial(inner, self.lines, original)
+            if (inner := _INNER.get((owner, name))) is not None:
+                new: Any = partial(inner, self.lines, original)
+            else:
+                new = _MODE.get((owner, name)) or self.packed.forward_of(original)
             setattr(owner, name, new)
         return super().__enter__()
 
@@ -124,6 +133,8 @@ class Spelled(TorchFunctionMode):
             return _normal(*args, **kwargs)
         if func in (F.ctc_loss, torch.ctc_loss):
             return _ctc_loss(self._padded, *args, **kwargs)
+        if (cell := recurrent_cell(func)) is not None:
+            return recurrent_layers(cell, *args, **kwargs)
         if func is F.instance_norm:
             return _instance_norm(*args, **kwargs)
         if func is torch.instance_norm:
@@ -136,8 +147,8 @@ class Spelled(TorchFunctionMode):
         self.derivatives.note(func, args)
         if func in DERIVING:
             return self.derivatives.take(func, args, kwargs)
-        if getattr(func, "__name__", "") == "_pack_padded_sequence":
-            refuse_packed(innermost_line(traceback.extract_stack()))
+        if (found := self.packed.called(func, args)) is not None:
+            return found
         if (places := self.loops.all_places(func, args)) is not None:
             return places
         if func in _SELECTING and len(args) == 2 and not kwargs:

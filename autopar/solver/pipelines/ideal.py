@@ -24,6 +24,7 @@ from autopar.core.blocks import block_of
 from autopar.core.cells import Cells
 from autopar.core.fused import FusedShares, Share
 from autopar.core.graph import TracedModel, dependents, node_info
+from autopar.core.loops import bytes_read_again, steps_in_turn
 from autopar.core.stage_folding import block_names
 from autopar.core.work import LOOKUPS, global_flops, op_class
 from autopar.cost_model import Cluster, compute_seconds_array, kernel_seconds
@@ -44,6 +45,7 @@ class _Work(NamedTuple):
     shared_bytes: float = 0.0  # as part of a fused kernel
     shared_lasting_bytes: float = 0.0
     launches: int = 0
+    steps: int = 1  # that run one after the other
 
 
 class BlockWork:
@@ -130,6 +132,7 @@ class BlockWork:
                     *_traffic(op, lasting, sums),
                     *shared,
                     launches,
+                    steps_in_turn(op.call),
                 )
             )
         return groups, owners
@@ -167,7 +170,7 @@ class BlockWork:
                 table = np.array(works, dtype=float)
                 num_bytes = table[:, 4] / split + table[:, 5] / devices
                 seconds = compute_seconds_array(
-                    self.device, kind, dtype, table[:, 3] / split, num_bytes
+                    self.device, kind, dtype, table[:, 3] / split, num_bytes, table[:, 9]
                 )
                 if kernel:
                     num_bytes = table[:, 6] / split + table[:, 7] / devices
@@ -231,7 +234,7 @@ def _traffic(
 
     A lookup reads only the rows that it needs. With a `share`, those of its part of a kernel.
     """
-    parts = [0.0, 0.0]
+    parts = [0.0, float(bytes_read_again(op.call)) if share is None else 0.0]
     reads = share.reads if share is not None else (1.0,) * len(op.operands)
     writes = share.writes if share is not None else (1.0,) * len(op.call.outputs)
     for index, (spec, factor) in enumerate(zip(op.call.outputs, writes, strict=True)):

@@ -1,0 +1,73 @@
+"""`nn.LSTM`, `nn.GRU` and `nn.RNN` in ops of a layer and a direction each (`core/recurrent.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from autopar.core.ops import ops
+from autopar.core.recurrent import CELLS
+
+__all__ = ["recurrent_cell", "recurrent_layers"]
+
+
+def recurrent_cell(func: Any) -> str | None:
+    """The name of the cell that a function of torch's runs over all steps, if it does."""
+    name = getattr(func, "__name__", "")
+    return name if name in CELLS and func is getattr(torch, name) else None
+
+
+def recurrent_layers(
+    cell: str,
+    x: Tensor,
+    state: Tensor | Sequence[Tensor],
+    weights: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """What `torch.lstm` and its like return: outputs, last states, an LSTM's last cell states.
+
+    Args:
+        cell: name of the function.
+        x: (steps, batch, inputs), or (batch, steps, inputs) with `batch_first`.
+        state: of each layer and direction, (layers · directions, batch, H); an LSTM's has a cell
+            state beside.
+        weights: of each layer and direction, as modules have them.
+        has_biases, num_layers, dropout, train, bidirectional, batch_first: as modules have them.
+        lengths: steps of each sample, (batch,); None: all.
+    """
+    h, c = state if cell == "lstm" else (state, None)
+    directions = 2 if bidirectional else 1
+    each = len(weights) // (num_layers * directions)
+    out = x.transpose(0, 1) if batch_first else x
+    last: list[tuple[Tensor, Tensor]] = []
+    for layer in range(num_layers):
+        if layer and dropout and train:
+            out = F.dropout(out, dropout, True)
+        found = []
+        for direction in range(directions):
+            index = layer * directions + direction
+            own = _by_name(weights[index * each : (index + 1) * each], has_biases)
+            cell_state = None if c is None else c[index]
+            result = ops.recurrent(cell, out, h[index], cell_state, *own, lengths, direction == 1)
+            found.append(result[0])
+            last.append(result[1:])
+        out = torch.cat(found, -1) if bidirectional else found[0]
+    states = [torch.stack([s[i] for s in last]) for i in range(1 if c is None else 2)]
+    return out.transpose(0, 1) if batch_first else out, *states
+
+
+def _by_name(weights: Sequence[Tensor], has_biases: bool) -> list[Tensor | None]:
+    """`w_ih`, `w_hh`, `b_ih`, `b_hh`, `w_hr`, of which a layer has some."""
+    rest = list(weights[2:])
+    biases = [rest.pop(0), rest.pop(0)] if has_biases else [None, None]
+    return [*weights[:2], *biases, rest.pop(0) if rest else None]
