@@ -227,3 +227,37 @@ def test_a_batch_is_packed_and_padded_again() -> None:
     plan = plan_for(model, inputs, (2,), {"data": 2})
     result = autopar.verify(plan, model, inputs)
     assert result.worst[1] < 1e-9, result.worst
+
+
+class Captions(nn.Module):
+    """Predicts the next word from rows that are packed, with the lengths given or fixed."""
+
+    def __init__(self, fixed: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 6)
+        self.layer = nn.LSTM(6, 8, batch_first=True)
+        self.above = nn.GRU(8, 8)
+        self.out = nn.Linear(8, 20)
+        self.fixed = fixed
+
+    def forward(self, image: Tensor, ids: Tensor, lengths: Any) -> Tensor:
+        if self.fixed:
+            lengths = [7, 6, 6, 5, 4, 3, 2, 2]
+        x = torch.cat([image.unsqueeze(1), self.embed(ids)], 1)
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=self.fixed)
+        hidden = self.layer(packed)[0]
+        hidden = PackedSequence(hidden.data.relu(), *hidden[1:])
+        hidden = self.above(hidden)[0]
+        words = pack_padded_sequence(ids, lengths, batch_first=True, enforce_sorted=self.fixed)[0]
+        rows, _ = pad_packed_sequence(hidden._replace(data=hidden.data.exp()), total_length=9)
+        return F.cross_entropy(self.out(hidden[0]), words) + rows.square().mean()
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_rows_of_packed_sequences_are_rows_that_a_mask_picks(fixed: bool) -> None:
+    torch.manual_seed(0)
+    model, batch = Captions(fixed).double(), _sequences(False)
+    inputs = (torch.randn(8, 6).double(), batch["ids"], batch["lengths"])
+    plan = plan_for(model, inputs, (2,), {"data": 2})
+    result = autopar.verify(plan, model, inputs)
+    assert result.worst[1] < 1e-9, result.worst

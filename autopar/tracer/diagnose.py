@@ -208,17 +208,15 @@ def refuse_mixed(model: nn.Module, gm: fx.GraphModule, dtype: torch.dtype) -> No
 
 
 def refuse_packed(where: str) -> NoReturn:
-    """Refuse the rows of a packed sequence.
+    """Refuse a packed sequence that comes from outside.
 
     Raises:
-        TraceError: always; names `where` they are read.
+        TraceError: always; names `where`.
     """
     raise TraceError(
-        f"cannot trace {where}\n  A packed sequence has as many rows as its lengths say, so there "
-        "is no one graph to plan. A forward may pack a padded batch, give it to recurrent layers "
-        "and pad the result: take the lengths as an input, and for what runs on rows, call "
-        "torch.nn.utils.rnn.pad_packed_sequence first and weigh the steps behind each length with "
-        "a mask."
+        f"{where}\n  A packed sequence has as many rows as its lengths say, so each batch would "
+        "need a graph of its own. Pass the padded batch and the lengths in, and call "
+        "torch.nn.utils.rnn.pack_padded_sequence in the forward."
     )
 
 

@@ -2,15 +2,15 @@
 
 A packed sequence has as many rows as its lengths say, which no graph can know. Here its `data` is a
 stand-in for the whole padded batch: recurrent layers run on that, with the lengths beside it, and
-`pad_packed_sequence` hands it back. Samples keep their order, so nothing is sorted. Any other
-use of the stand-in is refused.
+`pad_packed_sequence` hands it back. Samples keep their order, so nothing is sorted. What else reads
+the rows gets those that a mask picks (`picked`), and rows that are made of these stand in their
+places again when they are packed.
 """
 
 from __future__ import annotations
 
 import sys
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partialmethod
 from types import FrameType
 from typing import Any, NamedTuple
@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from autopar.core.ops import ops
-from autopar.tracer.diagnose import innermost_line, refuse_packed
 from autopar.tracer.recurrent import recurrent_layers
+from autopar.tracer.same_masks import SameMasks
 
 __all__ = ["LAYERS", "PackedRows"]
 
@@ -45,65 +45,111 @@ def _packing() -> FrameType | None:
     return None
 
 
-class _Rows(NamedTuple):
-    """A padded batch (steps, batch, …), its lengths (batch,), and whether it is 0 behind them."""
+class _Lengths(NamedTuple):
+    """Of the samples of a batch, (batch,), and which (steps, batch) are within them."""
 
-    stand_in: Tensor
-    rows: Tensor
     lengths: Tensor
+    inside: Tensor
+
+
+class _Rows(NamedTuple):
+    """A padded batch (steps, batch, …), as its user has it and as it has all steps of a mask.
+
+    `cleared` if it is 0 behind the lengths.
+    """
+
+    rows: Tensor
+    steps: int
+    long: _Lengths
     cleared: bool
 
 
 class PackedRows:
-    """What the stand-ins of one capture stand for."""
+    """What the stand-ins of one capture stand for.
 
-    def __init__(self) -> None:
-        self.known: dict[int, _Rows] = {}
+    Args:
+        same: how lengths were made: of equal ones, all masks pick as many rows to torch.
+    """
+
+    def __init__(self, same: SameMasks) -> None:
+        self.same = same
+        self._rows: dict[int, tuple[Tensor, _Rows]] = {}  # by the id of a stand-in
+        self._lengths: dict[Hashable, _Lengths] = {}
+        self._sizes: dict[int, tuple[Tensor, _Lengths]] = {}  # by the id of batch sizes
+        self._picked: dict[int, Tensor] = {}  # by the id of a stand-in
 
     def called(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """The result of a call that packs, pads or is part of these; None for any other call.
-
-        Raises:
-            TraceError: another call reads the rows of a packed sequence.
-        """
+        """The result of a call that packs, pads or is part of these; None for any other call."""
         name = getattr(func, "__name__", "")
-        if name in _PARTS and (frame := _packing()) is not None:
-            if name == "_pack_padded_sequence":
-                return self._packed(*args)
-            if name == "_pad_packed_sequence":
-                known = frame.f_locals["total_length"] is not None
-                data, _, *options = args
-                return self._padded(self.known[id(data)], known, *options)
-            if name == "sort":
-                return args[0], torch.arange(len(args[0]), device=args[0].device)
-            return args[0]
-        if func not in _ATTRIBUTES and any(id(x) in self.known for x in args):
-            refuse_packed(innermost_line(traceback.extract_stack()))
-        return None
+        if name not in _PARTS or (frame := _packing()) is None:
+            return None
+        if name == "_pack_padded_sequence":
+            return self._packed(*args)
+        if name == "_pad_packed_sequence":
+            data, sizes, *options = args
+            known = frame.f_locals["total_length"] is not None
+            return self._padded(self._of(data, sizes), known, *options)
+        if name == "sort":
+            return args[0], torch.arange(len(args[0]), device=args[0].device)
+        return args[0]
 
-    def _stand_in(self, rows: Tensor, lengths: Tensor, cleared: bool) -> Tensor:
-        stand_in = rows.detach()
-        self.known[id(stand_in)] = _Rows(stand_in, rows, lengths, cleared)
+    def picked(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of a call, with the rows that are packed in place of stand-ins."""
+        if not self._rows or func in _ATTRIBUTES:
+            return args
+        return tuple(
+            [self._pick(x) for x in arg] if isinstance(arg, list) else self._pick(arg)
+            for arg in args
+        )
+
+    def _pick(self, value: Any) -> Any:
+        if id(value) not in self._rows:
+            return value
+        if id(value) not in self._picked:
+            _, found = self._rows[id(value)]
+            self._picked[id(value)] = found.rows[found.long.inside]
+        return self._picked[id(value)]
+
+    def _stand_in(self, found: _Rows) -> Tensor:
+        stand_in = found.rows.detach()
+        self._rows[id(stand_in)] = stand_in, found
         return stand_in
+
+    def _of(self, data: Tensor, sizes: Tensor) -> _Rows:
+        """What a packed sequence stands for; other rows than those packed, in their places."""
+        if id(data) in self._rows:
+            return self._rows[id(data)][1]
+        steps, (_, long) = sizes.shape[0], self._sizes[id(sizes)]
+        shape = (*long.inside.shape, *data.shape[1:])
+        rows = torch.zeros(shape, dtype=data.dtype, device=data.device)
+        rows[long.inside] = data
+        return _Rows(rows, steps, long, True)
 
     def _packed(self, x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
         rows = x.transpose(0, 1) if batch_first else x
-        sizes = torch.full(rows.shape[:1], rows.shape[1], dtype=torch.int64, device="cpu")
-        return self._stand_in(rows, lengths, False), sizes
+        steps, batch = rows.shape[:2]
+        key = self.same.key(lengths)
+        if key not in self._lengths:
+            step = torch.arange(steps, device=rows.device).unsqueeze(1)
+            self._lengths[key] = _Lengths(lengths, step < lengths.to(rows.device))
+        long = self._lengths[key]
+        sizes = torch.full((steps,), batch, dtype=torch.int64, device="cpu")
+        self._sizes[id(sizes)] = sizes, long
+        # within the lengths of a batch that was packed before, no steps are cut off
+        rows = _in_steps(rows, long.inside.shape[0])
+        return self._stand_in(_Rows(rows, steps, long, False)), sizes
 
     def _padded(
         self, found: _Rows, known: bool, batch_first: bool, value: float, steps: int
     ) -> tuple[Tensor, Tensor]:
-        rows, lengths = found.rows, found.lengths
+        lengths = found.long.lengths
         if not known:  # it ends with the longest sequence
-            lengths = ops.longest(lengths, rows.shape[0])
+            lengths = ops.longest(lengths, found.steps)
+        rows = _in_steps(found.rows, steps)
         if not (known and found.cleared and not value):
-            step = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1)
-            inside = step < lengths.to(rows.device)
-            rows = torch.where(inside.view(*inside.shape, *[1] * (rows.dim() - 2)), rows, value)
-        if steps > rows.shape[0]:
-            after = [0, 0] * (rows.dim() - 1) + [0, steps - rows.shape[0]]
-            rows = F.pad(rows, after, value=value)
+            step = torch.arange(steps, device=rows.device).unsqueeze(1)
+            inside = (step < lengths.to(rows.device)).view(*rows.shape[:2], *[1] * (rows.dim() - 2))
+            rows = torch.where(inside, rows, value)
         return rows.transpose(0, 1) if batch_first else rows, lengths
 
     def forward_of(self, original: Callable[..., Any]) -> Any:
@@ -112,8 +158,8 @@ class PackedRows:
 
     def through(self, layer: Any, given: PackedSequence, state: Any) -> tuple[Any, Any]:
         """What a layer makes of a packed sequence."""
-        found = self.known[id(given.data)]
-        rows, lengths = found.rows, found.lengths
+        found = self._of(given.data, given.batch_sizes)
+        rows = found.rows
         if state is None:
             count = layer.num_layers * (2 if layer.bidirectional else 1)
             sizes = [layer.proj_size or layer.hidden_size, layer.hidden_size]
@@ -121,10 +167,18 @@ class PackedRows:
             state = tuple(zeros) if layer.mode == "LSTM" else zeros[0]
         out, *states = recurrent_layers(
             layer.mode.lower(), rows, state, layer._flat_weights, layer.bias, layer.num_layers,
-            layer.dropout, layer.training, layer.bidirectional, False, lengths,
+            layer.dropout, layer.training, layer.bidirectional, False, found.long.lengths,
         )  # fmt: skip
-        result = given._replace(data=self._stand_in(out, lengths, True))
+        result = given._replace(data=self._stand_in(found._replace(rows=out, cleared=True)))
         return result, (tuple(states) if layer.mode == "LSTM" else states[0])
+
+
+def _in_steps(rows: Tensor, steps: int) -> Tensor:
+    """A batch (steps, batch, …) with so many steps: without the last ones, or with zeros behind."""
+    more = steps - rows.shape[0]
+    if more <= 0:
+        return rows[:steps] if more else rows
+    return F.pad(rows, [0, 0] * (rows.dim() - 1) + [0, more])
 
 
 def _forward(

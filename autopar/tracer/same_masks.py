@@ -18,7 +18,8 @@ __all__ = ["SameMasks"]
 _MAKING = frozenset(
     "ne eq gt lt ge le isfinite isnan logical_not logical_and logical_or bitwise_not bitwise_and "
     "bitwise_or __invert__ __and__ __or__ __ne__ __eq__ __gt__ __lt__ __ge__ __le__ "
-    "bool to view reshape flatten squeeze unsqueeze expand expand_as __getitem__".split()
+    "bool to cpu as_tensor view reshape flatten squeeze unsqueeze expand expand_as "
+    "__getitem__".split()
 )
 _PICKING = (torch.Tensor.__getitem__, torch.masked_select, torch.Tensor.masked_select)
 
@@ -34,9 +35,9 @@ class SameMasks:
         """Remember how a tensor was made."""
         name = getattr(func, "__name__", "")
         if name in _MAKING and isinstance(result, Tensor) and not result.is_floating_point():
-            key = (name, self._key(args), self._key(tuple(kwargs.items())))
+            key = (name, self.key(args), self.key(tuple(kwargs.items())))
             if name in ("expand", "expand_as"):  # to the shape of whatever tensor
-                key = ("expand", self._key(args[0]), tuple(result.shape))
+                key = ("expand", self.key(args[0]), tuple(result.shape))
             self._made.setdefault(id(result), (result, result._version, key))
 
     def picking(self, func: Any, args: Any) -> Any:
@@ -51,10 +52,11 @@ class SameMasks:
     def _known(self, mask: Any) -> Any:
         if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
             return mask
-        first = self._first.setdefault(self._key(mask), mask)
-        return first if self._key(first) == self._key(mask) else mask
+        first = self._first.setdefault(self.key(mask), mask)
+        return first if self.key(first) == self.key(mask) else mask
 
-    def _key(self, value: Any) -> Hashable:
+    def key(self, value: Any) -> Hashable:
+        """Equal for values that were made alike."""
         if isinstance(value, Tensor):
             made = self._made.get(id(value))
             if made is not None and made[1] == value._version:
@@ -62,7 +64,7 @@ class SameMasks:
             self._made.setdefault(id(value), (value, -1, None))
             return ("tensor", id(value), value._version)
         if isinstance(value, (tuple, list)):
-            return tuple(self._key(part) for part in value)
+            return tuple(self.key(part) for part in value)
         if isinstance(value, slice):
-            return ("slice", self._key((value.start, value.stop, value.step)))
+            return ("slice", self.key((value.start, value.stop, value.step)))
         return (type(value), value) if isinstance(value, Hashable) else id(value)

@@ -86,7 +86,7 @@ class Spelled(TorchFunctionMode):
         self.loops = HitLoops(looped)
         self.same = SameMasks()
         self.derivatives = Derivatives()
-        self.packed = PackedRows()
+        self.packed = PackedRows(self.same)
         self.outside = outside
         # what a mask picked, by id: the result, what from, the mask
         self.picked: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
@@ -149,6 +149,7 @@ class Spelled(TorchFunctionMode):
             return self.derivatives.take(func, args, kwargs)
         if (found := self.packed.called(func, args)) is not None:
             return found
+        args = self.packed.picked(func, args)
         if (places := self.loops.all_places(func, args)) is not None:
             return places
         if func in _SELECTING and len(args) == 2 and not kwargs:
