@@ -261,3 +261,39 @@ def test_rows_of_packed_sequences_are_rows_that_a_mask_picks(fixed: bool) -> Non
     plan = plan_for(model, inputs, (2,), {"data": 2})
     result = autopar.verify(plan, model, inputs)
     assert result.worst[1] < 1e-9, result.worst
+
+
+class Cells(nn.Module):
+    """Cells of each kind in a loop over steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList(
+            [
+                nn.LSTMCell(6, 8),
+                nn.GRUCell(8, 8, bias=False),
+                nn.RNNCell(8, 8),
+                nn.RNNCell(8, 8, nonlinearity="relu"),
+            ]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        states: list[Any] = [None] * len(self.cells)
+        outs = []
+        for step in x.unbind(1):
+            for i, cell in enumerate(self.cells):
+                states[i] = cell(step, states[i])
+                step = states[i][0] if isinstance(states[i], tuple) else states[i]
+            outs.append(step)
+        return (torch.stack(outs).square().mean() + states[0][1].sum()) * 0.5
+
+
+def test_cells_in_a_loop_are_an_op_each() -> None:
+    torch.manual_seed(0)
+    model, inputs = Cells().double(), (torch.randn(8, 3, 6).double(),)
+    for constraints in ({"data": 2}, {"data": 2, "zero": 3}):
+        plan = plan_for(model, inputs, (2,), constraints)
+        result = autopar.verify(plan, model, inputs)
+        assert result.worst[1] < 1e-9, result.worst
+    targets = [n.target for n in trace(model, inputs).graph.nodes]
+    assert targets.count(RECURRENT) == targets.count(RECURRENT_BACKWARD) == 3 * 4

@@ -12,13 +12,33 @@ from torch.nn import functional as F
 from autopar.core.ops import ops
 from autopar.core.recurrent import CELLS
 
-__all__ = ["recurrent_cell", "recurrent_layers"]
+__all__ = ["recurrent_call", "recurrent_layers"]
 
 
-def recurrent_cell(func: Any) -> str | None:
-    """The name of the cell that a function of torch's runs over all steps, if it does."""
+def recurrent_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a function of torch's returns that runs a cell, over all steps or one; else None."""
     name = getattr(func, "__name__", "")
-    return name if name in CELLS and func is getattr(torch, name) else None
+    cell = name.removesuffix("_cell")
+    if cell not in CELLS or func is not getattr(torch, name):
+        return None
+    call = recurrent_layers if name == cell else _one_step
+    return call(cell, *args, **kwargs)
+
+
+def _one_step(
+    cell: str,
+    input: Tensor,
+    hx: Tensor | Sequence[Tensor],
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """What `torch.lstm_cell` and its like return for (batch, inputs)."""
+    h, c = hx if cell == "lstm" else (hx, None)
+    weights = (w_ih, w_hh, b_ih, b_hh, None)
+    _, *states = ops.recurrent(cell, input.unsqueeze(0), h, c, *weights, None, False)
+    return states[0] if c is None else tuple(states)
 
 
 def recurrent_layers(

@@ -5,7 +5,8 @@
 - ``bincount(x, minlength=n)`` has as many bins as the largest value asks for; here it has n, and a
   value beyond them is an error when it runs.
 - ``ctc_loss`` makes a tensor whose shape depends on the longest target, for its own backward.
-- ``lstm``, ``gru`` and ``rnn`` unroll all steps; one op stands for a layer and a direction.
+- ``lstm``, ``gru`` and ``rnn`` unroll all steps; one op stands for a layer and a direction, or for
+  a cell.
 - A packed sequence has as many rows as its lengths say: here, those of the padded batch
   (`packed_rows`).
 - ``cov`` and ``corrcoef`` compare weights that they were not given.
@@ -52,7 +53,7 @@ from autopar.tracer.numbers_kept import numbers_on_meta, with_places
 from autopar.tracer.outside_tensors import OutsideTensors
 from autopar.tracer.packed_rows import LAYERS, PackedRows
 from autopar.tracer.randomness import draws
-from autopar.tracer.recurrent import recurrent_cell, recurrent_layers
+from autopar.tracer.recurrent import recurrent_call
 from autopar.tracer.same_masks import SameMasks
 
 __all__ = ["Spelled"]
@@ -133,8 +134,8 @@ class Spelled(TorchFunctionMode):
             return _normal(*args, **kwargs)
         if func in (F.ctc_loss, torch.ctc_loss):
             return _ctc_loss(self._padded, *args, **kwargs)
-        if (cell := recurrent_cell(func)) is not None:
-            return recurrent_layers(cell, *args, **kwargs)
+        if (found := recurrent_call(func, args, kwargs)) is not None:
+            return found
         if func is F.instance_norm:
             return _instance_norm(*args, **kwargs)
         if func is torch.instance_norm:
