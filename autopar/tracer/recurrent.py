@@ -21,6 +21,8 @@ def recurrent_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     cell = name.removesuffix("_cell")
     if cell not in CELLS or func is not getattr(torch, name):
         return None
+    if isinstance(args[1], Tensor) and not args[1].is_floating_point():
+        return None  # batch sizes, of rows that are packed
     call = recurrent_layers if name == cell else _one_step
     return call(cell, *args, **kwargs)
 
