@@ -75,6 +75,43 @@ def test_latents_in_front_of_the_batch() -> None:
     assert "all_to_all" not in {c.kind for c in plan.predicted.comm_bytes}
 
 
+class Steps(nn.Module):
+    """A language model of (steps, batch), whose state goes from one batch to the next."""
+
+    def __init__(self, recurrent: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
+        self.layers = (
+            nn.LSTM(8, 8, 2)
+            if recurrent
+            else nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        )
+        self.recurrent = recurrent
+
+    def forward(self, ids: Tensor, target: Tensor, state: Any) -> Any:
+        x = self.embed(ids)
+        y, state = self.layers(x, state) if self.recurrent else (self.layers(x), state)
+        logits = y @ self.embed.weight.t()
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten()), state
+
+
+@pytest.mark.parametrize("recurrent", [True, False])
+def test_the_batch_behind_the_steps_is_split(recurrent: bool) -> None:
+    torch.manual_seed(0)
+    model = Steps(recurrent).double()
+    ids, target = torch.randint(0, 12, (2, 5, _BATCH))
+    state = tuple(torch.randn(2, _BATCH, 8, dtype=torch.float64) for _ in range(2))
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    plan = autopar.plan(model, cluster, (ids, target, state), constraints={"data": 2})
+    found = autopar.verify(plan, model, (ids, target, state))
+    assert found.worst[1] < 1e-9, found.worst
+    sent = {c.kind: c.num_bytes for c in plan.predicted.comm_bytes}
+    gradients = sum(8 * p.numel() for p in model.parameters())
+    assert "all_to_all" not in sent
+    assert sum(sent.values()) <= 2 * gradients + 8
+
+
 @pytest.mark.parametrize(
     "constraints", [{"pipeline": 2}, {"data": 2, "pipeline": {"size": 1, "microbatches": 2}}]
 )

@@ -9,7 +9,7 @@ import torch
 
 from autopar.core.blocks import block_of
 from autopar.core.graph import TracedModel, node_info
-from autopar.core.placement import Shard
+from autopar.core.placement import Placement, Shard
 from autopar.core.strategy import AxisStrategy
 from autopar.solver.candidates import Candidate, axis_rows
 from autopar.solver.step import Op, Step, Value, unview
@@ -19,6 +19,7 @@ __all__ = [
     "Gradient",
     "find_contractions",
     "find_gradients",
+    "input_batch_dims",
     "is_attention",
     "kind_on_axis",
     "undivided_batch",
@@ -52,15 +53,16 @@ class Contraction:
 
 
 def find_contractions(
-    traced: TracedModel, step: Step, axis_size: int = 1
+    traced: TracedModel, step: Step, axis_size: int, batch_dims: Mapping[str, int]
 ) -> dict[str, Contraction]:
     """Contractions of a weight with what depends on the inputs, in the forward, by op name.
 
     Args:
         traced, step: the model.
         axis_size: devices that the batch is pinned to; 1 where it is not.
+        batch_dims: of inputs (`input_batch_dims`).
     """
-    samples = _sample_dims(step, axis_size) if axis_size > 1 else {}
+    samples = _carried(step, axis_size, batch_dims)[0] if axis_size > 1 else {}
     nodes = {n.name: n for n in traced.graph.nodes}
     found: dict[str, Contraction] = {}
     fed = _fed_by_inputs(step)
@@ -77,7 +79,8 @@ def find_contractions(
             continue
         module = node_info(traced, nodes[op.name]).module
         first = _batch_dim(op, weights[0])
-        batch = samples.get(op.operands[1 - weights[0]], first)
+        known = samples.get(op.operands[1 - weights[0]])
+        batch = first if known is None else known.dim
         found[op.name] = Contraction(
             op,
             sources[weights[0]],
@@ -102,30 +105,57 @@ def _fed_by_inputs(step: Step) -> set[str]:
     return fed
 
 
-def _sample_dims(step: Step, axis_size: int) -> dict[Value, int]:
-    """The dim of a value that counts samples, as far as the rules carry it from the inputs on.
+def input_batch_dims(step: Step, axis_size: int) -> dict[str, int]:
+    """The dim that counts samples of each input that has one, by its placeholder.
 
-    What another stage sends is taken to have them first.
+    The first, unless the rules carry the second one further: a recurrent layer of (steps, batch, …)
+    mixes its steps.
+
+    Args:
+        step: of the model.
+        axis_size: devices that the batch is split over.
     """
+    first = _counting(step, 0)
+    reached, stopped = _carried(step, axis_size, first)
+    if not stopped:
+        return first
+    second = _counting(step, 1)
+    return second if len(_carried(step, axis_size, second)[0]) > len(reached) else first
+
+
+def _counting(step: Step, dim: int) -> dict[str, int]:
+    """The same dim of all inputs; the first, where that alone is as long as the first input's."""
     specs = [spec for spec in step.inputs.values() if spec.kind == "input" and spec.shape]
-    rows = specs[0].shape[:1] if specs else ()
-    found: dict[Value, int] = {(s.node, 0): 0 for s in specs if s.shape[:1] == rows}
-    found |= {(name, 0): 0 for name in step.ports if not step.is_hoisted(name)}
+    size = specs[0].shape[dim : dim + 1] if specs else ()
+    return {s.node: d for s in specs for d in (0, dim) if size and s.shape[d : d + 1] == size}
+
+
+def _carried(
+    step: Step, axis_size: int, inputs: Mapping[str, int]
+) -> tuple[dict[Value, Placement], bool]:
+    """Where samples are split in a value, as far as the rules carry it from the inputs on.
+
+    What another stage sends is taken to have them first. Also, whether an op has stopped it.
+    """
+    found: dict[Value, Placement] = {(name, 0): Shard(dim) for name, dim in inputs.items()}
+    found |= {(name, 0): Shard(0) for name in step.ports if not step.is_hoisted(name)}
+    stopped = False
     for op in step.ops.values():
         held = {i: found[value] for i, value in enumerate(op.operands) if value in found}
         if not op.forward or not held:
             continue
         rows_of_op = axis_rows(replace(op.call, axis_size=axis_size))
         row = next((row for row in rows_of_op if _splits(row, held)), None)
+        stopped |= row is None
         for index, out in enumerate(row.outputs if row else ()):
-            if out.is_shard and out.split == 1 and not out.own:
-                found[op.name, index] = out.dim
-    return found
+            if out.is_shard and not out.own:
+                found[op.name, index] = out
+    return found, stopped
 
 
-def _splits(row: AxisStrategy, held: Mapping[int, int]) -> bool:
-    """True if a row shards each of these operands on its dim, and sums nothing."""
-    samples = all(row.inputs[i] == Shard(dim) for i, dim in held.items())
+def _splits(row: AxisStrategy, held: Mapping[int, Placement]) -> bool:
+    """True if a row has each of these operands split so, and neither sums nor sends anything."""
+    samples = all(row.inputs[i] == placement for i, placement in held.items()) and not row.comm
     return samples and not any(p.is_partial for p in row.inputs)
 
 

@@ -37,6 +37,7 @@ from autopar.solver.contractions import (
     Contraction,
     find_contractions,
     find_gradients,
+    input_batch_dims,
     is_attention,
     kind_on_axis,
     undivided_batch,
@@ -88,7 +89,8 @@ class Pins:
         self.data_axes = [i for i, name in split if name == "data"]
         self.sequence_axes = [i for i, name in split if name == "sequence"]
         batch = math.prod(self.mesh_shape[i] for i in self.data_axes)
-        self.contractions = find_contractions(traced, step, batch)
+        self.batch_dims = input_batch_dims(step, batch) if batch > 1 else {}
+        self.contractions = find_contractions(traced, step, batch, self.batch_dims)
         # the axes of N and K are interchangeable: the first contraction settles which is which
         self.first = next((c.op.name for c in self.contractions.values() if c.core), None)
         self.by_weight: dict[str, list[Contraction]] = {}
@@ -96,8 +98,6 @@ class Pins:
             if not contraction.op.recomputed:
                 self.by_weight.setdefault(contraction.weight, []).append(contraction)
         self.gradients = find_gradients(step, self.by_weight)
-        shapes = [spec.shape for spec in step.inputs.values() if spec.kind == "input"]
-        self.rows = next((shape[:1] for shape in shapes if shape), ())
         self._check_attention()
 
     def _check_attention(self) -> None:
@@ -134,17 +134,12 @@ class Pins:
         All of them where none does: what has no rows to share is read whole, and so may be what
         takes them in an order that each rank has of its own.
         """
-        readers = [
-            index
-            for index, (name, _) in enumerate(op.operands)
-            if name in self.step.inputs
-            and self.step.inputs[name].kind == "input"
-            and self.step.inputs[name].shape[:1] == self.rows
-        ]
+        dims = [(i, self.batch_dims.get(name)) for i, (name, _) in enumerate(op.operands)]
+        readers = [(i, dim) for i, dim in dims if dim is not None]
         sharing = [
             candidate
             for candidate in candidates
-            if all(_shards(candidate.inputs[i][a], 0) for i in readers for a in self.data_axes)
+            if all(_shards(candidate.inputs[i][a], d) for i, d in readers for a in self.data_axes)
         ]
         known = [c for c in sharing if not any(p.own for x in (*c.inputs, *c.outputs) for p in x)]
         return sharing if known else candidates
