@@ -120,6 +120,20 @@ def _swin(third: int, width: int) -> Callable[[], nn.Module]:
     return lambda: hf.SwinForImageClassification(config)
 
 
+class _Recurrent(nn.Module):
+    """A language model of four layers of an LSTM."""
+
+    def __init__(self, vocab: int = 32768, width: int = 2048) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.layers = nn.LSTM(width, width, 4, batch_first=True)
+        self.head = nn.Linear(width, vocab)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.layers(self.embed(input_ids))[0])
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
 def _mixtral() -> nn.Module:
     config = hf.MixtralConfig(max_position_embeddings=8192)  # its defaults are 8x7B
     return hf.MixtralForCausalLM(config)
@@ -187,6 +201,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Callable[[], In
     "resnet-152": (_resnet(36, 8), lambda b: _images(b, 224), 4),
     "swin-t": (_swin(6, 96), lambda b: _images(b, 224), 4),
     "swin-l": (_swin(18, 192), lambda b: _images(b, 224), 4),
+    "lstm-4x2048": (_Recurrent, lambda b: _tokens(b, 4096), 8),
 }
 MESHES: dict[str, tuple[int, ...]] = {
     "8": (8,),
