@@ -2,12 +2,12 @@
 
 Before the first backward op of a block, what its backward reads of its forward is computed again
 from the block's inputs (Chen et al. 2016, arXiv 1604.06174). "full" keeps a block's inputs only;
-"selective" keeps the results of contractions, convolutions and attention too, and repeats what is
-cheap (after Korthikanti et al. 2022, arXiv 2205.05198, who repeat the ops that hold much memory and
-cost little). "host" is "full", and what a block alone keeps for it waits in host memory
-(`core/away.py`). The copies are backward ops like any other, so the solver, the price, the live
-memory and the emitted program need to know no more. Random ops are functions of a counter: a copy
-draws the same numbers.
+"selective" keeps the results of contractions, convolutions, recurrent layers and attention too, and
+repeats what is cheap (after Korthikanti et al. 2022, arXiv 2205.05198, who repeat the ops that hold
+much memory and cost little). "host" is "full", and what a block alone keeps for it waits in host
+memory (`core/away.py`). The copies are backward ops like any other, so the solver, the price, the
+live memory and the emitted program need to know no more.
+Random ops are functions of a counter: a copy draws the same numbers.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from autopar.core.block_kinds import Checkpoint, kinds_of, labels_of, sections_o
 from autopar.core.blocks import Blocks
 from autopar.core.graph import NodeInfo, TracedModel
 from autopar.core.late_module import late_module
+from autopar.core.recurrent import RECURRENT
 
 __all__ = ["recomputed"]
 
 _KEPT_BY_SELECTIVE = (
     torch.ops.autopar.einsum.default,
     torch.ops.autopar.attention.default,
+    RECURRENT,
     torch.ops.aten.convolution.default,
     torch.ops.aten.mm.default,
     torch.ops.aten.bmm.default,

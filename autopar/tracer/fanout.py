@@ -21,6 +21,7 @@ from torch import fx
 from autopar.core.blocks import block_of
 from autopar.core.graph import NodeInfo
 from autopar.core.ops import REARRANGING
+from autopar.core.recurrent import RECURRENT, RECURRENT_BACKWARD
 
 __all__ = ["insert_fanouts"]
 
@@ -30,6 +31,8 @@ _READERS = (
     torch.ops.autopar.attention_backward.default,
     torch.ops.aten.convolution.default,
     torch.ops.aten.convolution_backward.default,
+    RECURRENT,
+    RECURRENT_BACKWARD,
 )
 
 
