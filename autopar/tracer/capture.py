@@ -101,6 +101,7 @@ class Capture(nn.Module):
         loss_fn: Callable[..., Any] | None,
         dtype: torch.dtype | None = None,
         has_loss: bool = False,
+        graded: bool = True,
     ) -> None:
         super().__init__()
         self.wrapped = wrapped
@@ -108,6 +109,7 @@ class Capture(nn.Module):
         self.autopar_loss_fn = loss_fn
         self.dtype = dtype
         self.has_loss = has_loss
+        self.graded = graded
         # Export restores attributes and containers after the call, but not opaque objects.
         self.notes = Notes()
 
@@ -246,7 +248,7 @@ def _captured(capture: Capture, args: Any, kwargs: Any) -> tuple[Any, Any, Answe
     with passing_checks() as answers, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         outside = capture.notes.outside = OutsideTensors()
-        spelled = Spelled(lines, answers.looped, outside)
+        spelled = Spelled(lines, answers.looped, outside, capture.graded)
         with spelled, emptying_caches(capture.wrapped), _without_partial_graph():
             exported = torch.export.export(capture, args, kwargs, strict=False)
         told = say_own(exported, capture.wrapped, outside, PREFIX)

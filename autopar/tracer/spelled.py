@@ -18,6 +18,7 @@
 - ``fill_diagonal_`` writes through strides; a mask says where.
 - ``inference_mode`` is ``no_grad``, which export keeps.
 - A loop over the places where a mask picks anything gets all places (`hit_loops`).
+- ``nn.TransformerEncoder`` drops padding where there are no gradients (`padded_layers`).
 - Layers of ``nn.Transformer`` look into a mask for whether it is causal, which is a hint alone:
   the mask holds without it, and one that depends on no input is looked at later (`masks`).
 - A list of flags that indexes a tensor is a list of places: how many it picks is known.
@@ -52,6 +53,7 @@ from autopar.tracer.hit_loops import HitLoops
 from autopar.tracer.numbers_kept import numbers_on_meta, with_places
 from autopar.tracer.outside_tensors import OutsideTensors
 from autopar.tracer.packed_rows import LAYERS, PackedRows
+from autopar.tracer.padded_layers import encoder_forward
 from autopar.tracer.randomness import draws
 from autopar.tracer.recurrent import recurrent_call
 from autopar.tracer.same_masks import SameMasks
@@ -77,13 +79,19 @@ class Spelled(TorchFunctionMode):
             that draws random numbers, and of `vmap`, by name.
         looped: filled with the lines of loops over all places of a mask instead of some.
         outside: filled with what is read past the module's parameters.
+        graded: the step has gradients.
     """
 
     def __init__(
-        self, lines: dict[str, str], looped: dict[str, None], outside: OutsideTensors
+        self,
+        lines: dict[str, str],
+        looped: dict[str, None],
+        outside: OutsideTensors,
+        graded: bool,
     ) -> None:
         super().__init__()
         self.lines = lines
+        self.graded = graded
         self.loops = HitLoops(looped)
         self.same = SameMasks()
         self.derivatives = Derivatives()
@@ -93,11 +101,13 @@ class Spelled(TorchFunctionMode):
         self.picked: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def __enter__(self) -> Any:
-        layers = [(layer, "forward") for layer in LAYERS]
+        layers = [(layer, "forward") for layer in (*LAYERS, nn.TransformerEncoder)]
         self.originals = [(*place, getattr(*place)) for place in (*_INNER, *_MODE, *layers)]
         for owner, name, original in self.originals:
             if (inner := _INNER.get((owner, name))) is not None:
                 new: Any = partial(inner, self.lines, original)
+            elif owner is nn.TransformerEncoder:
+                new = encoder_forward(self.graded, original)
             else:
                 new = _MODE.get((owner, name)) or self.packed.forward_of(original)
             setattr(owner, name, new)

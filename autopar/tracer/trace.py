@@ -132,7 +132,7 @@ def _trace(
     args, kwargs = normalize_inputs(example_inputs)
     with_grad = model.training if training is None else training
     has_loss = with_grad and loss == "auto"
-    capture = Capture(model, loss_fn, low_dtype(precision), has_loss)
+    capture = Capture(model, loss_fn, low_dtype(precision), has_loss, with_grad)
     capture.training = model.training  # not .train(): submodules keep modes of their own
     calls = FunctionCalls()
     if with_grad:
