@@ -297,3 +297,22 @@ def test_cells_in_a_loop_are_an_op_each() -> None:
         assert result.worst[1] < 1e-9, result.worst
     targets = [n.target for n in trace(model, inputs).graph.nodes]
     assert targets.count(RECURRENT) == targets.count(RECURRENT_BACKWARD) == 3 * 4
+
+
+class Started(nn.Module):
+    """Makes its first states in float32, whatever its parameters are cast to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros(1, len(x), 8), torch.zeros(1, len(x), 8)
+        out: Tensor = self.layer(x, state)[0]
+        return out.square().mean()
+
+
+def test_states_of_another_dtype_are_refused_with_what_to_do() -> None:
+    with pytest.raises(TraceError, match=r"first state of torch\.float32: .*state\.to") as caught:
+        trace(Started(), (_x(),), precision="bf16")
+    assert "test_recurrent.py" in str(caught.value)

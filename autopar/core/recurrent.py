@@ -152,6 +152,11 @@ def _longest_fake(lengths: Tensor, steps: int) -> Tensor:
 
 @fake_of("recurrent")
 def _recurrent_fake(cell, x, h, c, *others):  # type: ignore[no-untyped-def]
+    if h.dtype != x.dtype:
+        raise RuntimeError(
+            f"a recurrent layer has inputs of {x.dtype} and a first state of {h.dtype}: cast it, "
+            "as in `state.to(x.dtype)`"
+        )
     state = h.new_empty(0) if c is None else c.new_empty(c.shape)
     return x.new_empty(*x.shape[:2], h.shape[1]), h.new_empty(h.shape), state
 
