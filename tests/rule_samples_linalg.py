@@ -100,6 +100,11 @@ for _norm in (1.0, 2.0):
             ),
         ]
 
+SAMPLES += [
+    Sample(f"euclidean_dist_{len(_b)}", aten._euclidean_dist.default, lambda b=_b: _rows(*b))
+    for _b in ((), (4,))
+]
+
 for _dim in (-1, 0):
     _shapes = ((4, 3), (4, 3)) if _dim else ((3, 1, 4), (3, 2, 4))
     SAMPLES.append(

@@ -47,6 +47,19 @@ class Latents(nn.Module):
         return F.mse_loss(mixed.mean(0), target.mean(1))
 
 
+class Timed(nn.Module):
+    """Scaled and shifted by an embedding of one number, which all samples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.shift = nn.Embedding(9, 8), nn.Linear(8, 16)
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, target: Tensor, step: Tensor) -> Tensor:
+        scale, shift = self.shift(F.silu(self.embed(step))).chunk(2)
+        return F.mse_loss(self.mix(x) * (1 + scale) + shift, target)
+
+
 def _planned(model: nn.Module, constraints: Any) -> autopar.Plan:
     torch.manual_seed(0)
     inputs = tuple(torch.randn(_BATCH, _LENGTH, 8, dtype=torch.float64) for _ in range(2))
@@ -110,6 +123,13 @@ def test_the_batch_behind_the_steps_is_split(recurrent: bool) -> None:
     gradients = sum(8 * p.numel() for p in model.parameters())
     assert "all_to_all" not in sent
     assert sum(sent.values()) <= 2 * gradients + 8
+def test_what_is_made_of_one_number_has_no_batch() -> None:
+    torch.manual_seed(0)
+    inputs = (*(torch.randn(_BATCH, 8, dtype=torch.float64) for _ in range(2)), torch.tensor(3))
+    model = Timed().double()
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    plan = autopar.plan(model, cluster, inputs, constraints={"data": 2}, cache=False)
+    assert autopar.verify(plan, model, inputs).worst[1] < 1e-9
 
 
 @pytest.mark.parametrize(

@@ -512,3 +512,28 @@ def test_verify_leaves_attributes_as_they_were() -> None:
     for _ in range(2):
         assert autopar.verify(plan, model, (X,)).worst[1] < 1e-5
         assert model.filled == 0 and model.calls == [0] and not model.table.any()
+
+
+class Frozen(dict[str, int]):
+    """A mapping that refuses writes, as configurations of models do."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("frozen")
+
+    __setitem__ = __delitem__ = update = clear = pop = setdefault = _refuse
+
+
+class Configured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.config = nn.Linear(8, 8), Frozen(scale=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.config["scale"]).square().mean()
+
+
+def test_a_mapping_that_refuses_writes_is_left_alone() -> None:
+    model = Configured()
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    plan = autopar.plan(model, cluster, (X,), constraints={"data": 2}, cache=False)
+    assert autopar.verify(plan, model, (X,)).worst[1] < 1e-5

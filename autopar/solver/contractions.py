@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -96,8 +97,12 @@ def find_contractions(
 
 
 def _fed_by_inputs(step: Step) -> set[str]:
-    """What depends on the user's inputs; all else, such as a table of positions, has no batch."""
-    fed = {name for name, spec in step.inputs.items() if spec.kind == "input"}
+    """What depends on the user's inputs; all else, such as a table of positions, has no batch.
+
+    Nor has an input that is one number, such as a timestep for all samples.
+    """
+    inputs = [(name, s) for name, s in step.inputs.items() if s.kind == "input"]
+    fed = {name for name, spec in inputs if math.prod(spec.shape) > 1}
     fed |= {name for name in step.ports if not step.is_hoisted(name)}
     for op in step.ops.values():
         if any(name in fed for name, _ in op.operands):

@@ -150,11 +150,9 @@ class _After:
             value = vars(holder).get(key)
             if not isinstance(value, (list, deque, dict)):
                 continue
-            after = _pairs(value)
-            if len(after) == len(pairs) and all(
-                a[1] is b[1] for a, b in zip(after, pairs, strict=True)
-            ):
+            if _unchanged(value, pairs):
                 continue
+            after = _pairs(value)
             path = f"{name}.{key}" if name else key
             self._compare_pairs(dict(pairs), dict(after), path)
             known = {id(x) for _, x in pairs}
@@ -225,7 +223,16 @@ class _After:
         return found
 
 
+def _unchanged(value: Any, pairs: list[tuple[Any, Any]]) -> bool:
+    keyed, after = isinstance(value, dict), _pairs(value)
+    return len(after) == len(pairs) and all(
+        a[1] is b[1] and (not keyed or a[0] is b[0]) for a, b in zip(after, pairs, strict=True)
+    )
+
+
 def _refill(value: Any, pairs: list[tuple[Any, Any]]) -> None:
+    if _unchanged(value, pairs):
+        return  # it may be one that refuses writes
     value.clear()
     if isinstance(value, dict):
         value.update(pairs)

@@ -82,7 +82,7 @@ def cross_rule(call: OpCall) -> list[AxisStrategy]:
     return by_labels(call, inputs, outputs) + linear_rows(call, [(0,), (1,)])
 
 
-@rule(aten._cdist_forward.default)
+@rule(aten._cdist_forward.default, aten._euclidean_dist.default)
 def distances_rule(call: OpCall) -> list[AxisStrategy]:
     """x (…, P, F), y (…, R, F) -> (…, P, R)."""
     lead = [f"d{i}" for i in range(len(call.outputs[0].shape) - 2)]
