@@ -153,6 +153,28 @@ def test_outputs_without_a_loss_keep_the_dtype_and_a_loss_function_sees_fp32() -
     assert set(seen) == {torch.float32}
 
 
+class Normed(nn.Module):
+    """Gradients of a group norm, and of what the model computes in fp32, are summed in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(4, 8)
+        self.scale = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.conv(x)).float() * self.scale.float().view(1, -1, 1, 1)
+        return y.sigmoid().square().mean()
+
+
+def test_a_gradient_in_fp32_is_not_rounded_on_the_way() -> None:
+    torch.manual_seed(0)
+    model, x = Normed(), torch.randn(8, 3, 8, 8)
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    one = {"pipeline": {"size": 1, "microbatches": 2}}
+    plan = autopar.plan(model, cluster, (x,), precision="bf16", constraints=one, cache=False)
+    assert autopar.verify(plan, model, (x,)).worst[1] < 1e-2
+
+
 class Shifted(nn.Module):
     """Adds a floating buffer without a cast."""
 

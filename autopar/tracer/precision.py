@@ -156,11 +156,11 @@ def lift_casts(graph: fx.Graph, dtype: torch.dtype | None) -> dict[str, torch.dt
 _COPY = torch.ops.aten._to_copy.default
 
 
-def cast_last(graph: fx.Graph, parameters: Collection[str]) -> None:
+def cast_last(graph: fx.Graph, parameters: Collection[str], outputs: Sequence[OutputSpec]) -> None:
     """Swap ``view(cast(parameter))`` and, of a gradient, ``cast(view(gradient))``.
 
     A parameter is stored as the view that reads it wants (strided, for a fused weight), and a cast
-    between the two would have to offer the same placements.
+    between the two would have to offer the same placements. Gradients are not rounded on the way.
     """
     for parameter in [n for n in graph.nodes if n.op == "placeholder" and n.name in parameters]:
         for cast in [n for n in parameter.users if n.target is _COPY]:
@@ -186,6 +186,32 @@ def cast_last(graph: fx.Graph, parameters: Collection[str]) -> None:
             cast.replace_input_with(view, source)
             cast.meta["val"] = source.meta["val"].to(wide.dtype)
             view.meta["val"] = wide
+    _drop_roundings(graph, outputs)
+
+
+def _drop_roundings(graph: fx.Graph, outputs: Sequence[OutputSpec]) -> None:
+    """Keep a gradient that is computed in its parameter's dtype: ``wide(low(g))`` becomes g.
+
+    Autograd rounds it to the dtype of the copy that the forward read, as of a group norm or of what
+    a model computes in fp32 itself. Rounding cannot be shared by ranks or microbatches that each
+    have a part of the sum.
+    """
+    results = graph.output_node().args[0]
+    for spec, node in zip(outputs, results, strict=True):  # type: ignore[arg-type]
+        while isinstance(node, fx.Node) and node.target in REARRANGING - {_COPY}:
+            node = node.args[0]
+        if spec.kind != "gradient" or not isinstance(node, fx.Node) or node.target is not _COPY:
+            continue
+        low = node.args[0]
+        if not isinstance(low, fx.Node) or low.target is not _COPY:
+            continue
+        source = low.args[0]
+        assert isinstance(source, fx.Node)
+        if source.meta["val"].dtype == node.meta["val"].dtype:
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+            if not low.users:
+                graph.erase_node(low)
 
 
 def _only_view(nodes: list[fx.Node]) -> fx.Node | None:

@@ -331,7 +331,7 @@ class _JointTrace:
         note_phases(graph, self.info, self._results_of_forward(graph))
         parameters = {s.node for s in inputs if s.kind == "parameter"}
         if self.capture.dtype is not None:
-            cast_last(graph, parameters)
+            cast_last(graph, parameters, outputs)
         if self.reduce_dtype is not None:
             cast_gradients(graph, outputs, self.info, self.reduce_dtype)
         insert_fanouts(graph, self.info, parameters, self.nested)
