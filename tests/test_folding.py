@@ -333,6 +333,38 @@ def test_lists_inside_of_blocks_are_no_blocks_themselves() -> None:
         assert not traced.repeats and not traced.nested
 
 
+def test_lists_inside_of_lists_too_short_to_fold() -> None:
+    """As in a denoiser, whose stages have one to three attention modules of many layers each."""
+
+    class Stage(nn.Module):
+        def __init__(self, layers: int) -> None:
+            super().__init__()
+            blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(layers)]
+            self.layers = nn.ModuleList(blocks)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.sigmoid()
+
+    class Stages(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down = nn.ModuleList(Stage(8) for _ in range(2))
+            self.mid = nn.ModuleList([Stage(8)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for stage in (*self.down, *self.mid):
+                x = stage(x)
+            return x.square().mean()
+
+    torch.manual_seed(0)
+    model, x = Stages().double(), (torch.randn(4, 8).double(),)
+    plan = autopar.plan(model, cluster(2), x, constraints={"data": 2}, cache=False)
+    assert [r.container for r in plan.repeats] == ["down.0.layers", "down.1.layers", "mid.0.layers"]
+    assert autopar.verify(plan, model, x).worst[1] < 1e-9
+
+
 def test_a_block_that_turns_out_to_differ() -> None:
     model, x = NumberedStack().double(), (torch.ones(4, 8).double(),)
     plan = autopar.plan(model, Cluster.from_profile("cpu-gloo", devices_per_node=2), x)

@@ -6,7 +6,7 @@ have equal nodes, only their neighbours may see inside them, and every skipped b
 called like the one that stands for it. A model that fails a check is traced whole.
 
 The blocks are the children of a list. Where these all differ, as the stages of a vision model do,
-the lists inside of them are looked at instead.
+or are too few to fold, the lists inside of them are looked at instead.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def find_repeats(model: nn.Module) -> tuple[Repeat, ...]:
             continue
         names = list(module._modules)
         blocks = [b for b in module._modules.values() if b is not None]
-        if names != [str(i) for i in range(len(blocks))] or len(blocks) < 2:
+        if names != [str(i) for i in range(len(blocks))]:
             continue
         kinds = _kinds(blocks)
-        if len(set(kinds)) == len(kinds):
+        if len(set(kinds)) == len(kinds) or len(kinds) <= _KEPT_PERIODS:
             unlike |= {f"{path}.{name}" for name in names}
         elif (repeat := _longest_run(path, kinds)) is not None and _separate(model, blocks):
             found.append(repeat)
