@@ -123,6 +123,8 @@ def test_the_batch_behind_the_steps_is_split(recurrent: bool) -> None:
     gradients = sum(8 * p.numel() for p in model.parameters())
     assert "all_to_all" not in sent
     assert sum(sent.values()) <= 2 * gradients + 8
+
+
 def test_what_is_made_of_one_number_has_no_batch() -> None:
     torch.manual_seed(0)
     inputs = (*(torch.randn(_BATCH, 8, dtype=torch.float64) for _ in range(2)), torch.tensor(3))
