@@ -14,14 +14,27 @@ from torch import Tensor, fx
 from torch._C import _functorch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
-__all__ = ["compile_questions", "has_memory", "node_of"]
+__all__ = [
+    "compile_questions",
+    "has_memory",
+    "is_sliced",
+    "made_for",
+    "makes_mask",
+    "mapped_over_scores",
+    "node_of",
+    "replaced_flex",
+    "says_nothing",
+]
 
 Answer = Callable[[FrameType], bool]
 """Called with the frame of a model's code that asks."""
 
 _PASSED_ON = ("is_compiling", "is_exporting", "wrapper")  # torch's functions that ask each other
+# functions of torch that would compile what they call, or refuse to, and call it else
+_PLAINLY = ("nonrecursive_disable_wrapper", "invoke_subgraph_placeholder")
 _TORCH_DIR = str(Path(torch.__file__).parent)
 _answers: list[Answer] = []
+_flex: list[tuple[Callable[..., Any], Callable[..., Tensor]]] = []
 
 
 @contextmanager
@@ -63,6 +76,8 @@ def _answered(truth: bool) -> bool:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_name in _PASSED_ON:
         frame = frame.f_back
+    if frame is not None and frame.f_code.co_name in _PLAINLY:
+        return False
     if frame is None or frame.f_code.co_filename.startswith(_TORCH_DIR):
         return truth
     return _answers[-1](frame)
@@ -80,3 +95,111 @@ def node_of(tensor: Tensor) -> fx.Node | None:
 def has_memory(tensor: Tensor) -> bool:
     """False for what a transform of `torch.func` stands a tensor's part by."""
     return tensor.layout is torch.strided and not _functorch.is_functorch_wrapped_tensor(tensor)
+
+
+# --- flex_attention, whose module is imported late: it takes a second
+
+
+@contextmanager
+def replaced_flex(attend: Callable[..., Any], make: Callable[..., Tensor]) -> Iterator[None]:
+    """Calls of `flex_attention` are those of `attend`, and of `create_mask` those of `make`.
+
+    Their code is replaced, as models may have imported or compiled these functions themselves.
+    """
+    from torch.nn.attention import flex_attention as flex
+
+    functions: tuple[Any, ...] = (flex.flex_attention, flex.create_mask)
+    kept = [function.__code__ for function in functions]
+    _flex.append((attend, make))
+    for function, form in zip(functions, (_flex_attention, _create_mask), strict=True):
+        function.__code__ = form.__code__
+    try:
+        yield
+    finally:
+        _flex.pop()
+        for function, code in zip(functions, kept, strict=True):
+            function.__code__ = code
+
+
+# These two run with the globals of torch's module.
+def _create_mask(
+    mod_fn: Any,
+    B: Any,  # noqa: N803  (called by name)
+    H: Any,  # noqa: N803
+    Q_LEN: int,  # noqa: N803
+    KV_LEN: int,  # noqa: N803
+    device: Any = None,
+) -> Tensor:
+    from autopar import _tracing
+
+    if device is None:
+        device = torch.accelerator.current_accelerator() or "cpu"
+    return _tracing._flex[-1][1](mod_fn, B, H, Q_LEN, KV_LEN, device)
+
+
+def _flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    from torch.nn.attention.flex_attention import AuxOutput
+
+    from autopar import _tracing
+
+    stats = return_lse or return_aux is not None
+    given = (query, key, value, score_mod, block_mask, scale, enable_gqa, stats)
+    out, lse, most = _tracing._flex[-1][0](*given)
+    if return_aux is None:
+        return (out, lse) if return_lse else out
+    return out, AuxOutput(
+        lse=lse if return_aux.lse else None, max_scores=most if return_aux.max_scores else None
+    )
+
+
+def mapped_over_scores(mod: Any, score: tuple[Tensor, ...], indices: list[Tensor]) -> Tensor:
+    """A function of one score, of all of them, as torch maps it."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+    from torch.nn.attention.flex_attention import _vmap_for_bhqkv
+
+    with TransformGetItemToIndex():
+        found: Tensor = _vmap_for_bhqkv(mod, prefix=(0,) * len(score))(*score, *indices)
+    return found
+
+
+def makes_mask(mod: Any) -> bool:
+    """True for a `mask_mod`, False for a `score_mod`."""
+    from torch.nn.attention import flex_attention as flex
+
+    return flex._get_mod_type(mod) is flex._ModificationType.MASK_MOD
+
+
+def says_nothing(block_mask: Any) -> bool:
+    """True for the mask that allows everything."""
+    from torch.nn.attention import flex_attention as flex
+
+    return block_mask is None or block_mask.mask_mod is flex.noop_mask
+
+
+def is_sliced(block_mask: Any) -> bool:
+    """True where a part of a mask was taken, of which torch knows the blocks alone."""
+    from torch.nn.attention import flex_attention as flex
+
+    return block_mask.mask_mod is flex._sliced_mask_mod_error
+
+
+def made_for(block_mask: Any) -> tuple[int, int] | None:
+    """How many queries and keys a mask is for; None for any."""
+    from torch.nn.attention import flex_attention as flex
+
+    large = flex._LARGE_SPARSE_BLOCK_SIZE
+    if tuple(block_mask.BLOCK_SIZE) == (large, large):
+        return None
+    return block_mask.shape[-2], block_mask.shape[-1]

@@ -34,6 +34,7 @@ from autopar.tracer.diagnose import (
 from autopar.tracer.eager_answers import telling_eager, warn_of_compiled
 from autopar.tracer.eager_functions import EagerFunctions
 from autopar.tracer.effects import changes_in_place
+from autopar.tracer.flex import saying_flex
 from autopar.tracer.frozen_values import Frozen, putting_back, warn_of_frozen
 from autopar.tracer.known_values import KnownValues, Sources, warn_of_known
 from autopar.tracer.layouts import refuse_given, refuse_made
@@ -244,7 +245,12 @@ def _captured(capture: Capture, args: Any, kwargs: Any) -> tuple[Any, Any, Answe
         warnings.simplefilter("ignore")
         outside = capture.notes.outside = OutsideTensors()
         spelled = Spelled(lines, answers.looped, outside)
-        with spelled, emptying_caches(capture.wrapped), _without_partial_graph():
+        with (
+            spelled,
+            saying_flex(),
+            emptying_caches(capture.wrapped),
+            _without_partial_graph(),
+        ):
             exported = torch.export.export(capture, args, kwargs, strict=False)
         told = say_own(exported, capture.wrapped, outside, PREFIX)
         capture.notes.frozen.told += told

@@ -12,6 +12,7 @@
   of how many there were.
 - An instance norm writes its running statistics, which export forgets.
 - ``fill_diagonal_`` writes through strides; a mask says where.
+- A function of TorchScript runs as Python: its ops would seem to pass no gradient on.
 - ``inference_mode`` is ``no_grad``, which export keeps.
 - A loop over the places where a mask picks anything gets all places (`hit_loops`).
 - Layers of ``nn.Transformer`` look into a mask for whether it is causal, which is a hint alone:
@@ -263,6 +264,18 @@ def _batch_norm(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
     return F.batch_norm(x, None, None, module.weight, module.bias, True, 0.0, module.eps)
 
 
+def _as_python(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """A function of TorchScript as the Python that it was made of."""
+    made_of = getattr(function, "_torchdynamo_inline", None)
+    if made_of is None:
+        raise TraceError(
+            f"cannot trace {innermost_line(traceback.extract_stack())}\n  The function "
+            f"{function.name} is TorchScript, and what it was made from is not known. Call the "
+            "Python function instead."
+        )
+    return made_of(*args, **kwargs)
+
+
 def _instance_norm(
     x: Tensor,
     running_mean: Tensor | None = None,
@@ -287,6 +300,7 @@ def _instance_norm(
 # methods of torch's -> what is called instead
 _MODE: dict[tuple[Any, str], Callable[..., Any]] = {
     (nn.modules.batchnorm._BatchNorm, "forward"): _batch_norm,
+    (torch.jit.ScriptFunction, "__call__"): _as_python,
     (torch.inference_mode, "__enter__"): _enter_inference,
     (torch.inference_mode, "__exit__"): _leave_inference,
 }
