@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,13 +17,14 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 __all__ = [
     "compile_questions",
+    "flex_outputs",
     "has_memory",
     "is_sliced",
     "made_for",
     "makes_mask",
     "mapped_over_scores",
     "node_of",
-    "replaced_flex",
+    "replaced_functions",
     "says_nothing",
 ]
 
@@ -34,7 +36,6 @@ _PASSED_ON = ("is_compiling", "is_exporting", "wrapper")  # torch's functions th
 _PLAINLY = ("nonrecursive_disable_wrapper", "invoke_subgraph_placeholder")
 _TORCH_DIR = str(Path(torch.__file__).parent)
 _answers: list[Answer] = []
-_flex: list[tuple[Callable[..., Any], Callable[..., Tensor]]] = []
 
 
 @contextmanager
@@ -97,66 +98,59 @@ def has_memory(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not _functorch.is_functorch_wrapped_tensor(tensor)
 
 
-# --- flex_attention, whose module is imported late: it takes a second
+# --- functions of torch that are called by other ones, which run in their place
 
 
 @contextmanager
-def replaced_flex(attend: Callable[..., Any], make: Callable[..., Tensor]) -> Iterator[None]:
-    """Calls of `flex_attention` are those of `attend`, and of `create_mask` those of `make`.
+def replaced_functions(forms: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Calls of torch's functions of these names are calls of `forms`, with the same arguments.
 
     Their code is replaced, as models may have imported or compiled these functions themselves.
     """
-    from torch.nn.attention import flex_attention as flex
-
-    functions: tuple[Any, ...] = (flex.flex_attention, flex.create_mask)
+    functions = [getattr(import_module(_PLACES[name]), name) for name in forms]
     kept = [function.__code__ for function in functions]
-    _flex.append((attend, make))
-    for function, form in zip(functions, (_flex_attention, _create_mask), strict=True):
-        function.__code__ = form.__code__
+    _forms.append(forms)
+    for name, function in zip(forms, functions, strict=True):
+        function.__code__ = _TRAMPOLINES[name].__code__
     try:
         yield
     finally:
-        _flex.pop()
+        _forms.pop()
         for function, code in zip(functions, kept, strict=True):
             function.__code__ = code
 
 
-# These two run with the globals of torch's module.
-def _create_mask(
-    mod_fn: Any,
-    B: Any,  # noqa: N803  (called by name)
-    H: Any,  # noqa: N803
-    Q_LEN: int,  # noqa: N803
-    KV_LEN: int,  # noqa: N803
-    device: Any = None,
-) -> Tensor:
-    from autopar import _tracing
-
-    if device is None:
-        device = torch.accelerator.current_accelerator() or "cpu"
-    return _tracing._flex[-1][1](mod_fn, B, H, Q_LEN, KV_LEN, device)
+_FLEX = "torch.nn.attention.flex_attention"  # imported late: it takes a second
+_PLACES = {
+    "flex_attention": _FLEX,
+    "create_mask": _FLEX,
+    "cond": "torch._higher_order_ops.cond",
+    "scan": "torch._higher_order_ops.scan",
+    "associative_scan": "torch._higher_order_ops.associative_scan",
+    "map": "torch._higher_order_ops.map",
+}
+_forms: list[Mapping[str, Callable[..., Any]]] = []
 
 
-def _flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Any = None,
-    block_mask: Any = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    kernel_options: Any = None,
-    *,
-    return_aux: Any = None,
-) -> Any:
+def _trampoline(name: str) -> Any:
+    """A function whose code, which runs with the globals of torch's module, finds its form."""
+    source = (
+        "def call(*args, **kwargs):\n"
+        "    from autopar import _tracing\n"
+        f"    return _tracing._forms[-1][{name!r}](*args, **kwargs)\n"
+    )
+    made: dict[str, Any] = {}
+    exec(compile(source, __file__, "exec"), made)
+    return made["call"]
+
+
+_TRAMPOLINES = {name: _trampoline(name) for name in _PLACES}
+
+
+def flex_outputs(out: Any, lse: Any, most: Any, return_lse: bool, return_aux: Any) -> Any:
+    """What `flex_attention` returns on request."""
     from torch.nn.attention.flex_attention import AuxOutput
 
-    from autopar import _tracing
-
-    stats = return_lse or return_aux is not None
-    given = (query, key, value, score_mod, block_mask, scale, enable_gqa, stats)
-    out, lse, most = _tracing._flex[-1][0](*given)
     if return_aux is None:
         return (out, lse) if return_lse else out
     return out, AuxOutput(

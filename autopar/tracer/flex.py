@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,36 +27,57 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from autopar._tracing import (
+    flex_outputs,
     is_sliced,
     made_for,
     makes_mask,
     mapped_over_scores,
-    replaced_flex,
     says_nothing,
 )
 from autopar.core.attention import expand_heads
 from autopar.core.library import wide
 
-__all__ = ["attend", "create_mask", "saying_flex"]
+__all__ = ["ELEMENTWISE", "attend", "create_mask", "flex_attention"]
 
 Mod = Callable[..., Any]
 
 
-def saying_flex() -> AbstractContextManager[None]:
-    """Calls of `flex_attention` and `create_mask` inside are those of this module."""
-    return replaced_flex(attend, create_mask)
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: object = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """In place of torch's function of this name."""
+    stats = return_lse or return_aux is not None
+    given = (query, key, value, score_mod, block_mask, scale, enable_gqa, stats)
+    return flex_outputs(*attend(*given), return_lse, return_aux)
 
 
 def create_mask(
-    mod: Mod, batch: int | None, heads: int | None, rows: int, columns: int, device: Any
+    mod_fn: Mod,
+    B: int | None,  # noqa: N803  (torch's names)
+    H: int | None,  # noqa: N803
+    Q_LEN: int,  # noqa: N803
+    KV_LEN: int,  # noqa: N803
+    device: Any = None,
 ) -> Tensor:
-    """The boolean mask (B, H, S, T) that a `mask_mod` or `score_mod` describes."""
-    shape = (batch or 1, heads or 1, rows, columns)
+    """In place of torch's function: the boolean mask (B, H, S, T) that a user's describes."""
+    if device is None:
+        device = torch.accelerator.current_accelerator() or "cpu"
+    shape = (B or 1, H or 1, Q_LEN, KV_LEN)
     indices = _indices(shape, torch.device(device))
-    if makes_mask(mod):
-        return _called(mod, (), indices, shape).expand(shape)
+    if makes_mask(mod_fn):
+        return _called(mod_fn, (), indices, shape).expand(shape)
     zeros = torch.zeros(shape, device=device)
-    return ~torch.isneginf(_called(mod, (zeros,), indices, shape).expand(shape))
+    return ~torch.isneginf(_called(mod_fn, (zeros,), indices, shape).expand(shape))
 
 
 def attend(
@@ -199,7 +219,7 @@ class _MoreThanElementwise(Exception):
     """A function does what broadcasting cannot say."""
 
 
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     "add sub mul div truediv floordiv mod pow radd rsub rmul rdiv rtruediv rfloordiv rmod rpow "
     "eq ne lt le gt ge and or xor rand ror rxor invert neg pos abs exp exp2 expm1 log log2 log1p "
     "tanh sigmoid sqrt rsqrt square reciprocal sin cos tan sign relu gelu silu softplus where "
@@ -253,7 +273,7 @@ class _Elementwise(TorchFunctionMode):
         if operands and (plain in _IN_PLACE or name in _NEW):
             func = _IN_PLACE.get(plain) or _NEW[name]
             plain = func.__name__
-        elif operands and plain not in _ELEMENTWISE:
+        elif operands and plain not in ELEMENTWISE:
             raise _MoreThanElementwise
         if not all(self._is_number(x) for x in operands):
             raise _MoreThanElementwise
