@@ -33,7 +33,7 @@ from autopar.tracer.diagnose import (
 )
 from autopar.tracer.eager_answers import telling_eager, warn_of_compiled
 from autopar.tracer.eager_functions import EagerFunctions
-from autopar.tracer.effects import changes_in_place
+from autopar.tracer.effects import changes_in_place, know_all_readers
 from autopar.tracer.frozen_values import Frozen, putting_back, warn_of_frozen
 from autopar.tracer.higher_order import HigherOrder, warn_of_both
 from autopar.tracer.known_values import KnownValues, Sources, warn_of_known
@@ -255,6 +255,7 @@ def _captured(capture: Capture, args: Any, kwargs: Any) -> tuple[Any, Any, Answe
             _without_partial_graph(),
         ):
             exported = torch.export.export(capture, args, kwargs, strict=False)
+        know_all_readers(exported.graph_module.graph)
         told = say_own(exported, capture.wrapped, outside, PREFIX)
         capture.notes.frozen.told += told
         capture.notes.both_sides = tuple(higher.both_sides)
