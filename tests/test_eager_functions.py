@@ -17,6 +17,7 @@ import autopar
 from autopar.core.eager_calls import EAGER_CALL
 from autopar.tracer.trace import trace
 from tests.dist import run_ranks
+from tests.test_forward_semantics import verified
 
 Way = Callable[["Model", Tensor, Tensor], Tensor]
 
@@ -208,3 +209,30 @@ def test_functions_that_do_more_are_refused(way: Way) -> None:
         trace(model, (IDS.clone(), KEPT))
     assert Model.some.__name__ == "some" and not hasattr(Model.some, "__wrapped__")
     assert model.seen == 0
+
+
+class Graph(nn.Module):
+    """Sums over the edges of a graph, of which loops are left out and one is added to each node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.weigh = nn.Linear(16, 4), nn.Linear(2, 1)
+
+    def forward(self, x: Tensor, edges: Tensor, features: Tensor) -> Tensor:
+        kept = edges[0] != edges[1]
+        loops = torch.arange(x.shape[0], device=x.device).expand(2, -1)
+        sources, targets = torch.cat([edges[:, kept], loops], 1)
+        weights = torch.cat([self.weigh(features[kept]), x.new_ones(x.shape[0], 1)])
+        messages = self.linear(x)[sources] * weights
+        return x.new_zeros(x.shape[0], 4).index_add(0, targets, messages).square().mean()
+
+
+def test_edges_that_are_no_loops() -> None:
+    torch.manual_seed(0)
+    edges = torch.randint(0, 7, (2, 20))
+    edges[0] = edges[1] + 1
+    edges[1, :4] = edges[0, :4] = torch.arange(4)
+    inputs = {"x": torch.randn(8, 16), "edges": edges, "features": torch.randn(20, 2)}
+    with pytest.warns(autopar.FrozenValueWarning, match=r"edges\[:, kept\](.|\n)*of 20, and oth"):
+        found = verified(Graph(), inputs)
+    assert found.worst[1] < 1e-9, found.worst

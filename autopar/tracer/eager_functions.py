@@ -79,12 +79,17 @@ class EagerFunctions:
                 _put(holder, name, function)
 
     def places(self, mask: Tensor, value: Tensor) -> list[Tensor] | None:
-        """Where a mask (B, …) selects, if it selects as many, and not all, in each of B rows: such
-        a number is of the model's settings, and any other changes with each batch.
+        """Where a mask selects, if its number seems to be no accident of the batch.
+
+        A mask (B, …) selects as many, and not all, in each of B rows, as the settings of the model
+        say. One of a single dim, as of the edges of a graph that are no loops, has no rows.
         """
         with plainly():
-            counts = value.flatten(1).sum(1).tolist() if value.dim() > 1 else []
-            if len(counts) < 2 or len(set(counts)) > 1 or counts[0] in (0, value[0].numel()):
+            counts = value.flatten(1).sum(1).tolist() if value.dim() > 1 else [int(value.sum())]
+            rows = value.dim() > 1
+            if rows and (len(counts) < 2 or len(set(counts)) > 1):
+                return None
+            if counts[0] == 0 or (rows and counts[0] == value[0].numel()):
                 return None
             leaves, spec = pytree.tree_flatten(((mask,), {}))
             call = EagerCall(selected_places, tuple(leaves), spec, _AS_MANY)

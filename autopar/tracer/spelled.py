@@ -18,6 +18,7 @@
 - Layers of ``nn.Transformer`` look into a mask for whether it is causal, which is a hint alone:
   the mask holds without it, and one that depends on no input is looked at later (`masks`).
 - A list of flags that indexes a tensor is a list of places: how many it picks is known.
+- A random number is compared with one that it is sure to be above or below (`sure_draws`).
 - Tensors that are made of numbers on the meta device, where these are lost, are made on the CPU
   (`numbers_kept`).
 
@@ -50,6 +51,7 @@ from autopar.tracer.numbers_kept import numbers_on_meta, with_places
 from autopar.tracer.outside_tensors import OutsideTensors
 from autopar.tracer.randomness import draws
 from autopar.tracer.same_masks import SameMasks
+from autopar.tracer.sure_draws import SureDraws
 
 __all__ = ["Spelled"]
 
@@ -82,6 +84,7 @@ class Spelled(TorchFunctionMode):
         self.loops = HitLoops(looped)
         self.same = SameMasks()
         self.derivatives = Derivatives()
+        self.draws = SureDraws()
         self.outside = outside
         # what a mask picked, by id: the result, what from, the mask
         self.picked: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
@@ -144,7 +147,10 @@ class Spelled(TorchFunctionMode):
         if func in _SELECTING and len(args) == 2 and not kwargs:
             func, args = torch.Tensor.__getitem__, self._as_index(*args)
         args = self.same.picking(func, args)
+        if (sure := self.draws.compared(func, args)) is not None:
+            return sure
         result = func(*args, **kwargs)
+        self.draws.note(func, result)
         self.same.note(func, args, kwargs, result)
         self.loops.note(func, args, kwargs, result)
         self._note(func, result)
