@@ -19,8 +19,10 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
     or_masks,
 )
+from torch.utils import _pytree as pytree
 
 import autopar
+from autopar.runtime.compiled_step import input_signature
 from autopar.tracer.trace import trace
 from tests.test_handwritten import PLANS, plan_for
 
@@ -202,3 +204,56 @@ def test_unequal_heads_are_refused_as_torch_does() -> None:
     model.attend = lambda q, k, v, **_: flex_attention(q, k, v)  # type: ignore[method-assign]
     with pytest.raises(autopar.TraceError, match="4 query heads and 2 key heads"):
         trace(model, inputs)
+
+
+class Given(nn.Module):
+    """Gets its mask from outside, of each batch another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.own_formula = False
+
+    def forward(self, x: Tensor, mask: BlockMask) -> dict[str, Tensor]:
+        q = self.linear(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        if self.own_formula:
+            identity = lambda score, *_: score  # noqa: E731
+            scale = 1 / math.sqrt(q.shape[-1])
+            out = math_attention(q, q, q, identity, mask.as_tuple(), scale, {})[0]
+        else:
+            out = flex_attention(q, q, q, block_mask=mask)
+        return {"loss": out.square().sum()}
+
+
+def batch_of_documents(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    documents = torch.randint(0, 3, (BATCH, LENGTH)).sort(1).values
+
+    def same(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return documents[b, q] == documents[b, k]
+
+    x = torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64)
+    return {"x": x, "mask": block_mask(and_masks(causal, same), BATCH)}
+
+
+@pytest.mark.parametrize("pins", [{"data": 2}, {"pipeline": {"size": 1, "microbatches": 2}}])
+def test_a_mask_that_is_an_input(pins: Any) -> None:
+    model = Given().double()
+    first, second = batch_of_documents(0), batch_of_documents(1)
+    plan = plan_for(model, first, (2,), pins, cache=False)
+    traced = trace(model, first, training=True)
+    mask = pytree.tree_map(lambda x: x, first["mask"])
+    assert torch.equal(
+        create_mask(mask.mask_mod, BATCH, 1, LENGTH, LENGTH, "cpu"),
+        create_mask(first["mask"].mask_mod, BATCH, 1, LENGTH, LENGTH, "cpu"),
+    )
+    assert input_signature((), first) == input_signature((), second)
+    model.own_formula = True
+    result = autopar.verify(plan, model, second, traced=traced)
+    assert result.worst[1] < 1e-12, result.worst
+
+
+def test_masks_of_other_functions_have_other_steps() -> None:
+    first = batch_of_documents(0)
+    other = {**first, "mask": block_mask(causal)}
+    assert input_signature((), first) != input_signature((), other)
