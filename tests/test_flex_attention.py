@@ -257,3 +257,25 @@ def test_masks_of_other_functions_have_other_steps() -> None:
     first = batch_of_documents(0)
     other = {**first, "mask": block_mask(causal)}
     assert input_signature((), first) != input_signature((), other)
+
+
+def test_blocks_share_a_mask_that_is_made_before_them() -> None:
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Given() for _ in range(8))
+
+        def forward(self, x: Tensor, documents: Tensor) -> Tensor:
+            same = lambda b, _h, q, k: documents[b, q] == documents[b, k]  # noqa: E731
+            per_head = lambda _b, h, q, k: q - k < h + 2  # noqa: E731
+            for mod, heads in ((same, None), (per_head, 2)):
+                mask = block_mask(mod, BATCH, heads)
+                for layer in self.layers:
+                    x = x + layer(x, mask)["loss"]
+            return x.sum()
+
+    inputs = (torch.randn(BATCH, LENGTH, WIDTH), torch.randint(0, 3, (BATCH, LENGTH)))
+    names = [str(n.target) for n in trace(Blocks(), inputs, training=False).graph.nodes]
+    assert names.count("aten.eq.Tensor") == 1
+    # a mask made for two heads says nothing of the others, so that each layer asks anew
+    assert names.count("aten.lt.Tensor") == len(Blocks().layers)

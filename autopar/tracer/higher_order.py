@@ -24,7 +24,8 @@ from torch.utils import _pytree as pytree
 from autopar._tracing import replaced_functions
 from autopar.errors import TraceError, UncheckedWarning
 from autopar.tracer.diagnose import innermost_line
-from autopar.tracer.flex import ELEMENTWISE, create_mask, flex_attention
+from autopar.tracer.elementwise import ELEMENTWISE
+from autopar.tracer.flex import Flex
 
 __all__ = ["HigherOrder", "warn_of_both"]
 
@@ -43,10 +44,11 @@ class HigherOrder:
 
     def called(self) -> AbstractContextManager[None]:
         """Inside, torch's functions are those of this module."""
+        flex = Flex()
         return replaced_functions(
             {
-                "flex_attention": flex_attention,
-                "create_mask": create_mask,
+                "flex_attention": flex.flex_attention,
+                "create_mask": flex.create_mask,
                 "cond": partial(_cond, self.both_sides),
                 "scan": _scan,
                 "associative_scan": _associative_scan,
