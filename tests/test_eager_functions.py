@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -236,3 +238,19 @@ def test_edges_that_are_no_loops() -> None:
     with pytest.warns(autopar.FrozenValueWarning, match=r"edges\[:, kept\](.|\n)*of 20, and oth"):
         found = verified(Graph(), inputs)
     assert found.worst[1] < 1e-9, found.worst
+
+
+def test_a_function_that_another_module_has_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    other: Any = types.ModuleType("autopar_tests_other")
+    other._places = _places
+    monkeypatch.setitem(sys.modules, other.__name__, other)
+
+    class Importing(Model):
+        def forward(self, ids: Tensor, kept: Tensor) -> Tensor:
+            places, counts = other._places(ids, kept, 1)
+            x = self.inner(self.table(ids)) + self.table(places)
+            return (x.square().sum((1, 2)) / counts).sum()
+
+    found = verified(Importing(_by_method), {"ids": IDS, "kept": KEPT})
+    assert found.worst[1] < 1e-9, found.worst
+    assert other._places is _places

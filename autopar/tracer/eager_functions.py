@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -69,9 +70,12 @@ class EagerFunctions:
         """While a model is captured: its calls of them become ops where they can."""
         self.told.clear()
         self.calls.clear()  # an attempt before this one may have failed
-        originals = [(*place, _at(*place)) for place in self._places.values()]
-        for holder, name, function in originals:
-            _put(holder, name, self._watched(function, known))
+        originals: list[tuple[Any, str, FunctionType]] = []
+        for place in self._places.values():
+            function, watched = _at(*place), self._watched(_at(*place), known)
+            for holder in _holders(*place):
+                originals.append((holder, place[1], function))
+                _put(holder, place[1], watched)
         try:
             yield
         finally:
@@ -217,6 +221,15 @@ def _place(frame: FrameType) -> _Place | None:
         if isinstance(function, FunctionType) and inspect.unwrap(function).__code__ is code:
             return holder, code.co_name
     return None
+
+
+def _holders(holder: Any, name: str) -> list[Any]:
+    """Where a function is found: of one that is no method, all modules that have imported it."""
+    if not isinstance(holder, dict):
+        return [holder]
+    spaces = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
+    function = holder[name]
+    return [holder, *(x for x in spaces if x is not holder and x.get(name) is function)]
 
 
 def _at(holder: Any, name: str) -> Any:
