@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,12 +15,25 @@ from torch import Tensor, fx
 from torch._C import _functorch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
-__all__ = ["compile_questions", "has_memory", "node_of"]
+__all__ = [
+    "compile_questions",
+    "flex_outputs",
+    "has_memory",
+    "is_sliced",
+    "made_for",
+    "makes_mask",
+    "mapped_over_scores",
+    "node_of",
+    "replaced_functions",
+    "says_nothing",
+]
 
 Answer = Callable[[FrameType], bool]
 """Called with the frame of a model's code that asks."""
 
 _PASSED_ON = ("is_compiling", "is_exporting", "wrapper")  # torch's functions that ask each other
+# functions of torch that would compile what they call, or refuse to, and call it else
+_PLAINLY = ("nonrecursive_disable_wrapper", "invoke_subgraph_placeholder")
 _TORCH_DIR = str(Path(torch.__file__).parent)
 _answers: list[Answer] = []
 
@@ -63,6 +77,8 @@ def _answered(truth: bool) -> bool:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_name in _PASSED_ON:
         frame = frame.f_back
+    if frame is not None and frame.f_code.co_name in _PLAINLY:
+        return False
     if frame is None or frame.f_code.co_filename.startswith(_TORCH_DIR):
         return truth
     return _answers[-1](frame)
@@ -80,3 +96,104 @@ def node_of(tensor: Tensor) -> fx.Node | None:
 def has_memory(tensor: Tensor) -> bool:
     """False for what a transform of `torch.func` stands a tensor's part by."""
     return tensor.layout is torch.strided and not _functorch.is_functorch_wrapped_tensor(tensor)
+
+
+# --- functions of torch that are called by other ones, which run in their place
+
+
+@contextmanager
+def replaced_functions(forms: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Calls of torch's functions of these names are calls of `forms`, with the same arguments.
+
+    Their code is replaced, as models may have imported or compiled these functions themselves.
+    """
+    functions = [getattr(import_module(_PLACES[name]), name) for name in forms]
+    kept = [function.__code__ for function in functions]
+    _forms.append(forms)
+    for name, function in zip(forms, functions, strict=True):
+        function.__code__ = _TRAMPOLINES[name].__code__
+    try:
+        yield
+    finally:
+        _forms.pop()
+        for function, code in zip(functions, kept, strict=True):
+            function.__code__ = code
+
+
+_FLEX = "torch.nn.attention.flex_attention"  # imported late: it takes a second
+_PLACES = {
+    "flex_attention": _FLEX,
+    "create_mask": _FLEX,
+    "cond": "torch._higher_order_ops.cond",
+    "scan": "torch._higher_order_ops.scan",
+    "associative_scan": "torch._higher_order_ops.associative_scan",
+    "map": "torch._higher_order_ops.map",
+}
+_forms: list[Mapping[str, Callable[..., Any]]] = []
+
+
+def _trampoline(name: str) -> Any:
+    """A function whose code, which runs with the globals of torch's module, finds its form."""
+    source = (
+        "def call(*args, **kwargs):\n"
+        "    from autopar import _tracing\n"
+        f"    return _tracing._forms[-1][{name!r}](*args, **kwargs)\n"
+    )
+    made: dict[str, Any] = {}
+    exec(compile(source, __file__, "exec"), made)
+    return made["call"]
+
+
+_TRAMPOLINES = {name: _trampoline(name) for name in _PLACES}
+
+
+def flex_outputs(out: Any, lse: Any, most: Any, return_lse: bool, return_aux: Any) -> Any:
+    """What `flex_attention` returns on request."""
+    from torch.nn.attention.flex_attention import AuxOutput
+
+    if return_aux is None:
+        return (out, lse) if return_lse else out
+    return out, AuxOutput(
+        lse=lse if return_aux.lse else None, max_scores=most if return_aux.max_scores else None
+    )
+
+
+def mapped_over_scores(mod: Any, score: tuple[Tensor, ...], indices: list[Tensor]) -> Tensor:
+    """A function of one score, of all of them, as torch maps it."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+    from torch.nn.attention.flex_attention import _vmap_for_bhqkv
+
+    with TransformGetItemToIndex():
+        found: Tensor = _vmap_for_bhqkv(mod, prefix=(0,) * len(score))(*score, *indices)
+    return found
+
+
+def makes_mask(mod: Any) -> bool:
+    """True for a `mask_mod`, False for a `score_mod`."""
+    from torch.nn.attention import flex_attention as flex
+
+    return flex._get_mod_type(mod) is flex._ModificationType.MASK_MOD
+
+
+def says_nothing(block_mask: Any) -> bool:
+    """True for the mask that allows everything."""
+    from torch.nn.attention import flex_attention as flex
+
+    return block_mask is None or block_mask.mask_mod is flex.noop_mask
+
+
+def is_sliced(block_mask: Any) -> bool:
+    """True where a part of a mask was taken, of which torch knows the blocks alone."""
+    from torch.nn.attention import flex_attention as flex
+
+    return block_mask.mask_mod is flex._sliced_mask_mod_error
+
+
+def made_for(block_mask: Any) -> tuple[int, int] | None:
+    """How many queries and keys a mask is for; None for any."""
+    from torch.nn.attention import flex_attention as flex
+
+    large = flex._LARGE_SPARSE_BLOCK_SIZE
+    if tuple(block_mask.BLOCK_SIZE) == (large, large):
+        return None
+    return block_mask.shape[-2], block_mask.shape[-1]

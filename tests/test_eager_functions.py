@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +19,7 @@ import autopar
 from autopar.core.eager_calls import EAGER_CALL
 from autopar.tracer.trace import trace
 from tests.dist import run_ranks
+from tests.test_forward_semantics import verified
 
 Way = Callable[["Model", Tensor, Tensor], Tensor]
 
@@ -208,3 +211,46 @@ def test_functions_that_do_more_are_refused(way: Way) -> None:
         trace(model, (IDS.clone(), KEPT))
     assert Model.some.__name__ == "some" and not hasattr(Model.some, "__wrapped__")
     assert model.seen == 0
+
+
+class Graph(nn.Module):
+    """Sums over the edges of a graph, of which loops are left out and one is added to each node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.weigh = nn.Linear(16, 4), nn.Linear(2, 1)
+
+    def forward(self, x: Tensor, edges: Tensor, features: Tensor) -> Tensor:
+        kept = edges[0] != edges[1]
+        loops = torch.arange(x.shape[0], device=x.device).expand(2, -1)
+        sources, targets = torch.cat([edges[:, kept], loops], 1)
+        weights = torch.cat([self.weigh(features[kept]), x.new_ones(x.shape[0], 1)])
+        messages = self.linear(x)[sources] * weights
+        return x.new_zeros(x.shape[0], 4).index_add(0, targets, messages).square().mean()
+
+
+def test_edges_that_are_no_loops() -> None:
+    torch.manual_seed(0)
+    edges = torch.randint(0, 7, (2, 20))
+    edges[0] = edges[1] + 1
+    edges[1, :4] = edges[0, :4] = torch.arange(4)
+    inputs = {"x": torch.randn(8, 16), "edges": edges, "features": torch.randn(20, 2)}
+    with pytest.warns(autopar.FrozenValueWarning, match=r"edges\[:, kept\](.|\n)*of 20, and oth"):
+        found = verified(Graph(), inputs)
+    assert found.worst[1] < 1e-9, found.worst
+
+
+def test_a_function_that_another_module_has_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    other: Any = types.ModuleType("autopar_tests_other")
+    other._places = _places
+    monkeypatch.setitem(sys.modules, other.__name__, other)
+
+    class Importing(Model):
+        def forward(self, ids: Tensor, kept: Tensor) -> Tensor:
+            places, counts = other._places(ids, kept, 1)
+            x = self.inner(self.table(ids)) + self.table(places)
+            return (x.square().sum((1, 2)) / counts).sum()
+
+    found = verified(Importing(_by_method), {"ids": IDS, "kept": KEPT})
+    assert found.worst[1] < 1e-9, found.worst
+    assert other._places is _places

@@ -633,3 +633,39 @@ def test_results_that_are_no_tensors_are_what_they_were() -> None:
     assert [o.constant for o in traced.outputs if o.kind == "output"] == [
         *(None, "mlp", torch.float64, 0, 1.5, None)
     ]
+
+
+class Dropping(hw.Mlp):
+    """Skips modules at random, if asked to."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        if not self.training or torch.rand(1) > self.rate:
+            x = x + 1.0
+        drawn = torch.rand([])
+        if drawn < self.rate:
+            x = x * 2.0
+        drawn += 1.0
+        return super().forward(x * torch.where(drawn >= 1.0, 1.0, 0.0), labels)
+
+
+def test_a_rate_of_zero_drops_nothing() -> None:
+    found = verified(Dropping(0.0), hw.vectors())
+    assert found.worst[1] < 1e-9, found.worst
+    with pytest.raises(autopar.TraceError, match=r"torch\.rand"):
+        verified(Dropping(0.5), hw.vectors())
+
+
+class Zeroing(hw.Mlp):
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        spare = torch.ones_like(x)
+        spare[:, 0] = x[:, 1]
+        return super().forward(x + spare.zero_(), labels)
+
+
+@pytest.mark.filterwarnings("error::autopar.UnsupportedOpWarning")
+def test_zeroed_tensors_have_a_rule() -> None:
+    assert verified(Zeroing(), hw.vectors()).worst[1] < 1e-9

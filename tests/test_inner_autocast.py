@@ -56,3 +56,30 @@ def test_blocks_are_stages(size: int) -> None:
     found = autopar.verify(plan, model, BATCH)
     assert found.worst[1] < 2e-2  # sums of bfloat16 gradients, in another order
     assert all(e < 1e-6 for n, e in found.gradients.items() if n.startswith("layers.1."))
+
+
+class Positions(nn.Module):
+    @torch.autocast("cpu", enabled=False)
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linspace(-1.0, 1.0, x.shape[1], dtype=x.dtype, device=x.device)
+
+
+class Shaped(nn.Module):
+    """Takes a part of a tensor for its shape alone, into a region of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.linear = Positions(), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.linear(x)
+        places = self.positions(x[:, 1:])
+        return {"loss": (x[:, 1:] * places + x[:, :1]).square().mean()}
+
+
+def test_a_region_that_looks_at_a_shape() -> None:
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    model, inputs = Shaped().double(), (torch.randn(8, 16, dtype=torch.float64),)
+    plan = autopar.plan(model, cluster, inputs, constraints={"data": 2}, cache=False)
+    found = autopar.verify(plan, model, inputs)
+    assert found.worst[1] < 1e-12, found.worst

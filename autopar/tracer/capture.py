@@ -33,8 +33,9 @@ from autopar.tracer.diagnose import (
 )
 from autopar.tracer.eager_answers import telling_eager, warn_of_compiled
 from autopar.tracer.eager_functions import EagerFunctions
-from autopar.tracer.effects import changes_in_place
+from autopar.tracer.effects import changes_in_place, know_all_readers
 from autopar.tracer.frozen_values import Frozen, putting_back, warn_of_frozen
+from autopar.tracer.higher_order import HigherOrder, warn_of_both
 from autopar.tracer.known_values import KnownValues, Sources, warn_of_known
 from autopar.tracer.layouts import refuse_given, refuse_made
 from autopar.tracer.left_out import leave_out, warn_of_left_out
@@ -74,6 +75,7 @@ class Notes:
     outside: OutsideTensors
     numbers: tuple[int, ...] = ()
     left_out: tuple[str, ...] = ()
+    both_sides: tuple[str, ...] = ()
     eager_calls: tuple[EagerCall, ...] = ()
 
     def __init__(self) -> None:
@@ -182,6 +184,7 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
         text = refused or explain_failure(capture.wrapped, error, capture.notes.lines)
         raise TraceError(text) from error
     warn_of(checks, answers)
+    warn_of_both(capture.notes.both_sides)
     warn_of_frozen(capture.notes.frozen, exported.constants.values())
     warn_of_known(capture.wrapped, capture.notes.known_values())
     warn_of_left_out(capture.wrapped, capture.notes.left_out)
@@ -248,11 +251,19 @@ def _captured(capture: Capture, args: Any, kwargs: Any) -> tuple[Any, Any, Answe
     with passing_checks() as answers, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         outside = capture.notes.outside = OutsideTensors()
+        higher = HigherOrder()
         spelled = Spelled(lines, answers.looped, outside, capture.graded)
-        with spelled, emptying_caches(capture.wrapped), _without_partial_graph():
+        with (
+            spelled,
+            higher.called(),
+            emptying_caches(capture.wrapped),
+            _without_partial_graph(),
+        ):
             exported = torch.export.export(capture, args, kwargs, strict=False)
+        know_all_readers(exported.graph_module.graph)
         told = say_own(exported, capture.wrapped, outside, PREFIX)
         capture.notes.frozen.told += told
+        capture.notes.both_sides = tuple(higher.both_sides)
         checks = {**answers.passed, **dict.fromkeys(drop_assertions(exported.graph_module))}
         stuck = say_picked(exported.graph_module, answers.of_none)
         capture.notes.left_out = ()

@@ -60,8 +60,8 @@ _NO_BUFFER = (
     "attribute, a list or a global variable. Make it a buffer of a module (register_buffer)."
 )
 _CONTROL_FLOW = (
-    "What torch.cond, torch.while_loop and torch.scan run is not planned. Compute both sides and "
-    "take torch.where (with harmless numbers where a side is not taken), and write loops in Python."
+    "How often torch.while_loop runs depends on values, so there is no one graph to plan. Write a "
+    "Python loop of a fixed number of steps, whose later ones torch.where leaves without effect."
 )
 
 _ROWS = (

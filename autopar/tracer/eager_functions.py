@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -69,9 +70,12 @@ class EagerFunctions:
         """While a model is captured: its calls of them become ops where they can."""
         self.told.clear()
         self.calls.clear()  # an attempt before this one may have failed
-        originals = [(*place, _at(*place)) for place in self._places.values()]
-        for holder, name, function in originals:
-            _put(holder, name, self._watched(function, known))
+        originals: list[tuple[Any, str, FunctionType]] = []
+        for place in self._places.values():
+            function, watched = _at(*place), self._watched(_at(*place), known)
+            for holder in _holders(*place):
+                originals.append((holder, place[1], function))
+                _put(holder, place[1], watched)
         try:
             yield
         finally:
@@ -79,12 +83,17 @@ class EagerFunctions:
                 _put(holder, name, function)
 
     def places(self, mask: Tensor, value: Tensor) -> list[Tensor] | None:
-        """Where a mask (B, …) selects, if it selects as many, and not all, in each of B rows: such
-        a number is of the model's settings, and any other changes with each batch.
+        """Where a mask selects, if its number seems to be no accident of the batch.
+
+        A mask (B, …) selects as many, and not all, in each of B rows, as the settings of the model
+        say. One of a single dim, as of the edges of a graph that are no loops, has no rows.
         """
         with plainly():
-            counts = value.flatten(1).sum(1).tolist() if value.dim() > 1 else []
-            if len(counts) < 2 or len(set(counts)) > 1 or counts[0] in (0, value[0].numel()):
+            counts = value.flatten(1).sum(1).tolist() if value.dim() > 1 else [int(value.sum())]
+            rows = value.dim() > 1
+            if rows and (len(counts) < 2 or len(set(counts)) > 1):
+                return None
+            if counts[0] == 0 or (rows and counts[0] == value[0].numel()):
                 return None
             leaves, spec = pytree.tree_flatten(((mask,), {}))
             call = EagerCall(selected_places, tuple(leaves), spec, _AS_MANY)
@@ -212,6 +221,15 @@ def _place(frame: FrameType) -> _Place | None:
         if isinstance(function, FunctionType) and inspect.unwrap(function).__code__ is code:
             return holder, code.co_name
     return None
+
+
+def _holders(holder: Any, name: str) -> list[Any]:
+    """Where a function is found: of one that is no method, all modules that have imported it."""
+    if not isinstance(holder, dict):
+        return [holder]
+    spaces = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
+    function = holder[name]
+    return [holder, *(x for x in spaces if x is not holder and x.get(name) is function)]
 
 
 def _at(holder: Any, name: str) -> Any:

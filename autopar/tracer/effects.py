@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-__all__ = ["changes_in_place", "drop_dead", "writes"]
+__all__ = ["changes_in_place", "drop_dead", "know_all_readers", "writes"]
 
 aten = torch.ops.aten
 
@@ -25,6 +25,15 @@ def writes(node: fx.Node) -> bool:
     if node.target is aten.batch_norm.default:
         return bool(node.args[5])
     return node.target._schema.is_mutable
+
+
+def know_all_readers(graph: fx.Graph) -> None:
+    """torch.export forgets a reader, itself unread, of a value that the forward also returns, or
+    passes into a part with another autocast.
+    """
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            source.users.setdefault(node)
 
 
 def drop_dead(gm: fx.GraphModule) -> None:

@@ -18,6 +18,7 @@ __all__ = [
     "addbmm",
     "affine_grid",
     "bilinear",
+    "block_diag",
     "det",
     "embedding_bag_backward",
     "exponential",
@@ -101,6 +102,16 @@ def rot90(_rng: object, x: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> 
     if k % 4 == 2:
         return x.flip((first, second))
     return x.flip(second if k % 4 == 1 else first).transpose(first, second)
+
+
+def block_diag(_rng: object, tensors: Sequence[Tensor]) -> Tensor:
+    """Matrices along a diagonal, with zeros around them; promotes as a sum does."""
+    blocks = [torch.atleast_2d(x) for x in tensors]
+    width, before, rows = sum(x.shape[1] for x in blocks), 0, []
+    for block in blocks:
+        rows.append(torch.nn.functional.pad(block, (before, width - before - block.shape[1])))
+        before += block.shape[1]
+    return torch.cat(rows)
 
 
 def trace(_rng: object, x: Tensor) -> Tensor:

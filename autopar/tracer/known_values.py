@@ -272,7 +272,15 @@ class KnownValues(TorchFunctionMode):
         if self._places is None or not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
             return None
         value = self.value_of(mask)
-        return None if value is None else self._places(mask, value)
+        if value is None or (value.dim() == 1 and self._one_a_sample(mask)):
+            return None
+        return self._places(mask, value)
+
+    def _one_a_sample(self, flags: Tensor) -> bool:
+        """True for flags that come of an input with as many rows, such as the labels of a batch."""
+        given = dict((*self.sources.inputs.values(), *self.sources.untold.values()))
+        origins = [given[name] for kind, name in self._known[id(flags)].origins if name in given]
+        return any(x.shape[:1] == flags.shape for x in origins)
 
     def _picked(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Results whose shapes depend on values, as constants or by places that are constants."""

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.core.ops import ops
+from autopar.tracer.effects import know_all_readers
 from autopar.tracer.heads import join_repeated_heads
 from autopar.tracer.in_turn import pick_in_turn
 from autopar.tracer.masks import say_plain_masks
@@ -47,7 +48,7 @@ def prepare_graph(gm: fx.GraphModule, lifted: Mapping[str, Tensor]) -> None:
         gm: holds the graph.
         lifted: tensors that the forward made of plain values, by the name of their placeholder.
     """
-    _know_all_readers(gm.graph)
+    know_all_readers(gm.graph)
     drop_no_ops(gm.graph)
     pick_in_turn(gm.graph, lifted)
     say_plain_masks(gm.graph)
@@ -92,13 +93,6 @@ def _counts_up(node: Any, shape: tuple[int, ...]) -> bool:
 
 def _shape(node: Any) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
-
-
-def _know_all_readers(graph: fx.Graph) -> None:
-    """torch.export forgets a reader, itself unread, of a value that the forward also returns."""
-    for node in graph.nodes:
-        for source in node.all_input_nodes:
-            source.users.setdefault(node)
 
 
 def _replace(node: fx.Node, new: fx.Node) -> None:

@@ -16,12 +16,14 @@
   of how many there were.
 - An instance norm writes its running statistics, which export forgets.
 - ``fill_diagonal_`` writes through strides; a mask says where.
+- A function of TorchScript runs as Python: its ops would seem to pass no gradient on.
 - ``inference_mode`` is ``no_grad``, which export keeps.
 - A loop over the places where a mask picks anything gets all places (`hit_loops`).
 - ``nn.TransformerEncoder`` drops padding where there are no gradients (`padded_layers`).
 - Layers of ``nn.Transformer`` look into a mask for whether it is causal, which is a hint alone:
   the mask holds without it, and one that depends on no input is looked at later (`masks`).
 - A list of flags that indexes a tensor is a list of places: how many it picks is known.
+- A random number is compared with one that it is sure to be above or below (`sure_draws`).
 - Tensors that are made of numbers on the meta device, where these are lost, are made on the CPU
   (`numbers_kept`).
 
@@ -57,6 +59,7 @@ from autopar.tracer.padded_layers import encoder_forward
 from autopar.tracer.randomness import draws
 from autopar.tracer.recurrent import recurrent_call
 from autopar.tracer.same_masks import SameMasks
+from autopar.tracer.sure_draws import SureDraws
 
 __all__ = ["Spelled"]
 
@@ -96,6 +99,7 @@ class Spelled(TorchFunctionMode):
         self.same = SameMasks()
         self.derivatives = Derivatives()
         self.packed = PackedRows(self.same)
+        self.draws = SureDraws()
         self.outside = outside
         # what a mask picked, by id: the result, what from, the mask
         self.picked: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
@@ -166,7 +170,10 @@ class Spelled(TorchFunctionMode):
         if func in _SELECTING and len(args) == 2 and not kwargs:
             func, args = torch.Tensor.__getitem__, self._as_index(*args)
         args = self.same.picking(func, args)
+        if (sure := self.draws.compared(func, args)) is not None:
+            return sure
         result = func(*args, **kwargs)
+        self.draws.note(func, result)
         self.same.note(func, args, kwargs, result)
         self.loops.note(func, args, kwargs, result)
         self._note(func, result)
@@ -286,6 +293,18 @@ def _batch_norm(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
     return F.batch_norm(x, None, None, module.weight, module.bias, True, 0.0, module.eps)
 
 
+def _as_python(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """A function of TorchScript as the Python that it was made of."""
+    made_of = getattr(function, "_torchdynamo_inline", None)
+    if made_of is None:
+        raise TraceError(
+            f"cannot trace {innermost_line(traceback.extract_stack())}\n  The function "
+            f"{function.name} is TorchScript, and what it was made from is not known. Call the "
+            "Python function instead."
+        )
+    return made_of(*args, **kwargs)
+
+
 def _instance_norm(
     x: Tensor,
     running_mean: Tensor | None = None,
@@ -310,6 +329,7 @@ def _instance_norm(
 # methods of torch's -> what is called instead
 _MODE: dict[tuple[Any, str], Callable[..., Any]] = {
     (nn.modules.batchnorm._BatchNorm, "forward"): _batch_norm,
+    (torch.jit.ScriptFunction, "__call__"): _as_python,
     (torch.inference_mode, "__enter__"): _enter_inference,
     (torch.inference_mode, "__exit__"): _leave_inference,
 }

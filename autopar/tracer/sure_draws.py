@@ -1,0 +1,42 @@
+"""A random number that is compared with what it is sure to be above or below.
+
+    if torch.rand(1) > self.drop_rate:      # 0.0 unless asked for
+
+`torch.rand` is in [0, 1). That it draws 0 exactly, once in 2^24, is left out.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["SureDraws"]
+
+_DRAWING = (torch.rand, torch.rand_like)
+_ABOVE = ("__gt__", "__ge__", "gt", "ge", "greater", "greater_equal")
+_BELOW = ("__lt__", "__le__", "lt", "le", "less", "less_equal")
+
+
+class SureDraws:
+    """Single numbers that one forward draws."""
+
+    def __init__(self) -> None:
+        self.drawn: dict[int, tuple[Tensor, int]] = {}  # with its version
+
+    def note(self, func: object, result: object) -> None:
+        if func in _DRAWING and isinstance(result, Tensor) and result.numel() == 1:
+            self.drawn[id(result)] = result, result._version
+
+    def compared(self, func: object, args: tuple[object, ...]) -> Tensor | None:
+        """The outcome of a comparison that is sure; None for anything else."""
+        name = getattr(func, "__name__", "")
+        if len(args) != 2 or name not in (*_ABOVE, *_BELOW):
+            return None
+        drawn, bound = args
+        _, version = self.drawn.get(id(drawn), (None, None))
+        if not isinstance(drawn, Tensor) or version != drawn._version:
+            return None
+        if not isinstance(bound, (int, float)) or 0 < bound < 1:
+            return None
+        truth = (name in _ABOVE) == (bound <= 0)
+        return torch.tensor([truth] * drawn.numel()).reshape(drawn.shape)
