@@ -669,3 +669,15 @@ class Zeroing(hw.Mlp):
 @pytest.mark.filterwarnings("error::autopar.UnsupportedOpWarning")
 def test_zeroed_tensors_have_a_rule() -> None:
     assert verified(Zeroing(), hw.vectors()).worst[1] < 1e-9
+
+
+class Repeating(hw.Mlp):
+    """Repeats rows by numbers, and lets what reads them say how many there are."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        features = torch.arange(8.0).repeat_interleave(torch.tensor([3, 1, 0, 4, 2, 2, 1, 3]))
+        return super().forward(x * features, labels)
+
+
+def test_rows_are_repeated_by_numbers() -> None:
+    assert verified(Repeating(), hw.vectors()).worst[1] < 1e-9

@@ -118,6 +118,9 @@ def user_line(node: fx.Node) -> str:
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
+_REPEATS = (torch.ops.aten.repeat_interleave.self_Tensor, torch.ops.aten.repeat_interleave.Tensor)
+
+
 def refuse_data_dependent(
     model: nn.Module, gm: fx.GraphModule, lines: Mapping[str, str], stuck: Sequence[fx.Node] = ()
 ) -> None:
@@ -136,6 +139,9 @@ def refuse_data_dependent(
             values = value if isinstance(value, (tuple, list)) else (value,)
             given = (v for v in values if isinstance(v, (torch.Tensor, *SYMBOLIC)))
             found = [(v, sorted(map(str, s))) for v in given if (s := free_unbacked_symbols(v))]
+            if node.target in _REPEATS and isinstance(value, torch.Tensor):
+                # what reads it may have told its size
+                found = [(value, [])]
             if found:
                 value, symbols = found[0]
                 line = next((lines[s] for s in symbols if s in lines), user_line(node))
