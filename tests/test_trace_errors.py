@@ -45,6 +45,28 @@ def test_data_dependent_control_flow_names_the_line() -> None:
     assert f"test_trace_errors.py:{line}" in str(caught.value)
 
 
+class Lengths(nn.Module):
+    """Asks whether all rows have one length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        lengths = mask.sum(1).tolist()
+        if len(set(lengths)) > 1:  # numbers of a tensor in a set
+            x = x * mask
+        return self.linear(x).square().mean()
+
+
+def test_a_set_of_numbers_of_a_tensor_is_data_dependence() -> None:
+    inputs = (torch.randn(4, 16), torch.ones(4, 16, dtype=torch.bool))
+    with pytest.raises(autopar.TraceError, match=r"The value of a tensor decides") as caught:
+        autopar.plan(Lengths(), cluster(), inputs)
+    line = line_of("numbers of a tensor " + "in a set")
+    assert f"test_trace_errors.py:{line}" in str(caught.value)
+
+
 class Listing(nn.Module):
     """Makes a tensor from a list by a constructor of old: on meta its numbers are lost."""
 

@@ -41,7 +41,8 @@ _PYTHON_DIR = sysconfig.get_path("stdlib")
 
 _DATA_DEPENDENT = re.compile(
     r"data.dependent|Could not guard|GuardOnDataDependent|_local_scalar_dense|"
-    r"Could not extract specialized integer|aten\.nonzero|aten\.item|dynamic shape",
+    r"Could not extract specialized integer|aten\.nonzero|aten\.item|dynamic shape|"
+    r"unhashable type: non-nested Sym",  # a number of a tensor, in a set or as a key
     re.IGNORECASE,
 )
 
