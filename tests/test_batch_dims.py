@@ -123,6 +123,22 @@ def test_the_batch_behind_the_steps_is_split(recurrent: bool) -> None:
     gradients = sum(8 * p.numel() for p in model.parameters())
     assert "all_to_all" not in sent
     assert sum(sent.values()) <= 2 * gradients + 8
+class OneByOne(nn.Module):
+    """Calls its layer with one sample at a time, to save memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(torch.cat([self.mix(part) for part in x.split(1)]), target)
+
+
+def test_a_layer_called_with_one_sample_at_a_time_is_named() -> None:
+    inputs = tuple(torch.randn(_BATCH, 8) for _ in range(2))
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    with pytest.raises(autopar.ConstraintError, match=r"mix\.weight: .* with 1 of the batch of 4"):
+        autopar.plan(OneByOne(), cluster, inputs, constraints={"data": 2}, cache=False)
 
 
 def test_what_is_made_of_one_number_has_no_batch() -> None:

@@ -102,7 +102,7 @@ def _fed_by_inputs(step: Step) -> set[str]:
     Nor has an input that is one number, such as a timestep for all samples.
     """
     inputs = [(name, s) for name, s in step.inputs.items() if s.kind == "input"]
-    fed = {name for name, spec in inputs if math.prod(spec.shape) > 1}
+    fed = {name for name, spec in inputs if math.prod(spec.shape) != 1}
     fed |= {name for name in step.ports if not step.is_hoisted(name)}
     for op in step.ops.values():
         if any(name in fed for name, _ in op.operands):
@@ -181,8 +181,15 @@ def undivided_batch(contraction: Contraction, ranks: int, step: Step) -> str:
     given = [s for s in step.inputs.values() if s.kind == "input" and s.shape]
     sizes = ", ".join(f"{s.target} {list(s.shape)}" for s in given[:3])
     same = any(s.shape[0] == size for s in given)
-    what = f"the batch of {size}" if same else f"its batch dim of {size}"
     turn = " in a microbatch" if step.in_turns else ""
+    batch = given[0].shape[0] if given else 0
+    if size and not same and batch % size == 0 and batch % ranks == 0 and not turn:
+        return (
+            f"the forward calls it with {size} of the batch of {batch} at a time, which {ranks} "
+            f"ranks cannot share (inputs: {sizes}). Call it with the whole batch, or with parts "
+            f"that are multiples of {ranks}."
+        )
+    what = f"the batch of {size}" if same else f"its batch dim of {size}"
     next_size = max(ranks, size + -size % ranks)
     return (
         f"{what}{turn} is not divided by {ranks} ranks (inputs: {sizes}). Pass a batch that is a "
