@@ -123,6 +123,8 @@ def test_the_batch_behind_the_steps_is_split(recurrent: bool) -> None:
     gradients = sum(8 * p.numel() for p in model.parameters())
     assert "all_to_all" not in sent
     assert sum(sent.values()) <= 2 * gradients + 8
+
+
 class OneByOne(nn.Module):
     """Calls its layer with one sample at a time, to save memory."""
 
