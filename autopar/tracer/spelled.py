@@ -38,7 +38,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from functools import partial
-from itertools import groupby
 from typing import Any, NoReturn
 
 import torch
@@ -47,7 +46,6 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from autopar.core.ops import ops
 from autopar.errors import TraceError
 from autopar.tracer.derivatives import DERIVING, Derivatives
 from autopar.tracer.diagnose import SYMBOLIC, innermost_line
@@ -59,6 +57,7 @@ from autopar.tracer.padded_layers import encoder_forward
 from autopar.tracer.randomness import draws
 from autopar.tracer.recurrent import recurrent_call
 from autopar.tracer.same_masks import SameMasks
+from autopar.tracer.spelled_functions import spelled_function
 from autopar.tracer.sure_draws import SureDraws
 
 __all__ = ["Spelled"]
@@ -131,12 +130,6 @@ class Spelled(TorchFunctionMode):
             return args[0].detach()
         if func == _SET_DATA:
             return _set_data(*args)
-        if func in (torch.bincount, torch.Tensor.bincount):
-            return _bincount(func, *args, **kwargs)
-        if func is torch.cov:
-            return _cov(*args, **kwargs)
-        if func in (torch.corrcoef, torch.Tensor.corrcoef):
-            return _corrcoef(*args)
         if (made := numbers_on_meta(func, args, kwargs)) is not None:
             return made
         if func in _INDEXING:
@@ -144,19 +137,10 @@ class Spelled(TorchFunctionMode):
         if kwargs.get("generator") is not None:
             _refuse_generator(func)
         kwargs = {k: x for k, x in kwargs.items() if k != "generator"}  # it chooses another op
-        if func is torch.normal and (len(args) == 3 or "size" in kwargs):
-            return _normal(*args, **kwargs)
-        if func in (F.ctc_loss, torch.ctc_loss):
-            return _ctc_loss(self._padded, *args, **kwargs)
+        if (found := spelled_function(func, args, kwargs, self._padded)) is not None:
+            return found
         if (found := recurrent_call(func, args, kwargs)) is not None:
             return found
-        if func is F.instance_norm:
-            return _instance_norm(*args, **kwargs)
-        if func is torch.instance_norm:
-            x, weight, bias, mean, var, *rest = args
-            return _instance_norm(x, mean, var, weight, bias, *rest[:3])
-        if func is torch.Tensor.fill_diagonal_:
-            return _fill_diagonal(*args, **kwargs)
         if func in _FREEZING and isinstance(args[0], nn.Parameter):
             _refuse_freezing(*args, **kwargs)
         self.derivatives.note(func, args)
@@ -305,27 +289,6 @@ def _as_python(function: Any, *args: Any, **kwargs: Any) -> Any:
     return made_of(*args, **kwargs)
 
 
-def _instance_norm(
-    x: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    if running_mean is None or running_var is None or not use_input_stats:
-        stats = (running_mean, running_var)
-        return F.instance_norm(x, *stats, weight, bias, use_input_stats, momentum, eps)
-    with torch.no_grad():
-        inside = list(range(2, x.dim()))
-        var, mean = torch.var_mean(x.to(running_mean.dtype), inside, correction=1)
-        running_mean.add_((mean.mean(0) - running_mean) * momentum)
-        running_var.add_((var.mean(0) - running_var) * momentum)
-    return F.instance_norm(x, None, None, weight, bias, True, momentum, eps)
-
-
 # methods of torch's -> what is called instead
 _MODE: dict[tuple[Any, str], Callable[..., Any]] = {
     (nn.modules.batchnorm._BatchNorm, "forward"): _batch_norm,
@@ -339,80 +302,3 @@ _INNER: dict[tuple[Any, str], Callable[..., Any]] = {
     (torch._functorch.eager_transforms, "_jvp_with_argnums"): _refuse_derivative,
     (torch.nn.modules.transformer, "_detect_is_causal_mask"): _hinted,
 }
-
-
-def _bincount(func: Any, x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    if not minlength:
-        found: Tensor = func(x, weights)
-        return found
-    if weights is None:
-        weights = torch.ones_like(x, dtype=torch.int64)
-    elif weights.dtype is not torch.float32:
-        weights = weights.to(torch.float64)
-    return weights.new_zeros(minlength).index_add(0, x.to(torch.int64), weights)
-
-
-def _fill_diagonal(x: Tensor, value: Any, wrap: bool = False) -> Tensor:
-    """Of a matrix; a tall one has it again below a row left out, if it wraps."""
-    if x.dim() != 2:
-        return x.fill_diagonal_(value, wrap)
-    rows, columns = (torch.arange(size, device=x.device) for size in x.shape)
-    rows = rows % (x.shape[1] + 1) if wrap else rows
-    return x.masked_fill_(rows.unsqueeze(1) == columns, value)
-
-
-def _cov(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Covariances of the rows of x (variables, observations)."""
-    if x.dim() != 2 or args or kwargs.keys() - {"correction"}:
-        return torch.cov(x, *args, **kwargs)
-    centred = x - x.mean(1, keepdim=True)
-    divisor = max(0, x.shape[1] - kwargs.get("correction", 1))
-    return centred @ centred.mH / divisor if divisor else torch.cov(x, **kwargs)
-
-
-def _corrcoef(x: Tensor) -> Tensor:
-    """Correlations of the rows of x (variables, observations)."""
-    covariance = _cov(x)
-    if covariance.dim() != 2:
-        return torch.corrcoef(x)
-    deviation = covariance.diagonal().real.sqrt()
-    found = covariance / deviation.unsqueeze(1) / deviation.unsqueeze(0)
-    if not found.is_complex():
-        return found.clamp(-1, 1)
-    return torch.complex(found.real.clamp(-1, 1), found.imag.clamp(-1, 1))
-
-
-def _normal(
-    mean: float, std: float, size: Any, *, generator: None = None, **options: Any
-) -> Tensor:
-    return torch.randn(size, **options) * std + mean
-
-
-def _ctc_loss(
-    padded: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Any,
-    target_lengths: Any,
-    blank: int = 0,
-    reduction: str | int = "mean",
-    zero_infinity: bool = False,
-) -> Tensor:
-    """Of (T, N, C), or of one sample (T, C); a mean is over samples, each over its length."""
-    steps, long = (_lengths(x, log_probs.device) for x in (input_lengths, target_lengths))
-    batch = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
-    targets, checked = padded(targets, long)
-    losses = ops.ctc(batch, targets, steps, checked, blank, zero_infinity)
-    if reduction in ("mean", 1):
-        return (losses / long.clamp(min=1).to(losses)).mean()
-    if reduction in ("sum", 2):
-        return losses.sum()
-    return losses if log_probs.dim() == 3 else losses.squeeze(0)
-
-
-def _lengths(given: Any, device: torch.device) -> Tensor:
-    """Lengths as a tensor; of numbers, made from runs, which the meta device keeps."""
-    if isinstance(given, Tensor):
-        return given.reshape(-1)
-    runs = [(value, len(list(same))) for value, same in groupby(given)]
-    return torch.cat([torch.full((count,), value, device=device) for value, count in runs])
