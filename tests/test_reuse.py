@@ -86,3 +86,17 @@ def test_the_second_operand_takes_a_sum_but_not_a_difference() -> None:
     assert aten.add_.Tensor in targets and aten.sub_.Tensor not in targets
     for found, expected in zip(_run(graph), plain, strict=True):
         assert torch.equal(found, expected)
+
+
+def test_an_operand_of_another_layout_is_left_alone() -> None:
+    """The sum has the layout of its first operand; kernels behind it rely on that."""
+    graph = fx.Graph()
+    x, y = _inputs(graph, (4, 3), (3, 4))
+    fresh = _call(graph, aten.mul.Tensor, x, 2.0)
+    turned = _call(graph, aten.permute.default, y, [1, 0])
+    total = _call(graph, aten.add.Tensor, turned, fresh)
+    graph.output((total,))
+    assert total.meta["val"].stride() != fresh.meta["val"].stride()
+    write_over_operands(graph)
+    assert total.target is aten.add.Tensor
+    assert _run(graph)[0].shape == (4, 3)
