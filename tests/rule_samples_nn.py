@@ -455,6 +455,7 @@ def _recurrent(cell: str, *, projected: bool, bias: bool, varied: bool, reverse:
     )
 
 
+_add("longest", autopar.longest.default, lambda: [torch.tensor([2, 5, 1, 5])], 5)
 _recurrent("lstm", projected=False, bias=True, varied=False, reverse=True)
 _recurrent("lstm", projected=True, bias=False, varied=False, reverse=False)
 _recurrent("lstm", projected=False, bias=True, varied=True, reverse=True)
