@@ -110,9 +110,9 @@ def replaced_functions(forms: Mapping[str, Callable[..., Any]]) -> Iterator[None
     functions = [getattr(import_module(_PLACES[name]), name) for name in forms]
     kept = [function.__code__ for function in functions]
     _forms.append(forms)
-    for name, function in zip(forms, functions, strict=True):
-        function.__code__ = _TRAMPOLINES[name].__code__
     try:
+        for name, function in zip(forms, functions, strict=True):
+            function.__code__ = _TRAMPOLINES[name].__code__
         yield
     finally:
         _forms.pop()

@@ -92,8 +92,9 @@ def alibi(model: Attends, _: Tensor) -> dict[str, Any]:
 
 def learned(model: Attends, _: Tensor) -> dict[str, Any]:
     def biased(score: Tensor, _b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        known = score  # the same one, under two names
         score += model.table[h, q - k + LENGTH - 1]
-        return torch.where(q >= k, score - model.slope[h] * (q - k), -math.inf)
+        return torch.where(q >= k, known - model.slope[h] * (q - k), -math.inf)
 
     return {"score_mod": biased}
 

@@ -316,3 +316,62 @@ def test_states_of_another_dtype_are_refused_with_what_to_do() -> None:
     with pytest.raises(TraceError, match=r"first state of torch\.float32: .*state\.to") as caught:
         trace(Started(), (_x(),), precision="bf16")
     assert "test_recurrent.py" in str(caught.value)
+
+
+class Rows(nn.Module):
+    """Reads the rows of packed sequences in the ways that torch's functions take them."""
+
+    def __init__(self, read: Any) -> None:
+        super().__init__()
+        self.layer = nn.utils.parametrizations.weight_norm(
+            nn.LSTM(6, 8, batch_first=True), "weight_hh_l0"
+        )
+        self.other = nn.GRU(6, 8, batch_first=True)
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.read = read
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return self.read(self.layer(packed)[0], self.other(packed)[0], self.weight)
+
+
+_READS = {
+    "tuple": lambda a, b, w: torch.cat((a.data, b.data), -1).square().mean(),
+    "list": lambda a, b, w: torch.stack([a.data, b.data * 2]).square().mean(),
+    "keyword": lambda a, b, w: F.linear(input=a.data, weight=w).square().mean(),
+    "count": lambda a, b, w: (a.data @ w).square().sum() / a.batch_sizes.sum() + b.data.mean(),
+}
+
+
+@pytest.mark.parametrize("read", _READS)
+def test_rows_are_read_as_they_are(read: str) -> None:
+    torch.manual_seed(0)
+    model = Rows(_READS[read]).double()
+    inputs = torch.randn(4, 5, 6).double(), _LENGTHS
+    plan = plan_for(model, inputs, (2,), {"data": 2})
+    result = autopar.verify(plan, model, inputs)
+    assert result.worst[1] < 1e-9, result.worst
+
+
+def test_a_packed_layer_runs_in_low_precision() -> None:
+    torch.manual_seed(0)
+    model, inputs = Packed(nn.LSTM, False, True), _sequences(False)
+    plan = plan_for(model, inputs, (2,), {"data": 2}, precision="bf16")
+    assert autopar.verify(plan, model, inputs).worst[1] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("read", "said"),
+    [
+        (lambda a, b, w: a, "returns a packed sequence"),
+        (lambda a, b, w: (a.data, b.data), "returns a packed sequence"),
+        (
+            lambda a, b, w: pad_packed_sequence(PackedSequence(a.data * 2, a.batch_sizes + 0))[0],
+            "batch sizes that pack_padded_sequence did not make",
+        ),
+    ],
+)
+def test_packed_sequences_that_no_graph_can_hold_are_refused(read: Any, said: str) -> None:
+    inputs = torch.randn(4, 5, 6), _LENGTHS
+    with pytest.raises(TraceError, match=said):
+        trace(Rows(read), inputs, training=False)

@@ -151,7 +151,11 @@ def _longest_fake(lengths: Tensor, steps: int) -> Tensor:
 
 
 @fake_of("recurrent")
-def _recurrent_fake(cell, x, h, c, *others):  # type: ignore[no-untyped-def]
+def _recurrent_fake(cell, x, h, c, w_ih, *others):  # type: ignore[no-untyped-def]
+    if w_ih.dtype != x.dtype:
+        raise RuntimeError(
+            f"a recurrent layer has inputs of {x.dtype} and weights of {w_ih.dtype}: cast them"
+        )
     if h.dtype != x.dtype:
         raise RuntimeError(
             f"a recurrent layer has inputs of {x.dtype} and a first state of {h.dtype}: cast it, "

@@ -28,6 +28,7 @@ __all__ = [
 
 aten = torch.ops.aten
 autopar_ops = torch.ops.autopar
+_CONTRACTING = (autopar_ops.einsum.default, aten.convolution.default, aten.mm.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +69,7 @@ def find_contractions(
     found: dict[str, Contraction] = {}
     fed = _fed_by_inputs(step)
     for op in step.ops.values():
-        if not op.forward or op.call.target not in (
-            autopar_ops.einsum.default,
-            aten.convolution.default,
-            aten.mm.default,
-        ):
+        if not op.forward or op.call.target not in _CONTRACTING:
             continue
         sources = [unview(step.ops, value)[0] for value in op.operands[:2]]
         weights = [i for i, name in enumerate(sources) if name in step.parameters]
@@ -121,11 +118,13 @@ def input_batch_dims(step: Step, axis_size: int) -> dict[str, int]:
         axis_size: devices that the batch is split over.
     """
     first = _counting(step, 0)
-    reached, stopped = _carried(step, axis_size, first)
-    if not stopped:
+    reached, stops = _carried(step, axis_size, first)
+    if not stops:
         return first
     second = _counting(step, 1)
-    return second if len(_carried(step, axis_size, second)[0]) > len(reached) else first
+    farther, ends = _carried(step, axis_size, second)
+    features = any(op.call.target in _CONTRACTING for op in ends)  # which a weight sums over
+    return second if len(farther) > len(reached) and not features else first
 
 
 def _counting(step: Step, dim: int) -> dict[str, int]:
@@ -137,25 +136,30 @@ def _counting(step: Step, dim: int) -> dict[str, int]:
 
 def _carried(
     step: Step, axis_size: int, inputs: Mapping[str, int]
-) -> tuple[dict[Value, Placement], bool]:
+) -> tuple[dict[Value, Placement], list[Op]]:
     """Where samples are split in a value, as far as the rules carry it from the inputs on.
 
-    What another stage sends is taken to have them first. Also, whether an op has stopped it.
+    What another stage sends is taken to have them first. Also, the ops that stop it.
     """
     found: dict[Value, Placement] = {(name, 0): Shard(dim) for name, dim in inputs.items()}
     found |= {(name, 0): Shard(0) for name in step.ports if not step.is_hoisted(name)}
-    stopped = False
+    stops: list[Op] = []
     for op in step.ops.values():
         held = {i: found[value] for i, value in enumerate(op.operands) if value in found}
         if not op.forward or not held:
             continue
         rows_of_op = axis_rows(replace(op.call, axis_size=axis_size))
         row = next((row for row in rows_of_op if _splits(row, held)), None)
-        stopped |= row is None
+        if row is None or _is_contracted(op, row):
+            stops.append(op)
         for index, out in enumerate(row.outputs if row else ()):
             if out.is_shard and not out.own:
                 found[op.name, index] = out
-    return found, stopped
+    return found, stops
+
+
+def _is_contracted(op: Op, row: AxisStrategy) -> bool:
+    return op.call.target in _CONTRACTING and any(p.is_partial for p in row.outputs)
 
 
 def _splits(row: AxisStrategy, held: Mapping[int, Placement]) -> bool:

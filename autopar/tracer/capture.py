@@ -41,6 +41,7 @@ from autopar.tracer.layouts import refuse_given, refuse_made
 from autopar.tracer.left_out import leave_out, warn_of_left_out
 from autopar.tracer.no_grad import keep_written_gradients, mark_no_grad, restore_lines
 from autopar.tracer.outside_tensors import OutsideTensors, say_own
+from autopar.tracer.packed_rows import PackedRows
 from autopar.tracer.picked_places import say_picked
 from autopar.tracer.precision import call_in
 from autopar.tracer.spelled import Spelled
@@ -77,6 +78,7 @@ class Notes:
     left_out: tuple[str, ...] = ()
     both_sides: tuple[str, ...] = ()
     eager_calls: tuple[EagerCall, ...] = ()
+    packed: PackedRows | None = None
 
     def __init__(self) -> None:
         self.lines: dict[str, str] = {}
@@ -122,6 +124,12 @@ class Capture(nn.Module):
             output = self.called(args, kwargs)
         register_dataclasses(output)
         leaves, self.notes.out_spec = pytree.tree_flatten(output)
+        packed = self.notes.packed
+        if packed is not None and any(map(packed.is_stand_in, leaves)):
+            raise TraceError(
+                f"cannot trace {type(self.wrapped).__name__}: it returns a packed sequence, which "
+                "has as many rows as its lengths say. Return what pad_packed_sequence makes of it."
+            )
         self.notes.numbers = tuple(i for i, x in enumerate(leaves) if isinstance(x, SYMBOLIC))
         self.notes.constants = {i: x for i, x in enumerate(leaves) if isinstance(x, _CONSTANTS)}
         return [x if isinstance(x, (Tensor, int, float, bool)) else None for x in leaves]
@@ -253,6 +261,7 @@ def _captured(capture: Capture, args: Any, kwargs: Any) -> tuple[Any, Any, Answe
         outside = capture.notes.outside = OutsideTensors()
         higher = HigherOrder()
         spelled = Spelled(lines, answers.looped, outside, capture.graded)
+        capture.notes.packed = spelled.packed
         with (
             spelled,
             higher.called(),

@@ -44,8 +44,11 @@ ELEMENTWISE = frozenset(
     "bfloat16 int long bool clone detach zeros_like ones_like full_like".split()
 )
 _ATTRIBUTES = frozenset({"dtype", "device", "requires_grad", "is_cuda"})
-_IN_PLACE = {"iadd": torch.add, "isub": torch.sub, "imul": torch.mul, "itruediv": torch.div}
-_NEW = {"add_": torch.add, "sub_": torch.sub, "mul_": torch.mul, "div_": torch.div}
+_IN_PLACE = {
+    f"{mark}{name}{end}": getattr(torch, full)
+    for name, full in (("add", "add"), ("sub", "sub"), ("mul", "mul"))
+    for mark, end in (("i", ""), ("", "_"))
+}
 _SUMS = {"add": 1, "radd": 1, "sub": -1}
 
 
@@ -85,14 +88,26 @@ class Elementwise(TorchFunctionMode):
             return func(*args, **kwargs)
         plain = name.removeprefix("__").removesuffix("__")
         operands = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        if operands and (plain in _IN_PLACE or name in _NEW):
-            func = _IN_PLACE.get(plain) or _NEW[name]
-            plain = func.__name__
-        elif operands and plain not in ELEMENTWISE:
+        if operands and (plain in _IN_PLACE or name in _IN_PLACE):
+            return self._in_place(func, _IN_PLACE.get(plain) or _IN_PLACE[name], args, kwargs)
+        if operands and plain not in ELEMENTWISE:
             raise MoreThanElementwise
         if not all(self._is_number(x) for x in operands):
             raise MoreThanElementwise
         return self._noted(func(*args, **kwargs), plain, args, kwargs)
+
+    def _in_place(self, func: Any, plain: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The result of an op that writes to its first operand, which other names may have."""
+        operands = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if not all(self._is_number(x) for x in operands) or id(args[0]) in self.dims:
+            raise MoreThanElementwise
+        if id(args[0]) in self.added:
+            result = self._noted(plain(*args, **kwargs), plain.__name__, args, kwargs)
+            self.added[id(args[0])] = self.added[id(result)]
+            return result
+        if args[0].shape != torch.broadcast_shapes(*(x.shape for x in operands)):
+            raise MoreThanElementwise
+        return func(*args, **kwargs)
 
     def _is_number(self, x: Tensor) -> bool:
         if id(x) in self.dims:

@@ -12,6 +12,7 @@ noted: the step of an input that has other values is another one.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -277,10 +278,14 @@ class KnownValues(TorchFunctionMode):
         return self._places(mask, value)
 
     def _one_a_sample(self, flags: Tensor) -> bool:
-        """True for flags that come of an input with as many rows, such as the labels of a batch."""
+        """True for flags that come of an input with as many rows, such as the labels of a batch.
+
+        Rows of its first dims joined, too.
+        """
         given = dict((*self.sources.inputs.values(), *self.sources.untold.values()))
         origins = [given[name] for kind, name in self._known[id(flags)].origins if name in given]
-        return any(x.shape[:1] == flags.shape for x in origins)
+        rows = (math.prod(x.shape[:dims]) for x in origins for dims in range(1, x.dim() + 1))
+        return len(flags) in rows
 
     def _picked(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Results whose shapes depend on values, as constants or by places that are constants."""

@@ -10,6 +10,7 @@ places again when they are packed.
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Hashable
 from functools import partialmethod
 from types import FrameType
@@ -19,8 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.utils import _pytree as pytree
 
 from autopar.core.ops import ops
+from autopar.errors import TraceError
+from autopar.tracer.diagnose import innermost_line
 from autopar.tracer.recurrent import recurrent_layers
 from autopar.tracer.same_masks import SameMasks
 
@@ -93,16 +97,19 @@ class PackedRows:
             return args[0], torch.arange(len(args[0]), device=args[0].device)
         return args[0]
 
-    def picked(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments of a call, with the rows that are packed in place of stand-ins."""
-        if not self._rows or func in _ATTRIBUTES:
-            return args
-        return tuple(
-            [self._pick(x) for x in arg] if isinstance(arg, list) else self._pick(arg)
-            for arg in args
-        )
+    def picked(self, func: Any, given: Any) -> Any:
+        """Arguments of a call, with the rows that are packed, and their numbers, as they are."""
+        if func in _ATTRIBUTES or not any(map(self.is_stand_in, pytree.tree_leaves(given))):
+            return given
+        return given if _packing() is not None else pytree.tree_map(self._pick, given)
+
+    def is_stand_in(self, value: Any) -> bool:
+        """True for `data` and `batch_sizes` of a packed sequence, which are not what they seem."""
+        return id(value) in self._rows or id(value) in self._sizes
 
     def _pick(self, value: Any) -> Any:
+        if id(value) in self._sizes:
+            return self._sizes[id(value)][1].inside.sum(1)
         if id(value) not in self._rows:
             return value
         if id(value) not in self._picked:
@@ -119,6 +126,12 @@ class PackedRows:
         """What a packed sequence stands for; other rows than those packed, in their places."""
         if id(data) in self._rows:
             return self._rows[id(data)][1]
+        if id(sizes) not in self._sizes:
+            raise TraceError(
+                f"cannot trace {innermost_line(traceback.extract_stack())}\n  A packed sequence "
+                "has batch sizes that pack_padded_sequence did not make. Pass on those of the "
+                "sequence that its rows come from."
+            )
         steps, (_, long) = sizes.shape[0], self._sizes[id(sizes)]
         shape = (*long.inside.shape, *data.shape[1:])
         rows = torch.zeros(shape, dtype=data.dtype, device=data.device)
@@ -158,13 +171,18 @@ class PackedRows:
 
     def through(self, layer: Any, given: PackedSequence, state: Any) -> tuple[Any, Any]:
         """What a layer makes of a packed sequence."""
+        layer._update_flat_weights()  # a parametrization makes them anew
         found = self._of(given.data, given.batch_sizes)
         rows = found.rows
+        count = layer.num_layers * (2 if layer.bidirectional else 1)
+        sizes = [layer.proj_size or layer.hidden_size, layer.hidden_size]
+        shapes = [(count, rows.shape[1], size) for size in sizes]
         if state is None:
-            count = layer.num_layers * (2 if layer.bidirectional else 1)
-            sizes = [layer.proj_size or layer.hidden_size, layer.hidden_size]
-            zeros = [rows.new_zeros(count, rows.shape[1], size) for size in sizes]
+            zeros = [rows.new_zeros(shape) for shape in shapes]
             state = tuple(zeros) if layer.mode == "LSTM" else zeros[0]
+        for x, shape in zip(state if isinstance(state, tuple) else (state,), shapes, strict=False):
+            if tuple(x.shape) != shape:
+                raise RuntimeError(f"Expected hidden size {shape}, got {list(x.shape)}")
         out, *states = recurrent_layers(
             layer.mode.lower(), rows, state, layer._flat_weights, layer.bias, layer.num_layers,
             layer.dropout, layer.training, layer.bidirectional, False, found.long.lengths,

@@ -21,7 +21,7 @@ def recurrent_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     cell = name.removesuffix("_cell")
     if cell not in CELLS or func is not getattr(torch, name):
         return None
-    if isinstance(args[1], Tensor) and not args[1].is_floating_point():
+    if len(args) > 1 and isinstance(args[1], Tensor) and not args[1].is_floating_point():
         return None  # batch sizes, of rows that are packed
     call = recurrent_layers if name == cell else _one_step
     return call(cell, *args, **kwargs)
@@ -45,9 +45,9 @@ def _one_step(
 
 def recurrent_layers(
     cell: str,
-    x: Tensor,
-    state: Tensor | Sequence[Tensor],
-    weights: Sequence[Tensor],
+    input: Tensor,
+    hx: Tensor | Sequence[Tensor],
+    params: Sequence[Tensor],
     has_biases: bool,
     num_layers: int,
     dropout: float,
@@ -60,17 +60,17 @@ def recurrent_layers(
 
     Args:
         cell: name of the function.
-        x: (steps, batch, inputs), or (batch, steps, inputs) with `batch_first`.
-        state: of each layer and direction, (layers · directions, batch, H); an LSTM's has a cell
-            state beside.
-        weights: of each layer and direction, as modules have them.
+        input: (steps, batch, inputs), or (batch, steps, inputs) with `batch_first`.
+        hx: states of each layer and direction, (layers · directions, batch, H); an LSTM has cell
+            states beside.
+        params: weights of each layer and direction, as modules have them.
         has_biases, num_layers, dropout, train, bidirectional, batch_first: as modules have them.
         lengths: steps of each sample, (batch,); None: all.
     """
-    h, c = state if cell == "lstm" else (state, None)
+    h, c = hx if cell == "lstm" else (hx, None)
     directions = 2 if bidirectional else 1
-    each = len(weights) // (num_layers * directions)
-    out = x.transpose(0, 1) if batch_first else x
+    each = len(params) // (num_layers * directions)
+    out = input.transpose(0, 1) if batch_first else input
     last: list[tuple[Tensor, Tensor]] = []
     for layer in range(num_layers):
         if layer and dropout and train:
@@ -78,7 +78,7 @@ def recurrent_layers(
         found = []
         for direction in range(directions):
             index = layer * directions + direction
-            own = _by_name(weights[index * each : (index + 1) * each], has_biases)
+            own = _by_name(params[index * each : (index + 1) * each], has_biases)
             cell_state = None if c is None else c[index]
             result = ops.recurrent(cell, out, h[index], cell_state, *own, lengths, direction == 1)
             found.append(result[0])

@@ -148,7 +148,7 @@ class Spelled(TorchFunctionMode):
             return self.derivatives.take(func, args, kwargs)
         if (found := self.packed.called(func, args)) is not None:
             return found
-        args = self.packed.picked(func, args)
+        args, kwargs = self.packed.picked(func, (args, kwargs))
         if (places := self.loops.all_places(func, args)) is not None:
             return places
         if func in _SELECTING and len(args) == 2 and not kwargs:

@@ -36,7 +36,7 @@ class SureDraws:
         _, version = self.drawn.get(id(drawn), (None, None))
         if not isinstance(drawn, Tensor) or version != drawn._version:
             return None
-        if not isinstance(bound, (int, float)) or 0 < bound < 1:
+        if not isinstance(bound, (int, float)) or not (bound <= 0 or bound >= 1):
             return None
         truth = (name in _ABOVE) == (bound <= 0)
-        return torch.tensor([truth] * drawn.numel()).reshape(drawn.shape)
+        return torch.full(drawn.shape, truth, device=drawn.device)
