@@ -148,3 +148,20 @@ def test_both_sides_of_a_condition_are_computed() -> None:
     same.load_state_dict(model.state_dict())
     result = autopar.verify(plan, same, inputs, traced=traced)
     assert result.worst[1] < 1e-12, result.worst
+
+
+class Counting(nn.Module):
+    """One side of a condition updates the statistics of a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, self.norm, torch.clone, (x,)).square().mean()
+
+
+def test_a_side_that_writes_is_refused() -> None:
+    with pytest.raises(autopar.TraceError, match=r"side of torch\.cond writes") as caught:
+        trace(Counting(), (torch.randn(4, 8),))
+    assert "test_higher_order.py" in str(caught.value)

@@ -259,7 +259,7 @@ def _captured(capture: Capture, args: Any, kwargs: Any) -> tuple[Any, Any, Answe
     with passing_checks() as answers, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         outside = capture.notes.outside = OutsideTensors()
-        higher = HigherOrder()
+        higher = HigherOrder(capture.wrapped)
         spelled = Spelled(lines, answers.looped, outside, capture.graded)
         capture.notes.packed = spelled.packed
         with (

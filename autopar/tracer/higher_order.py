@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -37,9 +37,10 @@ _warned: set[str] = set()
 
 
 class HigherOrder:
-    """The calls of one export; `both_sides` are the lines of conditions on tensors."""
+    """The calls of one export of a model; `both_sides` are the lines of conditions on tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
         self.both_sides: dict[str, None] = {}
 
     def called(self) -> AbstractContextManager[None]:
@@ -49,7 +50,7 @@ class HigherOrder:
             {
                 "flex_attention": flex.flex_attention,
                 "create_mask": flex.create_mask,
-                "cond": partial(_cond, self.both_sides),
+                "cond": partial(_cond, self.model, self.both_sides),
                 "scan": _scan,
                 "associative_scan": _associative_scan,
                 "map": _map,
@@ -66,6 +67,7 @@ def warn_of_both(lines: Iterable[str]) -> None:
 
 
 def _cond(
+    model: nn.Module,
     both_sides: dict[str, None],
     pred: Any,
     true_fn: Callable[..., Any],
@@ -76,8 +78,15 @@ def _cond(
         return true_fn(*operands) if pred else false_fn(*operands)
     where = innermost_line(traceback.extract_stack())
     both_sides[where] = None
+    held = [*model.buffers(), *(x for x in pytree.tree_leaves(operands) if isinstance(x, Tensor))]
+    before = [x._version for x in held]
     taken, spec = pytree.tree_flatten(true_fn(*operands))
     other, other_spec = pytree.tree_flatten(false_fn(*operands))
+    if [x._version for x in held] != before:
+        raise TraceError(
+            f"cannot trace {where}\n  A side of torch.cond writes to a buffer or an operand, which "
+            "is not undone where the other side is taken. Return the new value instead."
+        )
     shapes = [tuple(x.shape) if isinstance(x, Tensor) else x for x in (*taken, *other)]
     if spec != other_spec or shapes[: len(taken)] != shapes[len(taken) :]:
         raise TraceError(
