@@ -39,4 +39,6 @@ class SureDraws:
         if not isinstance(bound, (int, float)) or not (bound <= 0 or bound >= 1):
             return None
         truth = (name in _ABOVE) == (bound <= 0)
+        if drawn.device.type == "cpu":  # a branch may ask for it
+            return torch.tensor([truth] * drawn.numel()).reshape(drawn.shape)
         return torch.full(drawn.shape, truth, device=drawn.device)
