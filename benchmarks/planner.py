@@ -10,7 +10,8 @@ would be fused on the devices; `--unfused` prices them one by one.
     python -m benchmarks.planner --rows all           # every model × mesh
     python -m benchmarks.planner --rows gpt-3b-p100x4 llama3-70b@32x8
 
-Models are built from transformers configs on the meta device; nothing is downloaded.
+Models are built on the meta device, all but the LSTM from transformers configs; nothing is
+downloaded.
 """
 
 from __future__ import annotations
