@@ -112,7 +112,7 @@ def replaced_functions(forms: Mapping[str, Callable[..., Any]]) -> Iterator[None
     _forms.append(forms)
     try:
         for name, function in zip(forms, functions, strict=True):
-            function.__code__ = _TRAMPOLINES[name].__code__
+            function.__code__ = _call_form.__code__.replace(co_name=name)
         yield
     finally:
         _forms.pop()
@@ -132,19 +132,13 @@ _PLACES = {
 _forms: list[Mapping[str, Callable[..., Any]]] = []
 
 
-def _trampoline(name: str) -> Any:
-    """A function whose code, which runs with the globals of torch's module, finds its form."""
-    source = (
-        "def call(*args, **kwargs):\n"
-        "    from autopar import _tracing\n"
-        f"    return _tracing._forms[-1][{name!r}](*args, **kwargs)\n"
-    )
-    made: dict[str, Any] = {}
-    exec(compile(source, __file__, "exec"), made)
-    return made["call"]
+def _call_form(*args: Any, **kwargs: Any) -> Any:
+    """Runs with the globals of torch's module, under the name of the function replaced."""
+    import sys
 
+    from autopar import _tracing
 
-_TRAMPOLINES = {name: _trampoline(name) for name in _PLACES}
+    return _tracing._forms[-1][sys._getframe().f_code.co_name](*args, **kwargs)
 
 
 def flex_outputs(out: Any, lse: Any, most: Any, return_lse: bool, return_aux: Any) -> Any:

@@ -47,7 +47,8 @@ from autopar.cost_model.collective_timing import measure_collectives
 from autopar.cost_model.compute import OpCost
 from autopar.cost_model.measure import measure_profile, write_profile
 from autopar.cost_model.memory import dtype_bytes
-from autopar.cost_model.probes import Probe, geometric_mean, held_out_probes, probes
+from autopar.cost_model.probe import Probe
+from autopar.cost_model.probes import geometric_mean, held_out_probes, probes
 from autopar.cost_model.ranks import on_ranks
 from autopar.cost_model.simulator import simulate
 from autopar.cost_model.timing import median_seconds

@@ -10,11 +10,11 @@ import math
 import random
 from collections.abc import Callable, Iterator
 
+from autopar.cost_model.byte_probes import byte_probes
+from autopar.cost_model.probe import Probe
 from autopar.cost_model.probes import (
-    Probe,
     attention_probes,
     batched_probes,
-    byte_probes,
     convolution_probes,
     matmul_probes,
     recurrent_probes,

@@ -280,3 +280,25 @@ def test_blocks_share_a_mask_that_is_made_before_them() -> None:
     assert names.count("aten.eq.Tensor") == 1
     # a mask made for two heads says nothing of the others, so that each layer asks anew
     assert names.count("aten.lt.Tensor") == len(Blocks().layers)
+
+
+class Numbered(nn.Module):
+    """Its mask writes to what it has picked, which is no part of the input."""
+
+    def forward(self, q: Tensor, documents: Tensor) -> Tensor:
+        def mask(b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            own = documents[b, query]
+            own += 1
+            return own > documents[b, key]
+
+        return flex_attention(q, q, q, block_mask=block_mask(mask, BATCH))  # type: ignore[no-any-return]
+
+
+def test_a_mask_does_not_write_to_what_it_reads() -> None:
+    torch.manual_seed(0)
+    documents = torch.randint(0, 3, (BATCH, LENGTH))
+    inputs = torch.randn(BATCH, HEADS, LENGTH, 4, dtype=torch.float64), documents
+    model = Numbered().eval()
+    plan = plan_for(model, inputs, (2,), {"data": 2}, training=False)
+    result = autopar.verify(plan, model, inputs)
+    assert result.worst[1] < 1e-12, result.worst

@@ -14,7 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.core.strategy import OpCall, TensorSpec
 from autopar.core.work import VARIANTS, family, global_flops, op_class
-from autopar.cost_model import Curve, compute_seconds_array, load_profile, probes, profile_names
+from autopar.cost_model import (
+    Curve,
+    byte_probes,
+    compute_seconds_array,
+    load_profile,
+    probes,
+    profile_names,
+)
 from autopar.cost_model.compute import OP_CLASSES, PLAINER
 from benchmarks.op_shapes import random_probes
 
@@ -66,7 +73,7 @@ def _recorded(function: Any, *args: Any, **kwargs: Any) -> OpCall:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """One set of operands for each probe: nothing is timed here."""
-    monkeypatch.setattr(probes, "_COLD_BYTES", 0)
+    monkeypatch.setattr(byte_probes, "_COLD_BYTES", 0)
 
 
 _SETS = {

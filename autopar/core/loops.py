@@ -21,7 +21,7 @@ __all__ = [
 LOOPS = frozenset({RECURRENT, RECURRENT_BACKWARD})
 _PASSES = 3  # of a backward
 _GRADIENTS = 3  # arguments in front of those of the forward
-# numbers that the backward holds for each unit of each step, as measured of ATen's on a CPU
+# about how many numbers ATen's backward on a CPU holds for each unit of each step
 _HELD = {"lstm": 23, "gru": 9, "rnn_tanh": 2, "rnn_relu": 2}
 
 

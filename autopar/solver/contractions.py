@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -18,9 +19,10 @@ from autopar.solver.step import Op, Step, Value, unview
 __all__ = [
     "Contraction",
     "Gradient",
+    "Samples",
     "find_contractions",
     "find_gradients",
-    "input_batch_dims",
+    "find_samples",
     "is_attention",
     "kind_on_axis",
     "undivided_batch",
@@ -55,16 +57,14 @@ class Contraction:
 
 
 def find_contractions(
-    traced: TracedModel, step: Step, axis_size: int, batch_dims: Mapping[str, int]
+    traced: TracedModel, step: Step, samples: Mapping[Value, Placement]
 ) -> dict[str, Contraction]:
     """Contractions of a weight with what depends on the inputs, in the forward, by op name.
 
     Args:
         traced, step: the model.
-        axis_size: devices that the batch is pinned to; 1 where it is not.
-        batch_dims: of inputs (`input_batch_dims`).
+        samples: where they are split, if the batch is pinned (`find_samples`).
     """
-    samples = _carried(step, axis_size, batch_dims)[0] if axis_size > 1 else {}
     nodes = {n.name: n for n in traced.graph.nodes}
     found: dict[str, Contraction] = {}
     fed = _fed_by_inputs(step)
@@ -107,11 +107,17 @@ def _fed_by_inputs(step: Step) -> set[str]:
     return fed
 
 
-def input_batch_dims(step: Step, axis_size: int) -> dict[str, int]:
-    """The dim that counts samples of each input that has one, by its placeholder.
+class Samples(NamedTuple):
+    """Where samples are split: the dim of each input that has them, and of what the rules reach."""
 
-    The first, unless the rules carry the second one further: a recurrent layer of (steps, batch, …)
-    mixes its steps.
+    dims: Mapping[str, int]
+    carried: Mapping[Value, Placement]
+
+
+def find_samples(step: Step, axis_size: int) -> Samples:
+    """Where samples are: in the first dim of inputs, unless the rules carry the second one further.
+
+    A recurrent layer of (steps, batch, …) mixes its steps.
 
     Args:
         step: of the model.
@@ -119,12 +125,13 @@ def input_batch_dims(step: Step, axis_size: int) -> dict[str, int]:
     """
     first = _counting(step, 0)
     reached, stops = _carried(step, axis_size, first)
-    if not stops:
-        return first
-    second = _counting(step, 1)
-    farther, ends = _carried(step, axis_size, second)
-    features = any(op.call.target in _CONTRACTING for op in ends)  # which a weight sums over
-    return second if len(farther) > len(reached) and not features else first
+    if stops:
+        second = _counting(step, 1)
+        farther, ends = _carried(step, axis_size, second)
+        features = any(op.call.target in _CONTRACTING for op in ends)  # which a weight sums over
+        if len(farther) > len(reached) and not features:
+            return Samples(second, farther)
+    return Samples(first, reached)
 
 
 def _counting(step: Step, dim: int) -> dict[str, int]:

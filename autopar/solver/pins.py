@@ -35,9 +35,10 @@ from autopar.errors import ConstraintError
 from autopar.solver.candidates import Candidate
 from autopar.solver.contractions import (
     Contraction,
+    Samples,
     find_contractions,
     find_gradients,
-    input_batch_dims,
+    find_samples,
     is_attention,
     kind_on_axis,
     undivided_batch,
@@ -89,8 +90,9 @@ class Pins:
         self.data_axes = [i for i, name in split if name == "data"]
         self.sequence_axes = [i for i, name in split if name == "sequence"]
         batch = math.prod(self.mesh_shape[i] for i in self.data_axes)
-        self.batch_dims = input_batch_dims(step, batch) if batch > 1 else {}
-        self.contractions = find_contractions(traced, step, batch, self.batch_dims)
+        samples = find_samples(step, batch) if batch > 1 else Samples({}, {})
+        self.batch_dims = samples.dims
+        self.contractions = find_contractions(traced, step, samples.carried)
         # the axes of N and K are interchangeable: the first contraction settles which is which
         self.first = next((c.op.name for c in self.contractions.values() if c.core), None)
         self.by_weight: dict[str, list[Contraction]] = {}

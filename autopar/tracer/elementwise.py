@@ -49,6 +49,8 @@ _IN_PLACE = {
     for name, full in (("add", "add"), ("sub", "sub"), ("mul", "mul"))
     for mark, end in (("i", ""), ("", "_"))
 }
+# may return their operand, or a view of it
+_KEEPING = frozenset("to type type_as float double half bfloat16 int long bool detach pos".split())
 _SUMS = {"add": 1, "radd": 1, "sub": -1}
 
 
@@ -73,6 +75,8 @@ class Elementwise(TorchFunctionMode):
         self.numbers = {id(x): x for x in (*indices, *score)}
         self.picked: dict[int, tuple[Tensor, Tensor, tuple[Any, ...]]] = {}
         self.added: dict[int, Added] = {}
+        # what may be written to: views of a user's tensors may not
+        self.own = {id(x) for x in score}
         if follow is not None:
             self.numbers[id(follow)] = follow
             self.added[id(follow)] = Added()
@@ -105,7 +109,8 @@ class Elementwise(TorchFunctionMode):
             result = self._noted(plain(*args, **kwargs), plain.__name__, args, kwargs)
             self.added[id(args[0])] = self.added[id(result)]
             return result
-        if args[0].shape != torch.broadcast_shapes(*(x.shape for x in operands)):
+        shape = torch.broadcast_shapes(*(x.shape for x in operands))
+        if id(args[0]) not in self.own or args[0].shape != shape:
             raise MoreThanElementwise
         return func(*args, **kwargs)
 
@@ -123,6 +128,8 @@ class Elementwise(TorchFunctionMode):
         elif result.dim() and not any(isinstance(x, Tensor) for x in (*args, *kwargs.values())):
             raise MoreThanElementwise  # a table that the function makes
         self.numbers[id(result)] = result
+        if name not in _KEEPING:
+            self.own.add(id(result))
         return result
 
     def _follow(self, result: Tensor, name: str, args: Any, kwargs: dict[str, Any]) -> None:

@@ -99,7 +99,11 @@ class PackedRows:
 
     def picked(self, func: Any, given: Any) -> Any:
         """Arguments of a call, with the rows that are packed, and their numbers, as they are."""
-        if func in _ATTRIBUTES or not any(map(self.is_stand_in, pytree.tree_leaves(given))):
+        if (
+            not self._rows
+            or func in _ATTRIBUTES
+            or not any(map(self.is_stand_in, pytree.tree_leaves(given)))
+        ):
             return given
         return given if _packing() is not None else pytree.tree_map(self._pick, given)
 
