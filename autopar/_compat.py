@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
-from types import CellType, FunctionType
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -35,6 +33,8 @@ from torch.library import Library
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv
+
+from autopar._forms import filled, form_of
 
 __all__ = [
     "asks_emptiness",
@@ -241,7 +241,7 @@ def register_dataclasses(value: Any) -> None:
 
 def _mask_parts(mask: Any) -> tuple[list[Tensor], Any]:
     tensors: list[Tensor] = []
-    return tensors, (type(mask), _form(vars(mask), tensors))
+    return tensors, (type(mask), form_of(vars(mask), tensors))
 
 
 def _mask_parts_by_place(mask: Any) -> tuple[list[tuple[Any, Tensor]], Any]:
@@ -252,66 +252,8 @@ def _mask_parts_by_place(mask: Any) -> tuple[list[tuple[Any, Tensor]], Any]:
 def _mask_of_parts(tensors: Iterable[Tensor], context: Any) -> Any:
     kind, form = context
     mask = kind.__new__(kind)
-    vars(mask).update(_filled(form, iter(tensors)))
+    vars(mask).update(filled(form, iter(tensors)))
     return mask
-
-
-def _form(value: Any, tensors: list[Tensor]) -> Any:
-    """What a value is, but for the tensors in it and around functions in it, which are listed.
-
-    Forms of functions that the same line makes are equal.
-    """
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return (Tensor,)
-    if isinstance(value, partial):
-        return partial, _form((value.func, value.args, value.keywords), tensors)
-    if isinstance(value, FunctionType):
-        around = tuple(cell.cell_contents for cell in value.__closure__ or ())
-        inside = (around, value.__defaults__, value.__kwdefaults__)
-        code = value.__code__
-        return FunctionType, code, _Globals(value.__globals__), _form(inside, tensors)
-    if type(value) in (tuple, list):
-        return type(value), tuple(_form(x, tensors) for x in value)
-    if type(value) is dict:
-        return dict, tuple(value), tuple(_form(x, tensors) for x in value.values())
-    return None, value
-
-
-def _filled(form: Any, tensors: Iterator[Tensor]) -> Any:
-    """The value of a form, with other tensors in the places of its own."""
-    kind, *parts = form
-    if kind is Tensor:
-        return next(tensors)
-    if kind is partial:
-        function, args, keywords = _filled(parts[0], tensors)
-        return partial(function, *args, **keywords)
-    if kind is FunctionType:
-        code, found, inside = parts
-        around, defaults, keyword_defaults = _filled(inside, tensors)
-        cells = tuple(CellType(x) for x in around)
-        made = FunctionType(code, found.names, code.co_name, defaults, cells)
-        made.__kwdefaults__ = keyword_defaults
-        return made
-    if kind is dict:
-        return dict(zip(parts[0], (_filled(x, tensors) for x in parts[1]), strict=True))
-    return parts[0] if kind is None else kind(_filled(x, tensors) for x in parts[0])
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
-class _Globals:
-    """The global names of a function, of which there is one mapping for each module."""
-
-    names: dict[str, Any]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Globals) and self.names is other.names
-
-    def __hash__(self) -> int:
-        return id(self.names)
-
-    def __repr__(self) -> str:
-        return f"names of {self.names.get('__name__')}"
 
 
 def _holds_tensors(value: Any) -> bool:
