@@ -33,6 +33,7 @@ from autopar.solver.fit import UNLIMITED
 from autopar.solver.offers import Offers
 from autopar.solver.pipelines.balanced_cuts import _on_the_clock, balanced_cuts, expected_seconds
 from autopar.solver.pipelines.cuts import least_cuts, runs_of
+from autopar.solver.pipelines.floor import Floors
 from autopar.solver.pipelines.functionals import functionals
 from autopar.solver.pipelines.ideal import BlockWork
 from autopar.solver.pipelines.pipeline_shape import (
@@ -544,6 +545,28 @@ def test_whole_runs_are_bounded_in_what_tells() -> None:
     for kind in every - known.wide:
         search.planner.widen(shape, kind)
     assert shapes._bound(shape, known.level) <= known.bound_s * (1 + 1e-2)
+
+
+def test_sums_found_behind_those_of_whole_steps_are_those_found_with_them(monkeypatch) -> None:
+    traced, cluster = stack(14)[2], near_ranks(4, 1e9)
+    shape = PipelineShape(size=4, microbatches=16, schedule="1f1b")
+    once, planner = (
+        StagePlanner(traced, cluster, Constraints(), None, "adamw", Offers(cluster))
+        for _ in range(2)
+    )
+    whole = once.turn(shape)
+    few = planner.turn(shape, parts=False)
+    assert np.array_equal(few.step, whole.step)
+    assert all((few.found[name] <= seconds).all() for name, seconds in whole.found.items())
+    assert any((few.found[name] < seconds).any() for name, seconds in whole.found.items())
+    asked: list[set[str]] = []
+    found = Floors._found
+    monkeypatch.setattr(Floors, "_found", lambda s, a, w: (asked.append(set(w)), found(s, a, w))[1])
+    turn = planner.turn(shape)
+    assert not any("step" in names for names in asked)  # known
+    for mine, theirs in ((turn.found, whole.found), (turn.beside, whole.beside)):
+        assert mine.keys() == theirs.keys()
+        assert all(np.array_equal(mine[name], theirs[name]) for name in mine)
 
 
 @pytest.mark.parametrize(

@@ -93,10 +93,11 @@ def copy_part(
     env: dict[fx.Node, fx.Node] = {}
     for node in inputs:
         env[node] = graph.placeholder(node.name)
-        env[node].meta = dict(node.meta)
+        env[node].meta.update(node.meta)
     for node in body:
         env[node] = graph.node_copy(node, env.__getitem__)
-        env[node].target = _DIRECT.get(node.target, node.target)
+        if node.target in _DIRECT:
+            env[node].target = _DIRECT[node.target]
     graph.output(tuple(env[n] if isinstance(n, fx.Node) else None for n in outputs))
     _add_biases(graph)
     _drop_aliases(graph)

@@ -12,7 +12,7 @@ from autopar.core.constraints import PipelinePin
 from autopar.core.plan import Plan
 from autopar.core.units import format_bytes, format_seconds
 from autopar.errors import AutoparError, ConstraintError
-from autopar.search.shape_bounds import CLOSEST, ShapeBounds, is_bound_of
+from autopar.search.shape_bounds import CLOSEST, OWN_TURNS, ShapeBounds, is_bound_of
 from autopar.search.stage_planning import StagePlanner
 from autopar.solver.discrete.ilp import Infeasible
 from autopar.solver.pipelines.balanced_cuts import expected_seconds
@@ -197,7 +197,7 @@ class Shapes(ShapeBounds):
                 turn = self._turn(shape, CLOSEST, self.planner.rank_cluster(shape.size).num_devices)
                 expected_s = expected_seconds(self.planner.work, shape, turn)
                 known.expected_s = max(known.bound_s, expected_s)
-            if known.level == CLOSEST:
+            if known.level >= OWN_TURNS:
                 for other in [s for s in self.known if s != shape and is_bound_of(shape, s)]:
                     self.raised(other, self._bound(other, self.known[other].level))
         except Infeasible:

@@ -1,10 +1,11 @@
 """Bounds of the shapes of pipelines that a search ranges over.
 
-A shape is bounded three times, each time closer: by the work of its ops alone, with the
-communication of blocks in one turn (as no step gets cheaper by being run in more), and with that
-in its own turns. All cuts are allowed for, and every schedule that the search may take: one stage
-a rank in any order that begins with no more than 2 (p - r) - 1 forwards, such as 1F1B, zero-bubble
-and automatic orders, and two chunks a rank interleaved, cut as they would be.
+A shape is bounded four times, each time closer: by the work of its ops alone, with the
+communication of blocks in one turn (as no step gets cheaper by being run in more), with that of
+whole steps in its own turns, and of all sums of their parts (`functionals`). All cuts are allowed
+for, and every schedule that the search may take: one stage a rank in any order that begins with no
+more than 2 (p - r) - 1 forwards, such as 1F1B, zero-bubble and automatic orders, and two chunks a
+rank interleaved, cut as they would be.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from autopar.solver.pipelines.pipeline_shape import PipelineShape, least_seconds
 from autopar.solver.pipelines.turn import Turn, hoped
 from autopar.solver.pipelines.windows import WindowKind
 
-__all__ = ["CLOSEST", "ShapeBounds", "is_bound_of"]
+__all__ = ["CLOSEST", "OWN_TURNS", "ShapeBounds", "is_bound_of"]
 
-CLOSEST = 2  # level of the closest bound of a shape that is planned
+CLOSEST = 3  # level of the closest bound of a shape that is planned
+OWN_TURNS = 2  # level of the first that is of the shape's own turns
 _HIGHER = 0.05  # by which sums of whole runs are taken to be higher, to see which of them tell
 _OF_ALL_TURNS = ("step", "end")  # what is not less in more turns
 
@@ -99,8 +101,8 @@ class ShapeBounds:
             turn = turn.above(self.planner.one_turn(shape))
         for coarser in self.planner.coarser(shape):
             turn = turn.above(coarser)
-        if level == CLOSEST:
-            turn = turn.above(self.planner.turn(shape))
+        if level >= OWN_TURNS:
+            turn = turn.above(self.planner.turn(shape, parts=level == CLOSEST))
         within: dict[str, Array] = {}
         for other, tells in self.weighed.items():
             if tells and is_bound_of(other, shape):

@@ -7,7 +7,7 @@ shapes have in common is made once.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.codegen.microbatch import Microbatch, localise
@@ -60,6 +60,8 @@ class StageBounds:
         self._refused: dict[int, ConstraintError] = {}  # numbers of microbatches
         self._micros: dict[int, tuple[dict[str, NodePlan], Microbatch]] = {}
         self._turns: dict[tuple[int, int], Turn] = {}
+        self._begun: dict[tuple[int, int], Floors] = {}  # the last shape with no sum but "step"
+        self._whole: set[tuple[int, int]] = set()  # those with all sums
         self._wide: dict[tuple[int, int], Floors] = {}
         self._within: dict[tuple[int, int, int], Mapping[str, Array]] = {}
 
@@ -108,16 +110,26 @@ class StageBounds:
         automatic = pin is None or pin.schedule in (None, AUTOMATIC)
         return 2 * size - 1 if automatic else size
 
-    def turn(self, shape: PipelineShape) -> Turn:
+    def turn(self, shape: PipelineShape, *, parts: bool = True) -> Turn:
         """Lower bounds of all blocks on a rank of a pipeline, communication included.
+
+        Args:
+            shape: of the pipeline.
+            parts: of all sums; else of whole steps at least, which is soon found.
 
         Raises:
             ConstraintError: the model cannot be split into such microbatches.
         """
         key = (shape.size, shape.microbatches)
-        if key not in self._turns:
-            body = self.micro(shape.microbatches)[1].body
-            self._turns[key] = self._floored(body, shape, parts=True)
+        if key not in self._whole and (parts or key not in self._turns):
+            floors = self._begun.pop(key, None)
+            if floors is None:
+                floors = self._floors(self.micro(shape.microbatches)[1].body, shape, parts=True)
+            known = self._turns.get(key)
+            names = floors.wanted.keys() - ({"step"} if known else set()) if parts else {"step"}
+            self._turns[key] = self._floored(floors, shape, names, known)
+            self._begun = {} if parts else {key: floors}  # of many it would be much to hold
+            self._whole |= {key} if parts else set()
         return self._turns[key]
 
     def widen(self, shape: PipelineShape, kind: WindowKind) -> None:
@@ -173,7 +185,8 @@ class StageBounds:
         """The same from the step in one turn, for any number of turns: soon found, and lower."""
         if (shape.size, 0) not in self._turns:
             whole = replace(shape, microbatches=1)
-            self._turns[shape.size, 0] = self._floored(self.traced, whole, parts=False)
+            floors = self._floors(self.traced, whole, parts=False)
+            self._turns[shape.size, 0] = self._floored(floors, whole, {"step"})
         return self._turns[shape.size, 0].in_turns(shape.microbatches)
 
     def coarser(self, shape: PipelineShape) -> list[Turn]:
@@ -201,7 +214,8 @@ class StageBounds:
             if cluster.mesh_shape == self.whole.mesh_shape:
                 turn = self.one_turn(whole)
             else:
-                turn = self._floored(self.traced, whole, parts=False, cluster=cluster)
+                floors = self._floors(self.traced, whole, parts=False, cluster=cluster)
+                turn = self._floored(floors, whole, {"step"})
             least_s = min(least_s, float(turn.step.sum()) * least_share(EXPOSED))
             if least_s <= enough_s:
                 break
@@ -221,12 +235,16 @@ class StageBounds:
         return Floors(body, inside, self.optimizer, offers, self.ahead(shape.size), parts)
 
     def _floored(
-        self, body: TracedModel, shape: PipelineShape, parts: bool, cluster: Cluster | None = None
+        self,
+        floors: Floors,
+        shape: PipelineShape,
+        names: Collection[str],
+        known: Turn | None = None,
     ) -> Turn:
-        floors = self._floors(body, shape, parts, cluster)
         ahead, devices = self.ahead(shape.size), self.whole.num_devices // shape.size
+        ideal = Turn.ideal(self.work, shape.microbatches, ahead, devices)
         try:
-            return floored(self.work, floors, shape.microbatches, ahead, devices)
+            return floored(self.work, floors, known or ideal, names)
         except Infeasible as error:
             raise ConstraintError(
                 f"{floors.pins.describe()} cannot hold on the {devices} devices of "

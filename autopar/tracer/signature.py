@@ -59,6 +59,8 @@ def input_specs(exported: Any, model: nn.Module) -> tuple[list[InputSpec], set[s
     plain: set[str] = set()
     buffers = dict(model.named_buffers(remove_duplicate=False))
     placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
+    parameters, kept = signature.inputs_to_parameters, signature.inputs_to_buffers
+    lifted = signature.inputs_to_lifted_tensor_constants  # each looks through all inputs
     names = _graph_names([node.name for node in placeholders])
     for node, name in zip(placeholders, names, strict=True):
         value = node.meta.get("val")
@@ -69,16 +71,16 @@ def input_specs(exported: Any, model: nn.Module) -> tuple[list[InputSpec], set[s
         dtype = value.dtype if is_tensor else torch.int64
         kind: Any = "input"
         target = node.name
-        if node.name in signature.inputs_to_parameters:
+        if node.name in parameters:
             kind = "parameter"
-            target = signature.inputs_to_parameters[node.name].removeprefix(PREFIX)
+            target = parameters[node.name].removeprefix(PREFIX)
             target = owner.get(target, target)
-        elif node.name in signature.inputs_to_buffers:
-            target = signature.inputs_to_buffers[node.name].removeprefix(PREFIX)
+        elif node.name in kept:
+            target = kept[node.name].removeprefix(PREFIX)
             kind = "buffer" if target in buffers else "constant"
-        elif node.name in signature.inputs_to_lifted_tensor_constants:
+        elif node.name in lifted:
             kind = "constant"
-            target = signature.inputs_to_lifted_tensor_constants[node.name]
+            target = lifted[node.name]
         specs.append(
             InputSpec(
                 node=name,

@@ -54,7 +54,7 @@ class Generated:
         self.reads = _operands(members)
         for node in self.reads:
             inside[node] = self.graph.placeholder(node.name)
-            inside[node].meta = dict(node.meta)
+            inside[node].meta.update(node.meta)
         for node in members:
             for source in node.all_input_nodes:
                 _copy_views(self.graph, source, inside)

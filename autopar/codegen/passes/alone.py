@@ -21,9 +21,8 @@ def cut_out(site: Site) -> fx.Graph:
         for source in node.all_input_nodes:
             if source not in env:
                 env[source] = graph.placeholder(source.name)
-                env[source].meta = dict(source.meta)
+                env[source].meta.update(source.meta)
         env[node] = graph.node_copy(node, env.__getitem__)
-        env[node].meta = dict(node.meta)
     ends = [n for n in inside if any(user not in inside for user in n.users)]
     graph.output(tuple(env[n] for n in sorted(ends)))
     return graph

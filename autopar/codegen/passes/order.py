@@ -105,18 +105,20 @@ def copied(graph: fx.Graph) -> fx.Graph:
     found = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        # arguments that are set behind the creation are not searched for symbols, half of the time
+        # arguments that are set behind the creation are not searched for symbols, and without
+        # `Node.__setattr__` the node is not entered anew in the graph's table: most of the time
         copies[node] = new = found.create_node(node.op, node.target, (), {}, node.name, node.type)
-        new.args = fx.map_arg(node.args, copies.__getitem__)
-        new.kwargs = fx.map_arg(node.kwargs, copies.__getitem__)
-        new.meta = dict(node.meta)
+        object.__setattr__(new, "args", fx.map_arg(node.args, copies.__getitem__))
+        if node.kwargs:
+            object.__setattr__(new, "kwargs", fx.map_arg(node.kwargs, copies.__getitem__))
+        new.meta.update(node.meta)
     return found
 
 
 def call_like(like: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
     """A call with its fake value, at the insertion point, as part of what `like` does."""
     node = like.graph.call_function(target, args, kwargs)
-    node.meta = {k: v for k, v in like.meta.items() if k in ("phase", "origin", "times")}
+    node.meta.update((k, v) for k, v in like.meta.items() if k in ("phase", "origin", "times"))
     node.meta["val"] = _fake(node)
     return node
 

@@ -144,17 +144,20 @@ class Floors:
         self.blocks = _Alone(self.step.blocks)
         self.cells = Cells(body)
         self._fed = dependents(body, "input", "seed")  # what is not, may run once a step
+        self._problems: dict[Hashable, Alone] = {}  # of blocks alone
 
     def held_as(self, optimizer: object) -> Floors:
         """The same with the optimizer in another place."""
         other = copy(self)
-        other.optimizer = optimizer
+        other.optimizer, other._problems = optimizer, {}
         return other
 
-    def of(self, blocks: Sequence[str]) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    def of(
+        self, blocks: Sequence[str], names: Collection[str]
+    ) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
         """Lower bounds of blocks (FQNs, `core/cells.py`), and of what is around each.
 
-        They are seconds of a step, all turns, by the names of `functionals`. A block that has all
+        They are seconds of a step, all turns, by `names` of `wanted`. A block that has all
         the ops of another one, and more, takes no less: found once. Where a gradient's op runs,
         before others or behind, makes no difference to some sums.
         """
@@ -163,16 +166,17 @@ class Floors:
         around = self._around(place, inside)
         parts = [self._only(names) for names in inside]
         kinds = [(self._kinds(part, ()), self._kinds(part, before)) for part in parts]
+        wanted = {name: weights for name, weights in self.wanted.items() if name in names}
         found: dict[int, dict[str, float]] = {}
         for i in sorted(range(len(blocks)), key=lambda i: len(parts[i].ops)):
             known: dict[str, float] = {}
-            for name, weights in self.wanted.items():
+            for name, weights in wanted.items():
                 split = weights.inputs != weights.weights
                 like = next((j for j in found if kinds[j][split] <= kinds[i][split]), None)
                 if like is not None:
                     known[name] = found[like][name]
-            found[i] = known | self._found(parts[i], before, self.wanted.keys() - known.keys())
-        beside = [self._found(self._only(names), before, self.wanted) for names in around]
+            found[i] = known | self._of_block(parts[i], before, wanted.keys() - known.keys())
+        beside = [self._of_block(self._only(names), before, wanted) for names in around]
         return [found[i] for i in range(len(blocks))], beside
 
     def _kinds(self, part: Step, before: Collection[str]) -> Counter[object]:
@@ -200,14 +204,20 @@ class Floors:
             own |= self._around(place, inside)[numbers[-1]]
         for name in own & place.keys():
             place[name] = -1
-        return self._found(self._only(own), self._before_others(place), wanted)
+        return self._found(self._alone(self._only(own), self._before_others(place)), wanted)
 
-    def _found(
+    def _of_block(
         self, part: Step, before: Collection[str], wanted: Collection[str]
     ) -> dict[str, float]:
+        """Lower bounds of a block alone, or of what is around one, which may be asked again."""
         if not wanted or not (part.ops or part.parameters):
             return dict.fromkeys(wanted, 0.0)
-        alone = self._alone(part, before)
+        key = (*part.ops, *part.parameters)
+        if key not in self._problems:
+            self._problems[key] = self._alone(part, before)
+        return self._found(self._problems[key], wanted)
+
+    def _found(self, alone: Alone, wanted: Collection[str]) -> dict[str, float]:
         return {
             name: _least(alone.weighed(weights))
             for name, weights in self.wanted.items()

@@ -7,7 +7,7 @@ below the line that joins them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -174,17 +174,23 @@ def _sums(seconds: Array, starts: Sequence[int], length: int) -> Array:
     return np.array([seconds[start : start + length].sum() for start in starts])
 
 
-def floored(work: BlockWork, floors: Floors, microbatches: int, ahead: int, devices: int) -> Turn:
-    """With communication of blocks and of what is around them."""
-    ideal = Turn.ideal(work, microbatches, ahead, devices)
+def floored(work: BlockWork, floors: Floors, turn: Turn, names: Collection[str]) -> Turn:
+    """With communication of blocks and of what is around them.
+
+    Args:
+        work: of the blocks.
+        floors: of the same step.
+        turn: what is known of them.
+        names: of the sums to be found, out of `floors.wanted`, that are not known yet.
+    """
     if not work.names:
-        return ideal
+        return turn
     inside, beside = (
         {name: np.array([row[name] for row in rows])[work.like] for name in rows[0]}
-        for rows in floors.of(work.held)
+        for rows in floors.of(work.held, names)
     )
     found = {name: seconds + beside[name] for name, seconds in inside.items()}
     if "inputs" in found:
         found["backward"] = found["inputs"] + found["weights"]
-    known = replace(ideal, found={**ideal.found, **found}).above(ideal)
-    return replace(known, beside=beside)
+    known = replace(turn, found={**turn.found, **found}).above(turn)
+    return replace(known, beside={**turn.beside, **beside})
