@@ -16,8 +16,9 @@ from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.errors import InfeasiblePlanError
 from autopar.search.pipelining import plan_step
+from autopar.solver import sums
 from autopar.solver.mixed_bound import least_mixed
-from autopar.solver.overlap import ALL
+from autopar.solver.overlap import ALL, weights_at
 from autopar.solver.solve import StepSearch, solve
 from autopar.tracer.trace import trace
 
@@ -120,3 +121,18 @@ def test_the_bound_does_not_hang_on_the_price_that_it_starts_with() -> None:
     free_s = solve(traced("deep"), cluster(), memory_limit=1 << 60, exposed=1.0).solver.bound
     assert min(found) > 1.02 * free_s
     assert min(found) >= 0.98 * max(found)
+
+
+@pytest.mark.parametrize(("gap", "takes_long"), [(0.5e-2, False), (5e-2, True)])
+def test_no_bound_that_takes_long_is_looked_for_near_one_that_is_known(
+    gap: float, takes_long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = StepSearch(traced("wide"), cluster(), memory_limit=int(0.9 * most("wide")))
+    search.run()
+    asked: list[float] = []
+    monkeypatch.setattr(sums, "least_mixed", lambda *given: asked.append(given[-1]) or 0.0)
+    told = search.search._told[-1]
+    now_s = told.free_s / (1 - gap)
+    weights = weights_at(told.t, search.exposed)
+    assert search.search.of_any(weights, now_s, now_s) == told.free_s
+    assert bool(asked) == takes_long

@@ -27,6 +27,7 @@ __all__ = ["SumSearch"]
 
 _SAME = 1e-9  # of t
 _NEAR = 5e-3  # of a bound, to what it need not exceed
+_PROVED = 1e-2  # gap with which none that takes long is looked for
 
 
 class _Told(NamedTuple):
@@ -154,7 +155,7 @@ class SumSearch:
         if self.without is not None or not given.traced.training or len(free) < 2 or not limited:
             return bound  # without a limit, nothing that is recomputed makes a step faster
         told = next(x for x in self._told if math.isclose(x.t, weights.t, abs_tol=_SAME))
-        if told.free_s >= min(bound, enough_s) or isinstance(pin, Mapping):
+        if told.free_s >= min(bound, enough_s) * (1 - _PROVED) or isinstance(pin, Mapping):
             return min(bound, told.free_s)
         # a gap of less is not looked at elsewhere either
         enough_s = min(bound, enough_s) * (1 - _NEAR)
