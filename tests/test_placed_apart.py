@@ -268,6 +268,37 @@ def test_a_limit_between_two_placements_gives_a_mixture(monkeypatch: pytest.Monk
     assert free.solver.objective < plan.solver.objective < 0.9 * alike.solver.objective
 
 
+class Stacks(nn.Module):
+    """Two lists of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (Stack(2, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first: torch.Tensor = self.first(x)
+        return first + self.second(x * 2)
+
+
+def test_a_mixture_that_begins_with_a_list_is_a_search_of_its_own() -> None:
+    torch.manual_seed(0)
+    model, inputs = Stacks().double(), {"x": torch.randn(4, 8).double()}
+    search = StepSearch(trace(model, inputs), cluster(2), memory_limit=UNLIMITED)
+    make = partial(search.search.variants.make, ALL, "adamw")
+    plain, free = make("none"), free_blocks(search.search.variants.traced, None)
+    plain.search.start(float("inf"), 0.0)
+    point = Point.of(plain, free[-1])
+    mixer = Mixer(point, point, free, make)
+    found = mixer.priced(2, mixer.both())
+    assert found is not None
+    assert found.variant is not plain
+    assert plain.search.memory.best is not None  # it is one of the plans that are mixed
+    found.variant.search.memory.best = found.fit
+    plan = search._as_plan(found.variant, 0.0)
+    assert sections_of(plan.checkpoint) == ()
+    assert autopar.verify(Plan.from_dict(plan.to_dict()), model, inputs).worst[1] < 1e-9
+
+
 def errors(rank: int, plan: dict[str, Any]) -> dict[str, float]:
     """Of the gradients of a rank's parameters, against those of one process."""
     torch.manual_seed(0)

@@ -75,13 +75,16 @@ def kinds_of(checkpoint: Checkpoint, blocks: Iterable[Block]) -> dict[Block, str
 
 
 def as_checkpoint(
-    kinds: Mapping[Block, str], sections: Mapping[Block, Hashable] | None = None
+    kinds: Mapping[Block, str],
+    sections: Mapping[Block, Hashable] | None = None,
+    by_run: bool = False,
 ) -> Checkpoint:
     """How a plan says the kinds of all blocks, given in order.
 
     Args:
         kinds: of the blocks.
         sections: what blocks that are placed alike have in common; default: all are.
+        by_run: name each run of blocks, though all may be of one kind and in one section.
     """
     runs: list[tuple[str, int, int, str]] = []
     apart = False
@@ -96,7 +99,7 @@ def as_checkpoint(
             apart = True
         runs.append((block.container, block.number, block.number, kind))
         last = block
-    if len(set(kinds.values())) <= 1 and not apart:
+    if len(set(kinds.values())) <= 1 and not apart and not by_run:
         return next(iter(kinds.values()), "none")
     return {_name(container, first, end): kind for container, first, end, kind in runs}
 

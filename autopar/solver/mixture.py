@@ -383,7 +383,8 @@ class Mixer:
         alike = self.cheap.kind == self.strong.kind  # then nothing but placements tells them apart
         apart = {b: (alike and labels[b], self.sections[b]) for b in self.blocks}
         try:
-            variant = self.make(as_checkpoint(kinds, apart))
+            # by run, as the name of one kind alone stands for the search of the plans themselves
+            variant = self.make(as_checkpoint(kinds, apart, by_run=True))
         except ConstraintError:
             return None  # blocks of a folded graph that cannot be told apart
         chosen = placed.carried_to(variant, labels)
