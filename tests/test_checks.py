@@ -80,10 +80,20 @@ def _caught_as_another(model: Model, out: Tensor, labels: Tensor) -> Tensor:
         raise RuntimeError("bad batch") from error
 
 
+def _of_each(model: Model, out: Tensor, labels: Tensor) -> Tensor:
+    """A check of several values, each asked for by a function of Python's."""
+    parts = labels.chunk(2)
+    if not all(torch.equal(part, part.clamp(0, CLASSES - 1)) for part in parts):
+        raise ValueError("labels")
+    assert not any([part.max() >= CLASSES for part in parts])  # noqa: C419
+    assert not torch.equal(labels, out)  # of another shape
+    return F.cross_entropy(out, labels)
+
+
 _MORE = [pytest.param(head, marks=pytest.mark.slow) for head in (_maximum, _gaussian)]
 
 
-@pytest.mark.parametrize("head", [_several, _torch_checks, _caught_as_another, *_MORE])
+@pytest.mark.parametrize("head", [_several, _torch_checks, _caught_as_another, _of_each, *_MORE])
 def test_the_step_is_that_of_one_device(head: Head) -> None:
     torch.manual_seed(0)
     model = Model(head).double()
@@ -94,7 +104,7 @@ def test_the_step_is_that_of_one_device(head: Head) -> None:
         plan = autopar.plan(model, cluster, inputs, constraints={"data": 2})
     lines = {str(w.message).splitlines()[0] for w in caught}
     assert len(lines) == len(caught)
-    assert len(lines) >= 5 if head is _several else len(lines) == 1
+    assert len(lines) >= 5 if head is _several else len(lines) == 1 + (head is _of_each)
     found = autopar.verify(plan, model, inputs)
     assert set(found.gradients) == {"inner.weight", "inner.bias"}
     assert found.worst[1] < 1e-9, found.worst
@@ -136,7 +146,17 @@ def _one_of_two(model: Model, out: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(out, labels)
 
 
-@pytest.mark.parametrize("head", [_works, _caught, _suppressed, _inside, _one_of_two])
+def _some(model: Model, out: Tensor, labels: Tensor) -> Tensor:
+    if all(part.max() >= CLASSES for part in labels.chunk(2)):
+        out = out * 2
+    return F.cross_entropy(out, labels)
+
+
+def _same(model: Model, out: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(out * 2 if torch.equal(labels, labels * 2) else out, labels)
+
+
+@pytest.mark.parametrize("head", [_works, _caught, _suppressed, _inside, _one_of_two, _some, _same])
 def test_a_branch_that_does_something_is_refused(head: Head) -> None:
     inputs: Any = (torch.randn(8, 8), torch.randint(0, CLASSES, (8,)))
     cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)

@@ -67,6 +67,48 @@ def test_a_set_of_numbers_of_a_tensor_is_data_dependence() -> None:
     assert f"test_trace_errors.py:{line}" in str(caught.value)
 
 
+class Started(nn.Module):
+    """Asks a buffer for its value, which is known, and an activation, which is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+        self.register_buffer("started", torch.tensor(True))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        if not self.started:  # a value that is known
+            x = x + 1
+        if x.sum() > 0:  # a value that nobody knows
+            x = x * 2
+        return nn.functional.cross_entropy(self.linear(x), labels)
+
+
+def test_a_line_that_a_known_value_answers_is_not_the_one_named() -> None:
+    with pytest.raises(autopar.TraceError, match=r"The value of a tensor decides") as caught:
+        autopar.plan(Started(), cluster(), hw.vectors())
+    line = line_of("a value that " + "nobody knows")
+    assert f"test_trace_errors.py:{line}" in str(caught.value)
+
+
+class PerSample(nn.Module):
+    """A gradient of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        slope = torch.func.vmap(torch.func.grad(lambda row: row.square().sum()))  # of one row
+        return slope(self.linear(x)).mean()
+
+
+def test_a_derivative_of_each_element_is_refused_as_what_maps_over_them() -> None:
+    with pytest.raises(autopar.TraceError, match=r"torch.vmap hides the dim") as caught:
+        autopar.plan(PerSample(), cluster(), (torch.randn(8, 16),))
+    line = line_of("slope(self." + "linear(x))")
+    assert f"test_trace_errors.py:{line}" in str(caught.value)
+
+
 class Listing(nn.Module):
     """Makes a tensor from a list by a constructor of old: on meta its numbers are lost."""
 

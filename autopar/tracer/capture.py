@@ -26,6 +26,7 @@ from autopar.tracer.diagnose import (
     SYMBOLIC,
     asks_for_values,
     explain_failure,
+    place_of,
     refuse_data_dependent,
     refuse_mixed,
     refuse_packed,
@@ -200,7 +201,10 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
 
 
 def _captured_with_values(capture: Capture, args: Any, kwargs: Any) -> tuple[Any, Any, Answers]:
-    """What the model does for any values; where it asks for some, for those that it is given."""
+    """What the model does for any values; where it asks for some, for those that it is given.
+
+    Where neither can be captured, the error is that of the first line that values do not help with.
+    """
     try:
         return _captured_as_eager(capture, args, kwargs)
     except Exception as error:
@@ -221,8 +225,12 @@ def _captured_with_values(capture: Capture, args: Any, kwargs: Any) -> tuple[Any
             asks = asks_for_values(error)
             if asks and eager.add(error):
                 continue
+            if not counting and place_of(error) != place_of(first):
+                lines, first = capture.notes.lines, error
             if counting or not asks:
                 capture.notes.lines, capture.notes.known = lines, None
+                if first is error:
+                    raise
                 raise first from error
             counting = True  # of what masks select
     capture.notes.frozen.told += eager.told

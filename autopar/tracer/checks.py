@@ -17,7 +17,7 @@ import dis
 import operator
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -228,7 +228,8 @@ def passing(frame: FrameType) -> bool | None:
     error, wanted = _raised(check)
     if error is None:
         return None
-    leaf = next((x for x in _leaves(check.test, wanted) if _is_asked(frame, x[0])), None)
+    by = ("bool", "all", "any")  # the last two ask for each of several, with one answer
+    leaf = next((x for x in _leaves(check.test, wanted) if _is_asked(frame, x[0], by)), None)
     if leaf is None or _is_caught(frame, _named(error, frame)):
         return None
     return leaf[1]
@@ -304,15 +305,21 @@ def _leaves(test: ast.expr, wanted: bool) -> Iterator[tuple[ast.expr, bool]]:
         yield test, wanted
 
 
-def _is_asked(frame: FrameType, leaf: ast.expr) -> bool:
-    """True if the instruction that runs asks for the truth of this very expression."""
+def _is_asked(frame: FrameType, leaf: ast.expr, by: Sequence[str] = ("bool",)) -> bool:
+    """True if the instruction that runs asks for the truth of this very expression.
+
+    Args:
+        frame: that runs.
+        leaf: the expression.
+        by: functions that may ask for it.
+    """
     place, code = frame.f_lasti // 2, frame.f_code
     positions, names = list(code.co_positions()), [dis.opname[op] for op in code.co_code[::2]]
     asks = names[place]
     own = (leaf.lineno, leaf.end_lineno, leaf.col_offset, leaf.end_col_offset)
     if asks.startswith("CALL"):
         explicit = isinstance(leaf, ast.Call) and isinstance(leaf.func, ast.Name)
-        return positions[place] == own and explicit and leaf.func.id == "bool"  # type: ignore
+        return positions[place] == own and explicit and leaf.func.id in by  # type: ignore
     if asks == "COMPARE_OP":
         return positions[place] == own
     if "JUMP" not in asks and asks != "TO_BOOL":

@@ -24,6 +24,7 @@ __all__ = [
     "explain_failure",
     "innermost_line",
     "is_outside",
+    "place_of",
     "refuse_data_dependent",
     "refuse_hooks",
     "refuse_mixed",
@@ -40,7 +41,7 @@ _OWN_DIR = str(Path(__file__).parent.parent)
 _PYTHON_DIR = sysconfig.get_path("stdlib")
 
 _DATA_DEPENDENT = re.compile(
-    r"data.dependent|Could not guard|GuardOnDataDependent|_local_scalar_dense|"
+    r"data.?dependent|Could not guard|GuardOnDataDependent|_local_scalar_dense|"
     r"Could not extract specialized integer|aten\.nonzero|aten\.item|dynamic shape|"
     r"unhashable type: non-nested Sym",  # a number of a tensor, in a set or as a key
     re.IGNORECASE,
@@ -96,9 +97,9 @@ def innermost_line(frames: traceback.StackSummary) -> str:
 
 
 def is_outside(filename: str) -> bool:
-    """True for a file that is not of torch, autopar or Python itself."""
-    if filename.startswith((_TORCH_DIR, _OWN_DIR, "<")):
-        return False
+    """True for a file of Python code that is not of torch, autopar or Python itself."""
+    if filename.startswith((_TORCH_DIR, _OWN_DIR, "<")) or filename.endswith(".pyx"):
+        return False  # a compiled one shows no line
     # installed packages may stand in a folder of Python's own
     return not filename.startswith(_PYTHON_DIR) or "-packages" in filename
 
@@ -341,7 +342,7 @@ def explain_failure(model: nn.Module, error: BaseException, lines: Mapping[str, 
     text = str(error)
     first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
     where = _user_frame(error)
-    if "vmap" in lines and (where == _NOWHERE or "vmap" in text):
+    if "vmap" in lines and (where == _NOWHERE or "vmap" in text or "atching rule" in text):
         return f"cannot trace {lines['vmap']}\n  {first}\n  {_VMAP}"
     if _DATA_DEPENDENT.search(text) or _DATA_DEPENDENT.search(type(error).__name__):
         remedy = _REMEDY
@@ -354,6 +355,13 @@ def explain_failure(model: nn.Module, error: BaseException, lines: Mapping[str, 
     else:
         remedy = "torch.export cannot capture this forward; its message is above in the chain."
     return f"cannot trace {type(model).__name__} at {where}\n  {first}\n  {remedy}"
+
+
+def place_of(error: BaseException) -> str:
+    """Where a capture failed: in which line, or as the first line of a refusal says."""
+    if isinstance(error, TraceError):
+        return str(error).partition("\n")[0]
+    return _user_frame(error)
 
 
 def asks_for_values(error: BaseException) -> bool:

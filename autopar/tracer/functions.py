@@ -87,9 +87,10 @@ class FunctionCalls:
                 return real(*args, **kwargs)
             if any(map(callable, leaves)):
                 raise TraceError(
-                    f"the autograd function {cls.__qualname__} takes code as an argument, whose "
-                    "parameters its backward may use unseen. Call the code in the forward, and "
-                    "give the function tensors only."
+                    f"cannot trace {innermost_line(traceback.extract_stack())}\n  The autograd "
+                    f"function {cls.__qualname__} takes code as an argument, whose parameters its "
+                    "backward may use unseen. Call the code in the forward, and give the function "
+                    "tensors only."
                 )
             tensors = [x for x in leaves if isinstance(x, Tensor)]
             holes = [_HOLE if isinstance(x, Tensor) else x for x in leaves]

@@ -22,6 +22,7 @@
 - ``nn.TransformerEncoder`` drops padding where there are no gradients (`padded_layers`).
 - Layers of ``nn.Transformer`` look into a mask for whether it is causal, which is a hint alone:
   the mask holds without it, and one that depends on no input is looked at later (`masks`).
+- ``equal(x, y)`` is the tensor ``(x == y).all()``, whose truth may be known or asked by a check.
 - A list of flags that indexes a tensor is a list of places: how many it picks is known.
 - A random number is compared with one that it is sure to be above or below (`sure_draws`).
 - Tensors that are made of numbers on the meta device, where these are lost, are made on the CPU

@@ -43,6 +43,8 @@ def spelled_function(
         return _instance_norm(x, mean, var, weight, bias, *rest[:3])
     if func is torch.Tensor.fill_diagonal_:
         return _fill_diagonal(*args, **kwargs)
+    if func in (torch.equal, torch.Tensor.equal):
+        return _equal(*args, **kwargs)
     return None
 
 
@@ -64,6 +66,11 @@ def _fill_diagonal(x: Tensor, value: Any, wrap: bool = False) -> Tensor:
     rows, columns = (torch.arange(size, device=x.device) for size in x.shape)
     rows = rows % (x.shape[1] + 1) if wrap else rows
     return x.masked_fill_(rows.unsqueeze(1) == columns, value)
+
+
+def _equal(x: Tensor, other: Tensor) -> Tensor | bool:
+    """A truth that may be asked for, or known; the function itself has to have it at once."""
+    return x.shape == other.shape and (x == other).all()
 
 
 def _cov(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
