@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 import warnings
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -169,6 +170,55 @@ def test_a_parameter_that_the_forward_makes_is_refused(registered: bool) -> None
     model = Late(registered)
     for _ in range(2):
         with pytest.raises(TraceError, match=r"makes the parameter gain.*__init__"):
+            trace(model, (X,), training=True)
+    model(X)
+    assert not texts(model)
+
+
+class Scaling(nn.Module):
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("scale", scale)
+
+
+class Building(nn.Module):
+    """Makes a module in the first step, as those that depend on the sizes of inputs."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.made = nn.ModuleDict()
+        self.what = what
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if "one" not in self.made:
+            self.made["one"] = {
+                "constant": lambda: Scaling(torch.arange(8.0) + 1),
+                "of inputs": lambda: Scaling(x.detach().mean(0)),
+                "trained": lambda: nn.Linear(8, 8),
+                "known": lambda: self.linear,
+            }[self.what]()
+        made = self.made["one"]
+        scale = made.scale if isinstance(made, Scaling) else made.bias
+        return (y * scale).square().mean()
+
+
+@pytest.mark.parametrize("what", ["constant", "of inputs", "known"])
+def test_a_module_that_the_forward_makes_is_put_away(what: str) -> None:
+    model = Building(what)
+    for _ in range(2):
+        found = texts(model)
+        assert not model.made
+        assert len(found) == (what == "of inputs")
+        assert not found or "looks at made.one" in found[0]
+    assert torch.isfinite(model(X))
+
+
+def test_a_module_with_parameters_that_the_forward_makes_is_refused() -> None:
+    model = Building("trained")
+    for _ in range(2):
+        with pytest.raises(TraceError, match=r"makes the parameter made\.one\.weight.*__init__"):
             trace(model, (X,), training=True)
     model(X)
     assert not texts(model)
@@ -340,6 +390,22 @@ def _table(length: int) -> Tensor:
     return torch.arange(length).sin()
 
 
+def _copying(function: Any) -> Any:
+    cached = lru_cache(function)
+
+    @wraps(function)
+    def wrapped(*args: Any) -> Any:
+        return copy.deepcopy(cached(*args))
+
+    return wrapped
+
+
+@_copying
+def _copied(length: int) -> dict[str, Tensor]:
+    table = torch.arange(length).sin()
+    return {"one": table, "other": table}
+
+
 class Cached(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -358,7 +424,9 @@ class Cached(nn.Module):
         return torch.ones(8)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = self.linear(x) * _table(8) + self.own_table(8)
+        copied = _copied(8)
+        assert copied["one"] is copied["other"]
+        rows = self.linear(x) * _table(8) + self.own_table(8) * copied["one"]
         return (rows * self.constant / self.scale).square().mean()
 
 
@@ -368,6 +436,7 @@ def test_caches_of_functions_hold_no_tensors_of_a_trace() -> None:
         (text,) = texts(model)
         assert "looks at scale" in text and "finds it missing" in text
     assert type(_table(8)) is Tensor and "scale" not in vars(model)
+    assert type(_copied(8)["one"]) is Tensor
     assert torch.isfinite(model(X)) and type(model.own_table(8)) is Tensor
 
 

@@ -466,3 +466,41 @@ class Sampled(nn.Module):
 def test_no_generator_is_torchs_own() -> None:
     torch.manual_seed(0)
     assert _verified(Sampled().double(), (torch.randn(8, 8).double(),)).worst[1] < 1e-9
+
+
+class Moving(nn.Module):
+    """Moves parts of itself to where its input is, and to no other place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.cell = nn.GRU(8, 8, batch_first=True)
+        self.register_buffer("scale", torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.to(x.device)
+        for layer in self.inner:
+            x = layer.to(x.device, x.dtype)(x)
+        return self.cell.to(x)(x)[0].mul(self.scale).square().mean()
+
+
+def test_a_module_that_is_moved_to_where_it_is() -> None:
+    torch.manual_seed(0)
+    model = Moving().double()
+    found = _verified(model, torch.randn(4, 3, 8).double())
+    assert set(found.gradients) == set(dict(model.named_parameters()))
+    assert found.worst[1] < 1e-9
+
+
+class Casting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner.double()(x.double()).square().mean()
+
+
+def test_a_module_that_is_cast_in_the_forward_is_refused() -> None:
+    with pytest.raises(TraceError, match=r"test_spelled\.py:\d+ in forward: .*double\(\)"):
+        trace(Casting(), torch.randn(4, 8), training=True)

@@ -74,12 +74,12 @@ def _is_own(value: Any) -> bool:
 
 
 def _closed_over(value: Any) -> dict[str, Any]:
-    """What stands around a function, by name."""
-    function = getattr(value, "__wrapped__", value)
-    if not isinstance(function, FunctionType) or function.__closure__ is None:
-        return {}
-    found: dict[str, Any] = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True):
+    """What stands around a function, by name, and around the one that it wraps."""
+    inner = getattr(value, "__wrapped__", None)
+    found: dict[str, Any] = {} if inner is None else _closed_over(inner)
+    if not isinstance(value, FunctionType) or value.__closure__ is None:
+        return found
+    for name, cell in zip(value.__code__.co_freevars, value.__closure__, strict=True):
         with suppress(ValueError):  # it is set later
             found[name] = cell.cell_contents
     return found

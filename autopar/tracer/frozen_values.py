@@ -61,7 +61,7 @@ def putting_back(model: nn.Module) -> Iterator[Frozen]:
     """While the forward of a model is traced.
 
     Raises:
-        TraceError: the forward puts another parameter into the place of one.
+        TraceError: the forward makes a parameter, or puts another one into the place of one.
     """
     modules, scopes = dict(model.named_modules()), scopes_of(model)
     kept = [*holders(model).items(), *((scope.name, scope.found) for scope in scopes)]
@@ -69,6 +69,7 @@ def putting_back(model: nn.Module) -> Iterator[Frozen]:
     before = [(dict(vars(holder)), _containers(holder)) for _, holder in kept]
     parameters = {name: dict(module._parameters) for name, module in modules.items()}
     buffers = {name: dict(module._buffers) for name, module in modules.items()}
+    children = {name: dict(module._modules) for name, module in modules.items()}
     state = made_by(model.buffers())
     drawn = generator_states()
     frozen, reads = Frozen(), Reads()
@@ -87,6 +88,9 @@ def putting_back(model: nn.Module) -> Iterator[Frozen]:
         for scope in scopes:
             scope.put_back()
         new = after.replaced_buffers(modules, buffers)
+        made = after.replaced_modules(modules, children)
+    for path in made:
+        raise TraceError(_of_made(path))
     _refuse_replaced(modules, parameters)
     _write_buffers(new)
     frozen.told += (
@@ -220,6 +224,28 @@ class _After:
                     found.append((old, new))
                 else:
                     self.frozen.told.append(_of_reshaped(path, old, new))
+        return found
+
+    def replaced_modules(
+        self, modules: dict[str, nn.Module], before: dict[str, dict[str, nn.Module | None]]
+    ) -> list[str]:
+        """Put modules back where others are, or none were; names of parameters of the others."""
+        found: list[str] = []
+        known = {id(p) for module in modules.values() for p in module._parameters.values()}
+        for name, module in modules.items():
+            changed = {k: x for k, x in module._modules.items() if before[name].get(k) is not x}
+            if not changed and len(module._modules) == len(before[name]):
+                continue
+            module._modules.clear()
+            module._modules.update(before[name])
+            for key, child in changed.items():
+                path = f"{name}.{key}" if name else key
+                if child is None:
+                    continue
+                found += [f"{path}.{n}" for n, p in child.named_parameters() if id(p) not in known]
+                if depend_on_step(fakes_in([*child.buffers()]), self.state):
+                    was = "as it is now" if key in before[name] else "missing"
+                    self.frozen.told.append(_of_found(path, was, None))
         return found
 
 

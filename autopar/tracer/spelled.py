@@ -17,6 +17,8 @@
 - An instance norm writes its running statistics, which export forgets.
 - ``fill_diagonal_`` writes through strides; a mask says where.
 - A function of TorchScript runs as Python: its ops would seem to pass no gradient on.
+- A copy of a tensor by the module `copy` is a clone.
+- A module that a forward moves to where it is, `self.to(x.device)`, stays as it is.
 - ``inference_mode`` is ``no_grad``, which export keeps.
 - A loop over the places where a mask picks anything gets all places (`hit_loops`).
 - ``nn.TransformerEncoder`` drops padding where there are no gradients (`padded_layers`).
@@ -51,6 +53,7 @@ from autopar.errors import TraceError
 from autopar.tracer.derivatives import DERIVING, Derivatives
 from autopar.tracer.diagnose import SYMBOLIC, innermost_line
 from autopar.tracer.hit_loops import HitLoops
+from autopar.tracer.known_values import plainly
 from autopar.tracer.numbers_kept import numbers_on_meta, with_places
 from autopar.tracer.outside_tensors import OutsideTensors
 from autopar.tracer.packed_rows import LAYERS, PackedRows
@@ -65,6 +68,7 @@ __all__ = ["Spelled"]
 
 _SELECTING = (torch.masked_select, torch.Tensor.masked_select)
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm.forward
+_APPLY = nn.Module._apply
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _FREEZING = (
@@ -131,6 +135,8 @@ class Spelled(TorchFunctionMode):
             return args[0].detach()
         if func == _SET_DATA:
             return _set_data(*args)
+        if func is torch.Tensor.__deepcopy__:
+            return _deep_copy(*args)
         if (made := numbers_on_meta(func, args, kwargs)) is not None:
             return made
         if func in _INDEXING:
@@ -224,6 +230,31 @@ def _set_data(x: Tensor, value: Tensor) -> None:
     x.detach().copy_(value)
 
 
+def _deep_copy(x: Tensor, memo: dict[int, Any]) -> Tensor:
+    """Of a leaf, as torch allows; of what is made without one, a leaf too."""
+    if id(x) not in memo:
+        memo[id(x)] = x.detach().clone()
+    copied: Tensor = memo[id(x)]
+    return copied
+
+
+def _applied(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """A function of a module's tensors, which cannot be exchanged here, unless it changes none."""
+    if recurse:
+        for child in module.children():
+            child._apply(fn)
+    own = (*module._parameters.values(), *module._buffers.values())
+    if all(x is None or _is_kept(fn, x) for x in own):
+        return module
+    return _APPLY(module, fn, recurse=False)
+
+
+def _is_kept(fn: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+    with plainly():
+        other = torch.ones((), dtype=x.dtype, device=x.device)
+        return fn(other) is other and other._version == 0
+
+
 def _noted_vmap(lines: dict[str, str], original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
     lines.setdefault("vmap", innermost_line(traceback.extract_stack()))
     return original(*args, **kw)
@@ -293,6 +324,7 @@ def _as_python(function: Any, *args: Any, **kwargs: Any) -> Any:
 # methods of torch's -> what is called instead
 _MODE: dict[tuple[Any, str], Callable[..., Any]] = {
     (nn.modules.batchnorm._BatchNorm, "forward"): _batch_norm,
+    (nn.Module, "_apply"): _applied,
     (torch.jit.ScriptFunction, "__call__"): _as_python,
     (torch.inference_mode, "__enter__"): _enter_inference,
     (torch.inference_mode, "__exit__"): _leave_inference,
