@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._C import _functorch
+from torch._export.passes import replace_set_grad_with_hop_pass
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 __all__ = [
     "compile_questions",
     "flex_outputs",
+    "grad_modes_in_autocast",
     "has_memory",
     "is_sliced",
     "made_for",
@@ -99,6 +101,28 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 # --- functions of torch that are called by other ones, which run in their place
+
+
+@contextmanager
+def grad_modes_in_autocast() -> Iterator[None]:
+    """Let an export keep where gradients are switched off inside of an autocast region.
+
+    It cuts the graph there. A part that begins inside of a region enters it once more, and torch,
+    which looks for the switch at the beginning of a part, would take gradients to stay on.
+    """
+    switches: Any = replace_set_grad_with_hop_pass
+    first = switches.nodes_first
+
+    def first_behind_regions(nodes: Any, condition: Callable[[fx.Node], bool]) -> fx.Node | None:
+        entered = torch.amp.autocast_mode._enter_autocast
+        found: fx.Node | None = first(nodes, lambda n: n.target is not entered and condition(n))
+        return found
+
+    switches.nodes_first = first_behind_regions
+    try:
+        yield
+    finally:
+        switches.nodes_first = first
 
 
 @contextmanager

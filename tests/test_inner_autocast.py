@@ -83,3 +83,55 @@ def test_a_region_that_looks_at_a_shape() -> None:
     plan = autopar.plan(model, cluster, inputs, constraints={"data": 2}, cache=False)
     found = autopar.verify(plan, model, inputs)
     assert found.worst[1] < 1e-12, found.worst
+
+
+class Apart(nn.Module):
+    """Computes a part of a region without gradients, and updates a buffer there."""
+
+    def __init__(self, outer: bool) -> None:
+        super().__init__()
+        self.one, self.two, self.outer = nn.Linear(16, 16), nn.Linear(16, 16), outer
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        with torch.autocast("cpu", enabled=False), torch.autocast("cpu", enabled=False):
+            y = self.one(x) * 2
+            with torch.set_grad_enabled(self.outer):
+                with torch.no_grad():
+                    scale = self.two(y).sin()
+                    self.mean.mul_(0.9).add_(scale.mean(0))
+                y = y + self.two(x)
+            y = y * scale
+        return (x + y).square().mean()
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_a_region_with_a_part_without_gradients(outer: bool) -> None:
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    torch.manual_seed(0)
+    model, inputs = Apart(outer).double(), (torch.randn(8, 16, dtype=torch.float64),)
+    plan = autopar.plan(model, cluster, inputs, constraints={"data": 2}, cache=False)
+    found = autopar.verify(plan, model, inputs)
+    assert found.worst[1] < 1e-12, found.worst
+    assert ("two.weight" in found.gradients) == outer
+    assert set(found.buffers) == {"mean"}
+
+
+class Written(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            x.mul_(2)
+        return x.square().mean()
+
+
+def test_a_write_without_a_gradient_in_a_region_is_refused() -> None:
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    with pytest.raises(autopar.TraceError, match=r"in forward: x\.mul_(.|\n)*under no_grad"):
+        autopar.plan(Written(), cluster, (torch.randn(8, 16),), cache=False)

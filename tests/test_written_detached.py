@@ -49,7 +49,23 @@ def _without_grad(m: _Model, x: Tensor) -> Tensor:
     return found * 2
 
 
-@pytest.mark.parametrize("positions", [_detached, _without_grad])
+def _never_read(m: _Model, x: Tensor) -> Tensor:
+    """What is written had a gradient, which nothing takes from there."""
+    found = m.inner(x).detach()
+    found.mul_(0.5)
+    return found + _kind(m, x)
+
+
+def _region(m: _Model, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        found = m.inner(x) * 1
+        found += _kind(m, x)
+        kept = found.detach().clone()
+        kept.mul_(2)
+    return found * kept
+
+
+@pytest.mark.parametrize("positions", [_detached, _without_grad, _never_read, _region])
 def test_what_is_added_keeps_its_gradient(positions: Positions) -> None:
     torch.manual_seed(0)
     model, x = _Model(positions).double(), torch.randn(4, 5, 8).double()
@@ -74,7 +90,28 @@ def _with_gradient(m: _Model, x: Tensor) -> Tensor:
     return found + x
 
 
-@pytest.mark.parametrize("positions", [_read_later, _with_gradient])
+def _scaled(m: _Model, x: Tensor) -> Tensor:
+    """The value changes and the gradient does not."""
+    rows = m.inner(x)
+    rows.data.mul_(0.5)
+    return rows
+
+
+def _scaled_in_region(m: _Model, x: Tensor) -> Tensor:
+    rows = m.inner(x)
+    with torch.autocast("cpu", enabled=False):
+        rows.detach().mul_(0.5)
+    return rows
+
+
+def _added_in_region(m: _Model, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return _detached(m, x) + m.inner(x)
+
+
+@pytest.mark.parametrize(
+    "positions", [_read_later, _with_gradient, _scaled, _scaled_in_region, _added_in_region]
+)
 def test_a_write_that_others_see_is_refused_with_its_line(positions: Positions) -> None:
     model, x = _Model(positions).double(), torch.randn(4, 5, 8).double()
     cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar._compat import register_dataclasses
+from autopar._tracing import grad_modes_in_autocast
 from autopar.core.eager_calls import EagerCall
 from autopar.core.graph import KnownValue
 from autopar.errors import TraceError
@@ -275,6 +276,7 @@ def _captured(capture: Capture, args: Any, kwargs: Any) -> tuple[Any, Any, Answe
             higher.called(),
             emptying_caches(capture.wrapped),
             _without_partial_graph(),
+            grad_modes_in_autocast(),
         ):
             exported = torch.export.export(capture, args, kwargs, strict=False)
         know_all_readers(exported.graph_module.graph)

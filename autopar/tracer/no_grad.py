@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import re
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -27,6 +27,7 @@ aten = torch.ops.aten
 _MARK = "autopar_no_grad"
 _GENERATED = re.compile(r'File "<eval_with_key>[^\n]*\n\s*(\w+) =')
 _set_grad = torch.ops.higher_order.wrap_with_set_grad_enabled
+_autocast = torch.ops.higher_order.wrap_with_autocast
 
 
 def runs_without_grad(node: fx.Node) -> bool:
@@ -53,7 +54,7 @@ def mark_no_grad(model: nn.Module, exported: Any) -> Lines:
         lines |= {(str(part.target), n.name): n.meta.get("stack_trace") or "" for n in inside}
         places = [n for n in inside if n.op == "placeholder"]
         outer = dict(zip(places, operands, strict=True))
-        for write, written in _writes(_part(exported, part).graph):
+        for write, written in _writes_inside(_part(exported, part)):
             if outer.get(written) in differentiable:
                 raise TraceError(
                     f"cannot trace {type(model).__name__} at {user_line(write)}\n  "
@@ -71,30 +72,85 @@ def keep_written_gradients(model: nn.Module, exported: Any) -> None:
     gradient with it. Where the table has no gradient, and is not read later, nothing is detached.
 
     Raises:
-        TraceError: it has one, or it is.
+        TraceError: it has one, or it is; or what is written has none, and that of what is read
+            later would be lost.
     """
     graph = exported.graph_module.graph
     differentiable = _differentiable(exported, model)
-    order = {node: i for i, node in enumerate(graph.nodes)}
+    for region in graph.find_nodes(op="call_function", target=_autocast):
+        _refuse_detached_writes(model, exported, region, differentiable)
     for write, written in _writes(graph):
         _copy_made_without_grad(exported, written)
         if written.name in exported.graph_signature.inputs_to_parameters:
             continue  # refused as any write to a parameter
         detached = _detached(write)
         values = [n for n in write.all_input_nodes if n is not write.args[0]]
-        if not detached or not differentiable.intersection(values):
+        kept = bool(differentiable.intersection(values))
+        if not detached or not (kept or written in differentiable):
             continue
-        later = [n for n in graph.nodes if order[n] > order[write] and n.op != "output"]
-        shared = {x for n in later for x in n.all_input_nodes if _owner(x) is written}
-        if written in differentiable or not all(_comes_from(x, detached) for x in shared):
-            raise TraceError(
-                f"cannot trace {type(model).__name__} at {user_line(write)}\n  {write.target} "
-                "writes a value that has a gradient to memory that another tensor shares by "
-                "detach(). Make a new tensor there, or write to x.detach().clone()."
-            )
-        for node in detached:
+        is_read = _is_read_later(write, written, detached, kept)
+        if is_read or (kept and written in differentiable):
+            raise TraceError(_shared(model, write, kept))
+        for node in detached if kept else ():
             node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
+
+
+def _refuse_detached_writes(
+    model: nn.Module, exported: Any, node: fx.Node, differentiable: set[Any]
+) -> None:
+    """As above, in an autocast region, where nothing is kept."""
+    region, *operands = node.args[4:]
+    graph = _part(exported, cast(fx.Node, region)).graph
+    outer = dict(zip(graph.find_nodes(op="placeholder"), operands, strict=True))
+    inside = _spread(graph, {place for place, x in outer.items() if x in differentiable})
+    for write, written in _writes(graph):
+        values = [n for n in write.all_input_nodes if n is not write.args[0]]
+        detached, given = _detached(write), outer.get(written)
+        kept = bool(inside.intersection(values))
+        is_cut = bool(detached) or (isinstance(given, fx.Node) and _is_detached(given))
+        is_read = _is_read_later(write, written, detached, kept)
+        if isinstance(given, fx.Node):
+            is_read |= _is_read_later(node, _owner(given), [], kept)
+        if is_cut and (kept or (written in inside and is_read)):
+            raise TraceError(_shared(model, write, kept))
+
+
+def _shared(model: nn.Module, write: fx.Node, kept: bool) -> str:
+    value = " a value that has a gradient" if kept else ""
+    sharer = "another tensor" if kept else "a tensor that has a gradient"
+    return (
+        f"cannot trace {type(model).__name__} at {user_line(write)}\n  "
+        f"{write.target} writes{value} to memory that {sharer} shares by detach(). "
+        "Make a new tensor there, or write to x.detach().clone()."
+    )
+
+
+def _is_read_later(write: fx.Node, written: fx.Node, detached: list[fx.Node], cut: bool) -> bool:
+    """True if memory that is written is read behind the write, but for what was detached there.
+
+    Args:
+        write: the op that writes.
+        written: where the memory comes from.
+        detached: of it, between it and the write.
+        cut: count reads that pass no gradient on, too.
+    """
+    order = {node: i for i, node in enumerate(write.graph.nodes)}
+    passing = () if cut else (aten.detach.default, _set_grad)
+    later = [n for n in order if order[n] > order[write] and n.op != "output"]
+    later = [n for n in later if n.target not in passing]
+    shared = {x for n in later for x in n.all_input_nodes if _owner(x) is written}
+    return not all(_comes_from(x, detached) for x in shared)
+
+
+def _is_detached(node: fx.Node) -> bool:
+    """True for what is detached from its memory, or comes from a part without gradients."""
+    while node is not _owner(node):
+        if node.target is aten.detach.default:
+            return True
+        node = _source(node)
+    call = node.args[0] if node.target is operator.getitem else None
+    return isinstance(call, fx.Node) and call.target is _set_grad
 
 
 def _copy_made_without_grad(exported: Any, written: fx.Node) -> None:
@@ -163,7 +219,13 @@ def _differentiable(exported: Any, model: nn.Module) -> set[Any]:
             parameter = names.get(node.name)
             if parameter is not None and exported.state_dict[parameter].requires_grad:
                 found.add(node)
-        elif node.op == "call_function" and node.target not in (aten.detach.default, _set_grad):
+    return _spread(exported.graph_module.graph, found)
+
+
+def _spread(graph: fx.Graph, found: set[Any]) -> set[Any]:
+    """The nodes with a gradient, if some have one."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target not in (aten.detach.default, _set_grad):
             if any(operand in found for operand in node.all_input_nodes):
                 found.add(node)
     return found
@@ -175,6 +237,20 @@ def _writes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
             found.append((node, _owner(node)))
+    return found
+
+
+def _writes_inside(part: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:
+    """Writes of a part of a graph, and of autocast regions in it."""
+    found = _writes(part.graph)
+    for node in part.graph.find_nodes(op="call_function", target=_autocast):
+        region, *operands = node.args[4:]
+        inner = part.get_submodule(str(region.target))
+        assert isinstance(inner, fx.GraphModule)
+        places = inner.graph.find_nodes(op="placeholder")
+        outer = dict(zip(places, operands, strict=True))
+        inside = [(write, outer.get(owner)) for write, owner in _writes_inside(inner)]
+        found += [(write, _owner(operand)) for write, operand in inside if operand is not None]
     return found
 
 
