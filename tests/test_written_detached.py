@@ -65,7 +65,16 @@ def _region(m: _Model, x: Tensor) -> Tensor:
     return found * kept
 
 
-@pytest.mark.parametrize("positions", [_detached, _without_grad, _never_read, _region])
+def _tracked(m: _Model, x: Tensor) -> Tensor:
+    """A mean of what was seen, as of a codebook, which takes no gradient."""
+    rows = m.inner(x + _kind(m, x))
+    assert isinstance(m.table, Tensor)
+    with torch.autocast("cpu", enabled=False):
+        m.table.data.lerp_(rows.mean((0, 1)).expand(16, 8), 0.1)
+    return rows
+
+
+@pytest.mark.parametrize("positions", [_detached, _without_grad, _never_read, _region, _tracked])
 def test_what_is_added_keeps_its_gradient(positions: Positions) -> None:
     torch.manual_seed(0)
     model, x = _Model(positions).double(), torch.randn(4, 5, 8).double()

@@ -28,6 +28,7 @@ _MARK = "autopar_no_grad"
 _GENERATED = re.compile(r'File "<eval_with_key>[^\n]*\n\s*(\w+) =')
 _set_grad = torch.ops.higher_order.wrap_with_set_grad_enabled
 _autocast = torch.ops.higher_order.wrap_with_autocast
+_CUTTING = (aten.detach.default, _set_grad)  # pass no gradient on
 
 
 def runs_without_grad(node: fx.Node) -> bool:
@@ -88,8 +89,9 @@ def keep_written_gradients(model: nn.Module, exported: Any) -> None:
         kept = bool(differentiable.intersection(values))
         if not detached or not (kept or written in differentiable):
             continue
-        is_read = _is_read_later(write, written, detached, kept)
-        if is_read or (kept and written in differentiable):
+        read = _read_later(write, written, () if kept else _CUTTING)
+        others = not all(_comes_from(x, detached) for x in read)
+        if others or (kept and written in differentiable):
             raise TraceError(_shared(model, write, kept))
         for node in detached if kept else ():
             node.replace_all_uses_with(node.all_input_nodes[0])
@@ -99,7 +101,7 @@ def keep_written_gradients(model: nn.Module, exported: Any) -> None:
 def _refuse_detached_writes(
     model: nn.Module, exported: Any, node: fx.Node, differentiable: set[Any]
 ) -> None:
-    """As above, in an autocast region, where nothing is kept."""
+    """As above, in an autocast region, where nothing is kept: what is written must not be read."""
     region, *operands = node.args[4:]
     graph = _part(exported, cast(fx.Node, region)).graph
     outer = dict(zip(graph.find_nodes(op="placeholder"), operands, strict=True))
@@ -108,11 +110,13 @@ def _refuse_detached_writes(
         values = [n for n in write.all_input_nodes if n is not write.args[0]]
         detached, given = _detached(write), outer.get(written)
         kept = bool(inside.intersection(values))
+        read = _read_later(write, written, () if kept else _CUTTING)
+        # a gradient that is written is lost to what comes from there, one of before to all others
+        lost = {x for x in read if _comes_from(x, detached) == (kept and bool(detached))}
+        if isinstance(given, fx.Node) and not (kept and detached):
+            lost |= _read_later(node, _owner(given), () if kept else _CUTTING)
         is_cut = bool(detached) or (isinstance(given, fx.Node) and _is_detached(given))
-        is_read = _is_read_later(write, written, detached, kept)
-        if isinstance(given, fx.Node):
-            is_read |= _is_read_later(node, _owner(given), [], kept)
-        if is_cut and (kept or (written in inside and is_read)):
+        if is_cut and lost and (kept or written in inside):
             raise TraceError(_shared(model, write, kept))
 
 
@@ -126,21 +130,11 @@ def _shared(model: nn.Module, write: fx.Node, kept: bool) -> str:
     )
 
 
-def _is_read_later(write: fx.Node, written: fx.Node, detached: list[fx.Node], cut: bool) -> bool:
-    """True if memory that is written is read behind the write, but for what was detached there.
-
-    Args:
-        write: the op that writes.
-        written: where the memory comes from.
-        detached: of it, between it and the write.
-        cut: count reads that pass no gradient on, too.
-    """
+def _read_later(write: fx.Node, written: fx.Node, but: tuple[Any, ...] = ()) -> set[fx.Node]:
+    """What shows memory that is written, and is read behind the write, `but` by some ops."""
     order = {node: i for i, node in enumerate(write.graph.nodes)}
-    passing = () if cut else (aten.detach.default, _set_grad)
-    later = [n for n in order if order[n] > order[write] and n.op != "output"]
-    later = [n for n in later if n.target not in passing]
-    shared = {x for n in later for x in n.all_input_nodes if _owner(x) is written}
-    return not all(_comes_from(x, detached) for x in shared)
+    later = [n for n in order if order[n] > order[write] and n.target not in but]
+    return {x for n in later for x in n.all_input_nodes if _owner(x) is written}
 
 
 def _is_detached(node: fx.Node) -> bool:
