@@ -33,6 +33,7 @@ from torch.library import Library
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from autopar._forms import filled, form_of
 
@@ -50,6 +51,7 @@ __all__ = [
     "has_symmetric_memory",
     "in_function_transform",
     "inductor_compile",
+    "keep_between",
     "lazily_compiled",
     "leaving_transforms",
     "meet_in_symmetric_memory",
@@ -268,6 +270,13 @@ def _holds_tensors(value: Any) -> bool:
 def upper_bound(number: Any) -> Any:
     """The largest that a number which depends on values can be."""
     return number.node.shape_env.bound_sympy(number.node.expr).upper
+
+
+def keep_between(number: Any, low: float, high: float) -> None:
+    """Let comparisons of a number that depends on values know its bounds."""
+    for symbol in number.node.expr.free_symbols:
+        bounds = ValueRanges(sympy.Float(low), sympy.Float(high))
+        number.node.shape_env.var_to_range[symbol] = bounds
 
 
 def floor_divided(size: Any, divisor: int) -> Any:

@@ -645,6 +645,8 @@ class Dropping(hw.Mlp):
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
         if not self.training or torch.rand(1) > self.rate:
             x = x + 1.0
+        if torch.rand(1).item() <= self.rate:
+            x = x * 3.0
         drawn = torch.rand([])
         if drawn < self.rate:
             x = x * 2.0
@@ -652,6 +654,7 @@ class Dropping(hw.Mlp):
         return super().forward(x * torch.where(drawn >= 1.0, 1.0, 0.0), labels)
 
 
+@pytest.mark.filterwarnings("error::autopar.errors.UncheckedWarning")
 def test_a_rate_of_zero_drops_nothing() -> None:
     found = verified(Dropping(0.0), hw.vectors())
     assert found.worst[1] < 1e-9, found.worst

@@ -63,6 +63,12 @@ def _by_buffers(m: Model, x: Tensor, grid: Tensor) -> Tensor:
     return x.reshape(-1, height, width).amax(1).sum() + strided * float(m.stride)
 
 
+def _by_item(m: Model, x: Tensor, grid: Tensor) -> Tensor:
+    """The mask meets a tensor that says its size."""
+    places = torch.arange(0, grid.max().item())
+    return x.reshape(-1, 4).masked_fill(places < 2, 0.0).square().sum()
+
+
 class Model(nn.Module):
     def __init__(self, way: Way) -> None:
         super().__init__()
@@ -78,7 +84,7 @@ class Model(nn.Module):
 IDS = torch.arange(16).reshape(2, 8)
 GRID = torch.tensor([[1, 2, 2], [1, 3, 4]])
 OTHER = torch.tensor([[2, 2, 2], [1, 2, 4]])
-WAYS = (_by_list, _by_rows, _by_mask, _picked, _by_buffers)
+WAYS = (_by_list, _by_rows, _by_mask, _picked, _by_buffers, _by_item)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -133,9 +133,12 @@ def drop_assertions(gm: fx.GraphModule) -> Iterator[str]:
                 graph.erase_node(node)
 
 
+_DRAWN = (torch.ops.aten.rand.default, torch.ops.aten.rand_like.default)
+
+
 def _holds_anyway(condition: Any) -> bool:
     """True for what torch notes of how many elements something picks of a tensor: bounds, and that
-    equal masks pick equally many."""
+    equal masks pick equally many; and for the bounds of a random number (`sure_draws`)."""
     compared = (operator.eq, operator.le, operator.ge)
     if not isinstance(condition, fx.Node) or condition.target not in compared:
         return False
@@ -143,7 +146,11 @@ def _holds_anyway(condition: Any) -> bool:
     size, bound = given
     if isinstance(bound, fx.Node):
         return same_rows(condition.graph, size, bound)
-    if not isinstance(size, fx.Node) or size.target is not torch.ops.aten.sym_size.int:
+    if not isinstance(size, fx.Node):
+        return False
+    if size.target is torch.ops.aten.item.default:
+        return size.all_input_nodes[0].target in _DRAWN
+    if size.target is not torch.ops.aten.sym_size.int:
         return False
     (picked,) = size.all_input_nodes
     mask = picking_mask(size)

@@ -120,7 +120,13 @@ def user_line(node: fx.Node) -> str:
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-_REPEATS = (torch.ops.aten.repeat_interleave.self_Tensor, torch.ops.aten.repeat_interleave.Tensor)
+# what they give may look known where what reads it has told a size
+_OF_VALUES = (
+    torch.ops.aten.repeat_interleave.self_Tensor,
+    torch.ops.aten.repeat_interleave.Tensor,
+    torch.ops.aten.item.default,
+    torch.ops.aten._local_scalar_dense.default,
+)
 
 
 def refuse_data_dependent(
@@ -140,9 +146,9 @@ def refuse_data_dependent(
             value = node.meta.get("val")
             values = value if isinstance(value, (tuple, list)) else (value,)
             given = (v for v in values if isinstance(v, (torch.Tensor, *SYMBOLIC)))
+            found: list[tuple[Any, list[str]]]
             found = [(v, sorted(map(str, s))) for v in given if (s := free_unbacked_symbols(v))]
-            if node.target in _REPEATS and isinstance(value, torch.Tensor):
-                # what reads it may have told its size
+            if node.target in _OF_VALUES and not found:
                 found = [(value, [])]
             if found:
                 value, symbols = found[0]

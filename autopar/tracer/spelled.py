@@ -164,7 +164,7 @@ class Spelled(TorchFunctionMode):
         if (sure := self.draws.compared(func, args)) is not None:
             return sure
         result = func(*args, **kwargs)
-        self.draws.note(func, result)
+        self.draws.note(func, args, result)
         self.same.note(func, args, kwargs, result)
         self.loops.note(func, args, kwargs, result)
         self._note(func, result)
