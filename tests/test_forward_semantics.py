@@ -684,3 +684,9 @@ class Repeating(hw.Mlp):
 
 def test_rows_are_repeated_by_numbers() -> None:
     assert verified(Repeating(), hw.vectors()).worst[1] < 1e-9
+
+
+def test_a_step_is_traced_in_anomaly_mode() -> None:
+    with torch.autograd.detect_anomaly():
+        assert verified(hw.Mlp(), hw.vectors()).worst[1] < 1e-9
+        assert torch.is_anomaly_enabled()

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from autopar._compat import lazily_compiled, leaving_transforms, without_onednn
 from autopar.core.collector import paused_collector
-from autopar.core.grad_modes import outside_inference_mode
+from autopar.core.grad_modes import outside_inference_mode, without_anomaly_mode
 from autopar.core.graph import InputSpec, NodeInfo, OutputSpec, TracedModel, output_paths
 from autopar.errors import TraceError
 from autopar.tracer.accepted import check_model
@@ -68,6 +68,7 @@ aten = torch.ops.aten
 @lazily_compiled()
 @leaving_transforms()
 @outside_inference_mode()
+@without_anomaly_mode()
 @without_onednn()  # the ops of a graph are to run on any device
 def trace(
     model: nn.Module,
