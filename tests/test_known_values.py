@@ -163,6 +163,38 @@ def test_what_no_value_answers_is_refused(kind: Any) -> None:
             autopar.plan(kind(_by_list), cluster, (IDS, GRID), cache=False)
 
 
+class Flagged(Model):
+    """Branches on a tensor that it keeps in a plain attribute."""
+
+    def __init__(self, way: Way) -> None:
+        super().__init__(way)
+        self.flags = torch.tensor([True, False, True])
+
+    def forward(self, ids: Tensor, grid: Tensor) -> Tensor:
+        x = self.table(ids)
+        for flag in self.flags:
+            x = self.inner(x) if flag else x.cos()
+        return x.square().sum()
+
+
+class Flagging(Flagged):
+    """Changes the tensor first."""
+
+    def forward(self, ids: Tensor, grid: Tensor) -> Tensor:
+        self.flags[1] = True
+        return super().forward(ids, grid)
+
+
+def test_a_constant_tensor_decides() -> None:
+    torch.manual_seed(0)
+    model, inputs = Flagged(_by_list).double(), (IDS, GRID)
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    plan = autopar.plan(model, cluster, inputs, constraints={"data": 2}, cache=False)
+    assert autopar.verify(plan, model, inputs).worst[1] < 1e-12
+    with pytest.raises(autopar.TraceError, match="The value of a tensor decides"):
+        autopar.plan(Flagging(_by_list), cluster, inputs, cache=False)
+
+
 class Literal(Model):
     """Repeats rows by numbers that depend on nothing."""
 
