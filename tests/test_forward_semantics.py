@@ -690,3 +690,24 @@ def test_a_step_is_traced_in_anomaly_mode() -> None:
     with torch.autograd.detect_anomaly():
         assert verified(hw.Mlp(), hw.vectors()).worst[1] < 1e-9
         assert torch.is_anomaly_enabled()
+
+
+class DroppedWeights(nn.Module):
+    """Drops weights, the same ones for all samples, in a layer and in a penalty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        weight = F.dropout(self.head.weight, 0.3) * torch.rand(4, 16, dtype=x.dtype)
+        hidden = F.dropout(self.second(self.first(x)), 0.2)
+        loss = F.cross_entropy(F.linear(hidden, weight, self.head.bias), labels)
+        return loss + F.dropout(self.second.weight, 0.5).square().sum()
+
+
+def test_weights_are_dropped_alike_in_all_microbatches() -> None:
+    for pipeline in ({"size": 1, "microbatches": 4}, {"size": 2, "microbatches": 2}):
+        found = verified(DroppedWeights(), hw.vectors(), {"pipeline": pipeline})
+        assert found.worst[1] < 1e-9, found.worst

@@ -73,7 +73,7 @@ class _Splitter:
         timed = replace(cluster, mesh_shape=(microbatches,), axis_names=("microbatch",))
         self.pricer = Pricer(timed)
         self.weighted = dependents(traced, "parameter")
-        self.fed = dependents(traced, "input", "seed")
+        self.fed = dependents(traced, "input")
         known = Blocks(traced).classes
         self.owner = {name: known.get(name, name) for name in self.step.ops}
         self.states: dict[str, list[Candidate]] = {}
