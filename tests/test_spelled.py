@@ -324,6 +324,9 @@ class Averaged(nn.Module):
             self.teacher.weight.data = self.teacher.weight.data * 0.9 + self.student.weight * 0.1
         elif self.what == "shape":
             self.mean.data = x
+        elif self.what == "dtype":  # as it is already
+            data = self.student.weight.data
+            self.student.weight.data = data if data.dtype is x.dtype else data.to(x.dtype)
         else:
             self.mean.data = self.mean.data * 0.9 + x.detach().mean(0) * 0.1
         return (self.student(x) - self.teacher(x - self.mean)).square().mean()
@@ -333,6 +336,12 @@ def test_a_buffer_that_is_written_by_its_data() -> None:
     torch.manual_seed(0)
     found = _verified(Averaged("buffer").double(), (torch.randn(8, 8).double(),))
     assert found.worst[1] < 1e-9 and "mean" in found.buffers
+
+
+def test_data_that_stays_what_it_is() -> None:
+    torch.manual_seed(0)
+    found = _verified(Averaged("dtype").double(), (torch.randn(8, 8).double(),))
+    assert found.worst[1] < 1e-9 and set(found.gradients) == {"student.weight", "student.bias"}
 
 
 @pytest.mark.parametrize(

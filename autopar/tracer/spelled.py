@@ -1,7 +1,7 @@
 """Replaces calls that `torch.export` cannot capture by ones that it can, while a forward runs.
 
 - ``x.data`` is ``x.detach()``: the same memory without a gradient; ``x.data = y`` writes y there,
-  which is then noticed as any other write.
+  which is then noticed as any other write, and ``x.data = x.data`` does nothing.
 - ``bincount(x, minlength=n)`` has as many bins as the largest value asks for; here it has n, and a
   value beyond them is an error when it runs.
 - ``ctc_loss`` makes a tensor whose shape depends on the longest target, for its own backward.
@@ -105,6 +105,8 @@ class Spelled(TorchFunctionMode):
         self.packed = PackedRows(self.same)
         self.draws = SureDraws()
         self.outside = outside
+        # what `.data` gave, by id, and of which tensor
+        self.data: dict[int, tuple[Tensor, Tensor]] = {}
         # what a mask picked, by id: the result, what from, the mask
         self.picked: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
@@ -132,9 +134,12 @@ class Spelled(TorchFunctionMode):
         kwargs = kwargs or {}
         self.outside.note((*args, *kwargs.values()))
         if func == _DATA:
-            return args[0].detach()
+            data = args[0].detach()
+            self.data[id(data)] = data, args[0]
+            return data
         if func == _SET_DATA:
-            return _set_data(*args)
+            of = self.data.get(id(args[1]), (None, None))[1]
+            return None if of is args[0] else _set_data(*args)  # its own memory stays its own
         if func is torch.Tensor.__deepcopy__:
             return _deep_copy(*args)
         if (made := numbers_on_meta(func, args, kwargs)) is not None:
