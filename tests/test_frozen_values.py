@@ -606,3 +606,30 @@ def test_a_mapping_that_refuses_writes_is_left_alone() -> None:
     cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
     plan = autopar.plan(model, cluster, (X,), constraints={"data": 2}, cache=False)
     assert autopar.verify(plan, model, (X,)).worst[1] < 1e-5
+
+
+class Handing(nn.Module):
+    """Its part leaves a tensor in a list that both hold, as the heads of a deep supervision do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Inner()
+        self.kept: list[Any] = [torch.zeros(1)]
+        self.by_name = {"lists": (self.kept,)}
+        self.part.linear.kept = self.kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        linear = self.part.linear
+        linear.kept[0] = linear(x)
+        return (self.kept[0] * self.by_name["lists"][0][0].cos()).sum()
+
+
+def test_what_modules_share_stays_shared() -> None:
+    torch.manual_seed(0)
+    model = Handing().double()
+    kept, first = model.kept, model.kept[0]
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    plan = autopar.plan(model, cluster, X.double(), constraints={"data": 2}, cache=False)
+    assert model.kept is kept and model.part.linear.kept is kept and kept[0] is first
+    assert model.by_name["lists"][0] is kept
+    assert autopar.verify(plan, model, X.double()).worst[1] < 1e-9

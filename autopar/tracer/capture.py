@@ -36,7 +36,12 @@ from autopar.tracer.diagnose import (
 from autopar.tracer.eager_answers import telling_eager, warn_of_compiled
 from autopar.tracer.eager_functions import EagerFunctions
 from autopar.tracer.effects import changes_in_place, know_all_readers
-from autopar.tracer.frozen_values import Frozen, putting_back, warn_of_frozen
+from autopar.tracer.frozen_values import (
+    Frozen,
+    putting_back,
+    same_containers,
+    warn_of_frozen,
+)
 from autopar.tracer.higher_order import HigherOrder, warn_of_both
 from autopar.tracer.known_values import KnownValues, Sources, warn_of_known
 from autopar.tracer.layouts import refuse_given, refuse_made
@@ -275,6 +280,7 @@ def _captured(capture: Capture, args: Any, kwargs: Any) -> tuple[Any, Any, Answe
             spelled,
             higher.called(),
             emptying_caches(capture.wrapped),
+            same_containers(capture.wrapped),
             _without_partial_graph(),
             grad_modes_in_autocast(),
         ):

@@ -34,6 +34,7 @@ __all__ = [
     "kept_attributes",
     "kept_generators",
     "putting_back",
+    "same_containers",
     "warn_of_frozen",
 ]
 
@@ -110,6 +111,48 @@ def kept_attributes(model: nn.Module) -> Iterator[None]:
             vars(holder).update(known)
             for value, pairs in inside.values():
                 _refill(value, pairs)
+
+
+@contextmanager
+def same_containers(model: nn.Module) -> Iterator[None]:
+    """Afterwards attributes hold the same lists and mappings, with the same things in them.
+
+    An export puts copies into their place: what several modules share would be shared no more.
+    """
+    before = [
+        (holder, {k: v for k, v in vars(holder).items() if k not in _OWN and _is_container(v)})
+        for holder in holders(model).values()
+    ]
+    inside = _all_containers(known.values() for _, known in before)
+    try:
+        yield
+    finally:
+        for holder, known in before:
+            for key, value in known.items():
+                if vars(holder).get(key) is not value:
+                    vars(holder)[key] = value
+        for value, pairs in inside:
+            _refill(value, pairs)
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (list, deque, dict, tuple))
+
+
+def _all_containers(groups: Iterable[Iterable[Any]]) -> list[tuple[Any, list[tuple[Any, Any]]]]:
+    """Lists and mappings, those inside of others too, with what stands in them."""
+    found, seen = [], set[int]()
+    waiting = [value for group in groups for value in group]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen or not _is_container(value):
+            continue
+        seen.add(id(value))
+        pairs = _pairs(value)
+        waiting += (x for _, x in pairs)
+        if not isinstance(value, tuple):
+            found.append((value, pairs))
+    return found
 
 
 def warn_of_frozen(frozen: Frozen, constants: Iterable[Any]) -> None:
