@@ -73,12 +73,29 @@ def test_same_as_the_call(name: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_an_order_is_one_of_all() -> None:
-    class Rng:
-        def uniform(self, shape: list[int], dtype: torch.dtype) -> Tensor:
-            return torch.rand(shape, dtype=dtype)
+class Rng:
+    def uniform(self, shape: list[int], dtype: torch.dtype) -> Tensor:
+        return torch.rand(shape, dtype=dtype)
 
+
+def test_an_order_is_one_of_all() -> None:
     torch.manual_seed(0)
     found = [REPLACEMENTS[aten.randperm.default](Rng(), 7) for _ in range(3)]
     assert len({tuple(x.tolist()) for x in found}) == 3
     assert all(sorted(x.tolist()) == list(range(7)) for x in found)
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_places_are_drawn_by_their_weights(replacement: bool) -> None:
+    torch.manual_seed(0)
+    weights = torch.tensor([[0.0, 1.0, 2.0, 0.0, 1.0], [3.0, 0.0, 1.0, 4.0, 0.0]])
+    some, op = weights.repeat(20000, 1), aten.multinomial.default
+    for count in (1, 2):
+        found = REPLACEMENTS[op](Rng(), some, count, replacement)
+        expected = op(some, count, replacement)
+        assert found.dtype is torch.int64 and found.shape == expected.shape
+        for row in (0, 1):  # each pair that is drawn, in its order
+            codes = [(x[row::2] * torch.tensor([1, 5])[:count]).sum(1) for x in (found, expected)]
+            shares = [c.bincount(minlength=25) / 20000 for c in codes]
+            assert ((shares[0] > 0) == (shares[1] > 0)).all()
+            torch.testing.assert_close(*shares, rtol=0.0, atol=0.015)

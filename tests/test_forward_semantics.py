@@ -522,16 +522,31 @@ def test_an_order_that_is_drawn() -> None:
         assert result.worst[1] < 1e-9, result.worst
 
 
+class Sampled(hw.Mlp):
+    """Draws a feature of each sample by what the others say, and samples that may come twice."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        chosen = torch.multinomial(x.softmax(-1), 1)
+        some = torch.multinomial(torch.ones(len(x)), len(x), replacement=True)
+        return super().forward(x[some] * x.gather(1, chosen), labels)
+
+
+def test_places_that_are_drawn() -> None:
+    for constraints in ({"data": 2}, {"pipeline": {"size": 1, "microbatches": 2}}):
+        found = verified(Sampled(), hw.vectors(), constraints)
+        assert found.worst[1] < 1e-9, found.worst
+
+
 class Drawing(hw.Mlp):
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         return super().forward(self.drawn(x), labels)
 
     def drawn(self, x: Tensor) -> Tensor:
-        return x[torch.multinomial(torch.ones(8), 8)]  # the line that draws
+        return x + torch.poisson(x.abs())  # the line that draws
 
 
 def test_numbers_that_ranks_would_not_share_are_refused() -> None:
-    with pytest.raises(autopar.TraceError, match="multinomial") as caught:
+    with pytest.raises(autopar.TraceError, match="poisson") as caught:
         trace(Drawing(), hw.vectors())
     line = next(
         i

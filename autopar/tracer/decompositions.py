@@ -31,6 +31,7 @@ from autopar.tracer.formulas import (
     masked_scatter,
     multi_margin_loss,
     multilabel_margin_loss,
+    multinomial,
     normal,
     randint,
     randint_from,
@@ -287,6 +288,7 @@ REPLACEMENTS: Mapping[Any, Replacement] = {
     aten.randint.default: randint,
     aten.randint.low: randint_from,
     aten.randperm.default: randperm,
+    aten.multinomial.default: multinomial,
     aten.stft.default: stft,
     aten.istft.default: istft,
 }

@@ -246,8 +246,8 @@ def refuse_random(node: fx.Node, source: str, lines: Mapping[str, str]) -> None:
         line = lines.get(name) or source or _NOWHERE
         raise TraceError(
             f"cannot trace {line}\n  {node.target} draws random numbers that depend on who draws "
-            "them. Draw with torch.rand, randn, randint, randperm, bernoulli or dropout, without a "
-            "generator, or pass the drawn numbers in as an input."
+            "them. Draw with torch.rand, randn, randint, randperm, multinomial, bernoulli or "
+            "dropout, without a generator, or pass the drawn numbers in as an input."
         )
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "masked_scatter",
     "multi_margin_loss",
     "multilabel_margin_loss",
+    "multinomial",
     "normal",
     "randint",
     "randint_from",
@@ -308,3 +309,18 @@ def randperm(rng: Any, n: int, **options: Any) -> Tensor:
     """The order of n uniforms."""
     order = rng.uniform([n], torch.float64).argsort()
     return order.to(options.get("dtype") or torch.int64)
+
+
+def multinomial(
+    rng: Any, x: Tensor, num_samples: int, replacement: bool = False, **options: Any
+) -> Tensor:
+    """Places by their weights x (…, k): of exponential numbers over weights the least, or, where a
+    place may be drawn again, where a uniform number falls in the sums of the weights."""
+    weights = x.detach().double()
+    if not replacement or num_samples == 1:
+        waits = -torch.log1p(-rng.uniform(x.shape, torch.float64))
+        speeds = torch.where(weights > 0, weights / waits, 0.0)
+        return speeds.topk(num_samples, dim=-1).indices
+    ends = weights.cumsum(-1)
+    drawn = rng.uniform([*x.shape[:-1], num_samples], torch.float64) * ends[..., -1:]
+    return torch.searchsorted(ends, drawn, right=True).clamp(max=x.shape[-1] - 1)
