@@ -24,6 +24,13 @@ CALLS: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
     "glu": (aten.glu.default, lambda: (_x(4, 6),)),
     "glu dim": (aten.glu.default, lambda: (_x(4, 6, 3), 1)),
     "einsum promotes": (aten.einsum.default, lambda: ("i, j -> i j", [torch.arange(3), _x(4)])),
+    **{
+        f"einsum broadcasts {equation}": (
+            aten.einsum.default,
+            lambda e=equation: (e, [_x(4, 3, 2), _x(1, 3, 1)]),
+        )
+        for equation in ("abc,abc->ab", "abc, abc -> c", "abc,abd->cd")
+    },
     "block_diag": (aten.block_diag.default, lambda: ([_x(2, 3), _x(4), _x(1, 2), _x()],)),
     "trace": (aten.trace.default, lambda: (_x(4, 6),)),
     "masked_scatter": (aten.masked_scatter.default, lambda: (_x(2, 3), _MASK, _x(5))),

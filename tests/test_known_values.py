@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import autopar
+from autopar.tracer.trace import trace
 from tests.dist import run_ranks
 
 Way = Callable[["Model", Tensor, Tensor], Tensor]
@@ -65,7 +66,7 @@ def _by_buffers(m: Model, x: Tensor, grid: Tensor) -> Tensor:
 
 def _by_item(m: Model, x: Tensor, grid: Tensor) -> Tensor:
     """The mask meets a tensor that says its size."""
-    places = torch.arange(0, grid.max().item())
+    places = torch.arange(0, grid.max().item(), device=grid.device)
     return x.reshape(-1, 4).masked_fill(places < 2, 0.0).square().sum()
 
 
@@ -97,6 +98,15 @@ def test_sizes_are_those_of_the_values(way: Way) -> None:
     found = autopar.verify(plan, model, inputs)
     assert found.worst[1] < 1e-12, found.worst
     assert set(found.gradients) == {"table.weight", "inner.weight", "inner.bias"}
+
+
+@pytest.mark.filterwarnings("ignore::autopar.errors.FrozenValueWarning")
+@pytest.mark.parametrize("way", [_by_list, _by_item])
+def test_inputs_have_values_where_the_model_has_none(way: Way) -> None:
+    inputs, sizes = (IDS, GRID), []
+    for model in (Model(way), Model(way).to("meta")):
+        sizes.append([n.target for n in trace(model, inputs).graph.nodes])
+    assert sizes[0] == sizes[1]
 
 
 def _other_values(rank: int) -> tuple[list[float], int, str]:

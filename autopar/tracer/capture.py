@@ -178,6 +178,7 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
     args, kwargs = pytree.tree_map(_plain, (args, kwargs))
     register_dataclasses((args, kwargs))
     refuse_given(capture.wrapped, args, kwargs)
+    given = args, kwargs
     on_meta = any(p.is_meta for p in capture.parameters())
     if on_meta:
         args, kwargs = pytree.tree_map(_to_meta, (args, kwargs))
@@ -191,7 +192,7 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
                 "Detach it, or register it as an nn.Parameter of the model."
             )
     try:
-        exported, checks, answers = _captured_with_values(capture, args, kwargs)
+        exported, checks, answers = _captured_with_values(capture, args, kwargs, given)
     except TraceError:
         raise
     except Exception as error:
@@ -206,8 +207,10 @@ def export(capture: Capture, args: Any, kwargs: Any) -> Any:
     return exported
 
 
-def _captured_with_values(capture: Capture, args: Any, kwargs: Any) -> tuple[Any, Any, Answers]:
-    """What the model does for any values; where it asks for some, for those that it is given.
+def _captured_with_values(
+    capture: Capture, args: Any, kwargs: Any, given: tuple[Any, Any]
+) -> tuple[Any, Any, Answers]:
+    """What the model does for any values; where it asks for some, for those that are `given`.
 
     Where neither can be captured, the error is that of the first line that values do not help with.
     """
@@ -220,7 +223,7 @@ def _captured_with_values(capture: Capture, args: Any, kwargs: Any) -> tuple[Any
     lines, eager, counting = capture.notes.lines, EagerFunctions(), False
     while True:
         capture.notes.lines = {}
-        sources = Sources(capture.wrapped, args, kwargs, whole=bool(eager) or counting)
+        sources = Sources(capture.wrapped, *given, whole=bool(eager) or counting)
         known = KnownValues(sources, eager.places if counting else None)
         capture.notes.known = known
         try:

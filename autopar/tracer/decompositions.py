@@ -108,12 +108,22 @@ def _bmm(rng: RandomContext, a: Tensor, b: Tensor) -> Tensor:
     return ops.einsum("byk,bkn->byn", a, b)
 
 
+def _broadcasts(equation: str, tensors: Sequence[Tensor]) -> bool:
+    """True if a letter has size 1 in one operand and another in the other."""
+    first, second = (
+        dict(zip(letters, x.shape, strict=False))
+        for letters, x in zip(equation.partition("->")[0].split(","), tensors, strict=True)
+    )
+    return any(first[letter] != second[letter] for letter in first.keys() & second.keys())
+
+
 def _einsum(rng: RandomContext, equation: str, tensors: list[Tensor], *, path: Any = None) -> Any:
     """Two operands without sums or repeats in one operand; all else as torch spells it."""
     from autopar.core.einsum import parse_equation
 
     compact = equation.replace(" ", "")
-    if len(tensors) == 2 and "." not in compact and "->" in compact:
+    plain = len(tensors) == 2 and "." not in compact and "->" in compact
+    if plain and not _broadcasts(compact, tensors):
         try:
             parse_equation(compact)
         except ValueError:
