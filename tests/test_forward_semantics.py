@@ -726,3 +726,34 @@ def test_weights_are_dropped_alike_in_all_microbatches() -> None:
     for pipeline in ({"size": 1, "microbatches": 4}, {"size": 2, "microbatches": 2}):
         found = verified(DroppedWeights(), hw.vectors(), {"pipeline": pipeline})
         assert found.worst[1] < 1e-9, found.worst
+
+
+class Branch(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(16, 16), norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.inner(x)).relu()
+
+
+class Branches(nn.Module):
+    """Both update the running mean of one batch norm, as the heads of a detector may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.BatchNorm1d(16)
+        self.first, self.second = Branch(norm), Branch(norm)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.first(x) - self.second(x)), labels)
+
+
+def test_a_batch_norm_that_stands_in_two_places() -> None:
+    torch.manual_seed(0)
+    found = verified(Branches(), hw.vectors())
+    assert found.worst[1] < 1e-9, found.worst
+    assert set(found.buffers) == {
+        f"first.norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")
+    }

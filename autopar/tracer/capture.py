@@ -51,6 +51,7 @@ from autopar.tracer.outside_tensors import OutsideTensors, say_own
 from autopar.tracer.packed_rows import PackedRows
 from autopar.tracer.picked_places import say_picked
 from autopar.tracer.precision import call_in
+from autopar.tracer.shared_buffers import read_shared_once
 from autopar.tracer.spelled import Spelled
 
 __all__ = ["PREFIX", "Capture", "export", "normalize_inputs"]
@@ -303,6 +304,7 @@ def _captured(capture: Capture, args: Any, kwargs: Any) -> tuple[Any, Any, Answe
         if capture.dtype is not None:
             refuse_mixed(capture.wrapped, exported.graph_module, capture.dtype)
         if changes_in_place(exported.graph_module):
+            read_shared_once(exported)
             traces = mark_no_grad(capture.wrapped, exported)
             keep_written_gradients(capture.wrapped, exported)
             exported = exported.run_decompositions({})
