@@ -33,7 +33,8 @@ from autopar.cost_model import Cluster
 from autopar.explanation import explain
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.hiding_mixture import between
-from autopar.solver.mixture import Mixer, Point, free_blocks
+from autopar.solver.mixer import Mixer, Point
+from autopar.solver.mixture import free_blocks
 from autopar.solver.overlap import ALL, EXPOSED, Found, counted_seconds, weights_at
 from autopar.solver.solve import StepSearch, solve
 from autopar.solver.sums import SumSearch

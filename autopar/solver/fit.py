@@ -205,19 +205,22 @@ class MemorySearch(MetPlans):
         """Seconds per byte of the limit at the best bound."""
         return sum(self._prices.values())
 
-    def meet(self, price: float) -> bool:
-        """Look for a plan that is fast where bytes have a price; False if that was done before.
+    def meet(self, price: float) -> float | None:
+        """Look for a plan that is fast where bytes have a price, if that was not done before.
 
         Args:
             price: seconds per byte of the rows that tell most of the limit, as far as is known.
+
+        Returns:
+            What no plan is below, in seconds and what its peak has beyond the limit at that price.
         """
         if not price or any(math.isclose(price, known, rel_tol=_SAME) for known in self._met_at):
-            return False
+            return None
         self._met_at += (price,)
         shares = self._prices if any(self._prices.values()) else {self.rough().row: 1.0}
         whole = sum(shares.values())
-        self.relaxed.solve({p: price * share / whole for p, share in shares.items()})
-        return True
+        _, value = self.relaxed.solve({p: price * share / whole for p, share in shares.items()})
+        return value - price * self.limit
 
     def _cap(self) -> float:
         if math.isfinite(self.target):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from autopar.core.block_kinds import Checkpoint
 from autopar.core.blocks import Block
-from autopar.solver.mixture import Mixer, Point
+from autopar.solver.mixer import Mixer, Point
 from autopar.solver.overlap import EXPOSED, Found, counted_seconds
 from autopar.solver.price import Price
 from autopar.solver.variant import Variant

@@ -18,52 +18,30 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from autopar.core.block_kinds import (
     RECOMPUTATIONS,
     Checkpoint,
     as_checkpoint,
     kinds_of,
-    labels_of,
     pinned_kinds,
     sections_of,
 )
 from autopar.core.blocks import Block, Blocks, section_of
 from autopar.core.graph import TracedModel
-from autopar.errors import ConstraintError
-from autopar.solver.discrete.problem import Assignment
-from autopar.solver.found import Fit, Met
-from autopar.solver.placed import Labels, Placed
+from autopar.solver.found import Met
+from autopar.solver.mixer import Mixer, Point
 from autopar.solver.variant import Variant
 
-__all__ = ["Make", "Mixer", "Point", "free_blocks", "mixtures", "uniform_checkpoints"]
+__all__ = ["Make", "free_blocks", "mixtures", "uniform_checkpoints"]
 
 _WORTH = 5e-3  # of the seconds of the best plan: what a mixture must promise to save
 _NEARLY = 0.03  # by how much more a pair of kinds may promise to take than the best pair
-_PRICED = 8  # mixtures that are priced to find how many blocks must be recomputed
 _ROUNDING = 1e-9  # relative, of seconds
 _PRICES = 4  # of a byte, at which plans of all kinds are looked for
 
 Make = Callable[[object, Checkpoint], Variant]
-
-
-class Point(NamedTuple):
-    """A plan that the search of a kind has met."""
-
-    kind: str
-    variant: Variant
-    met: Met
-
-    @classmethod
-    def of(cls, variant: Variant, block: Block) -> Point:
-        """The best plan of a search, and how it recomputes a block."""
-        fit = variant.search.memory.best
-        assert fit is not None
-        met = Met(fit.solution.chosen, fit.solution.objective, fit.peak)
-        return cls(kinds_of(variant.checkpoint, [block])[block], variant, met)
 
 
 def uniform_checkpoints(
@@ -184,8 +162,8 @@ def _promising(
     """For each two kinds, the plans between which a mixture comes below the limit soonest.
 
     Pairs that promise as much as the best, or nearly so, come back. One block more than would fit
-    is of the cheap kind: where plans of the stronger kind peak as the last one's backward begins,
-    what that would compute again is there in any case.
+    is of the cheap kind (`_share`): where plans of the stronger kind peak as the last one's
+    backward begins, what that would compute again is there in any case.
 
     Args:
         tried: variants.
@@ -207,7 +185,7 @@ def _promising(
         ]
 
     def may_help(bound: float) -> bool:
-        shares = ((p.met.seconds, limit / p.met.peak + least) for p in large)
+        shares = ((p.met.seconds, _share(limit / p.met.peak, least)) for p in large)
         return bound < below_s or any(bound + (s - bound) * r < below_s for s, r in shares)
 
     # what fits is no faster than the best plan, so that the other plan of a pair must be
@@ -216,7 +194,7 @@ def _promising(
     variants += [v for v in tried if free_s(v) >= below_s and may_help(free_s(v))]
     least_s = max(free_s(v) for v in tried)
     variants += [make(kind) for kind in others if may_help(least_s)]
-    _meet(variants, limit)
+    _meet(variants, limit, below_s, least)
     known = points(variants)
     pairs = [(c, s) for c, s in _pairs(known, limit) if order.index(c.kind) < order.index(s.kind)]
     if apart:
@@ -224,13 +202,22 @@ def _promising(
         pairs += [(c, s) for c, s in _pairs(sure, limit) if c.kind == s.kind]
     found: dict[tuple[str, str], tuple[float, Point, Point]] = {}
     for cheap, strong in pairs:
-        share = (limit - strong.met.peak) / (cheap.met.peak - strong.met.peak) + least
+        room = (limit - strong.met.peak) / (cheap.met.peak - strong.met.peak)
+        share = _share(room, least)
         seconds = strong.met.seconds + (cheap.met.seconds - strong.met.seconds) * share
         kinds = cheap.kind, strong.kind
         if seconds < found.get(kinds, (below_s,))[0]:
             found[kinds] = seconds, cheap, strong
     most_s = min((row[0] for row in found.values()), default=0.0) * (1 + _NEARLY)
     return [(cheap, strong) for seconds, cheap, strong in found.values() if seconds <= most_s]
+
+
+def _share(of_room: float, block: float) -> float:
+    """Blocks of the cheap kind: one more than there is room for, and not all of them.
+
+    One that is left may take half as long as the mean of all.
+    """
+    return min(of_room + block, 1.0 - block / 2)
 
 
 def _pairs(points: Sequence[Point], limit: float) -> Iterator[tuple[Point, Point]]:
@@ -250,12 +237,23 @@ def _sure(met: Met, variant: Variant) -> Met:
     return met
 
 
-def _meet(variants: Sequence[Variant], limit: float) -> None:
-    """Look for plans of several kinds between which a mixture promises less."""
+def _meet(variants: Sequence[Variant], limit: float, below_s: float, least: float) -> None:
+    """Look for plans of several kinds between which a mixture promises less.
+
+    Args:
+        variants: of each kind.
+        limit: bytes.
+        below_s: what none is looked for above.
+        least: share of a block.
+    """
     for _ in range(_PRICES if len(variants) > 1 else 0):
-        price = _price([met for v in variants for met in v.search.memory.met()], limit)
+        met = [met for v in variants for met in v.search.memory.met()]
+        price = _price(met, limit)
         found = [v.search.memory.meet(price) for v in variants]
-        if not any(found):
+        told = [seconds for seconds in found if seconds is not None]
+        peaks = [m.peak for m in met]
+        block_s = price * least * (max(peaks) - min(peaks))  # what one block more may save
+        if not told or (len(told) == len(found) and min(told) - block_s >= below_s):
             return
 
 
@@ -272,123 +270,3 @@ def _price(met: Sequence[Met], limit: float) -> float:
         if s > t
     )
     return min(found, default=(0.0, 0.0))[1]
-
-
-@dataclass(frozen=True, slots=True)
-class _Mixture:
-    """The step with so many blocks as in the stronger plan, and a plan of it."""
-
-    number: int
-    variant: Variant
-    chosen: Assignment
-    fit: Fit
-
-
-class Mixer:
-    """Mixes two plans, with the first so many blocks as in the stronger one.
-
-    Args:
-        cheap, strong: the plans.
-        free: blocks that may be recomputed or placed apart, in the order in which they run.
-        make: the variant of a checkpoint.
-    """
-
-    def __init__(
-        self,
-        cheap: Point,
-        strong: Point,
-        free: Sequence[Block],
-        make: Callable[[Checkpoint], Variant],
-    ) -> None:
-        self.cheap = cheap
-        self.strong = strong
-        self.free = free
-        self.blocks = Blocks(strong.variant.traced).every()
-        known = labels_of(strong.variant.checkpoint, self.blocks)
-        self.kinds = {block: kind for block, (kind, _) in known.items()}
-        self.sections = {block: section for block, (_, section) in known.items()}
-        self.make = make
-        self.limit = strong.variant.search.memory.limit
-
-    def _labels(self, number: int) -> Labels:
-        """Whose placements each block has, with so many as in the stronger plan."""
-        cheap = dict.fromkeys(self.blocks, "cheap")
-        return cheap | dict.fromkeys(self.free[:number], "strong")
-
-    def both(self) -> Placed:
-        """How the two plans place the nodes of each block."""
-        placed = Placed()
-        placed.add(self.cheap.variant, self.cheap.met.chosen, self._labels(0))
-        placed.add(self.strong.variant, self.strong.met.chosen, self._labels(len(self.free)))
-        return placed
-
-    def fewest(self) -> _Mixture | None:
-        """Of the mixtures that fit, placed as the two are, that with fewest of the stronger."""
-        ends = (0, self.cheap.met.peak), (len(self.free), self.strong.met.peak)
-        return self._between(*ends, self.both())
-
-    def fewest_as_strong(self) -> _Mixture | None:
-        """The same with all blocks placed as in the plan of the stronger kind."""
-        placed = Placed()
-        placed.add(self.strong.variant, self.strong.met.chosen, self._labels(len(self.free)))
-        chosen = placed.carried_to(self.cheap.variant, self._labels(0))
-        fit = self.cheap.variant.search.of(chosen) if chosen is not None else None
-        if fit is None or fit.peak <= self.strong.met.peak:
-            return None
-        ends = (0, float(fit.peak)), (len(self.free), self.strong.met.peak)
-        return self._between(*ends, placed)
-
-    def fewer(self, known: _Mixture) -> _Mixture | None:
-        """One with fewer blocks than a mixture that was solved, placed as that is."""
-        best = known.variant.search.memory.best
-        if best is None:
-            return None
-        placed = Placed()
-        placed.add(known.variant, best.solution.chosen, self._labels(known.number))
-        each = (self.cheap.met.peak - self.strong.met.peak) / len(self.free)
-        if best.peak + each > self.limit:
-            return None
-        ends = (0, best.peak + known.number * each), (known.number, float(best.peak))
-        return self._between(*ends, placed)
-
-    def _between(
-        self, below: tuple[int, float], above: tuple[int, float], placed: Placed
-    ) -> _Mixture | None:
-        """The fewest blocks between two numbers, of which one has too large a peak.
-
-        The peak falls by about the same for each block.
-        """
-        (low, most), (high, least) = below, above
-        found: _Mixture | None = None
-        for _ in range(_PRICED):
-            if high - low < 2:
-                break
-            each = max((most - least) / (high - low), 1.0)
-            guess = low + math.ceil((most - self.limit) / each)
-            mixture = self.priced(min(max(guess, low + 1), high - 1), placed)
-            if mixture is None:
-                break
-            if mixture.fit.peak <= self.limit:
-                found, high, least = mixture, mixture.number, mixture.fit.peak
-            else:
-                low, most = mixture.number, mixture.fit.peak
-        return found
-
-    def priced(self, number: int, placed: Placed) -> _Mixture | None:
-        """The mixture with so many blocks as in the stronger plan; None if it cannot be so."""
-        kinds = dict(self.kinds)
-        kinds |= dict.fromkeys(self.free[:number], self.strong.kind)
-        kinds |= dict.fromkeys(self.free[number:], self.cheap.kind)
-        labels = self._labels(number)
-        alike = self.cheap.kind == self.strong.kind  # then nothing but placements tells them apart
-        apart = {b: (alike and labels[b], self.sections[b]) for b in self.blocks}
-        try:
-            # by run, as the name of one kind alone stands for the search of the plans themselves
-            variant = self.make(as_checkpoint(kinds, apart, by_run=True))
-        except ConstraintError:
-            return None  # blocks of a folded graph that cannot be told apart
-        chosen = placed.carried_to(variant, labels)
-        if chosen is None:
-            return None
-        fit = variant.search.of(chosen)
-        return None if fit is None else _Mixture(number, variant, chosen, fit)
