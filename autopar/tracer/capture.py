@@ -24,6 +24,7 @@ from autopar.tracer.caches import emptying_caches
 from autopar.tracer.calls import check_loss_fn, explain_call
 from autopar.tracer.checks import Answers, drop_assertions, passing_checks, warn_of
 from autopar.tracer.diagnose import (
+    NOWHERE,
     SYMBOLIC,
     asks_for_values,
     explain_failure,
@@ -235,7 +236,7 @@ def _captured_with_values(
             asks = asks_for_values(error)
             if asks and eager.add(error):
                 continue
-            if not counting and place_of(error) != place_of(first):
+            if not counting and place_of(error) not in (NOWHERE, place_of(first)):
                 lines, first = capture.notes.lines, error
             if counting or not asks:
                 capture.notes.lines, capture.notes.known = lines, None

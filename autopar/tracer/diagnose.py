@@ -18,6 +18,7 @@ from autopar.errors import TraceError
 
 __all__ = [
     "MODES",
+    "NOWHERE",
     "SYMBOLIC",
     "asks_for_values",
     "explain_backward",
@@ -49,8 +50,7 @@ _DATA_DEPENDENT = re.compile(
 
 
 MODES = ("__torch_function__", "__torch_dispatch__")  # they pass on what another line calls
-
-_NOWHERE = "(no line outside torch)"
+NOWHERE = "(no line outside torch)"
 _REMEDY = (
     "The value of a tensor decides what runs or how large a result is, so there is no one "
     "graph to plan. Use torch.where or a mask there, or compute that part "
@@ -93,7 +93,7 @@ def innermost_line(frames: traceback.StackSummary) -> str:
     for frame in reversed(frames):
         if is_outside(frame.filename) and frame.name not in MODES:
             return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
-    return _NOWHERE
+    return NOWHERE
 
 
 def is_outside(filename: str) -> bool:
@@ -114,7 +114,7 @@ def user_line(node: fx.Node) -> str:
     for frame in reversed(list(_FRAME.finditer(node.meta.get("stack_trace") or ""))):
         if is_outside(frame["file"]) and frame["name"] not in MODES:
             return f"{frame['file']}:{frame['line']} in {frame['name']}: {frame['code']}"
-    return _NOWHERE
+    return NOWHERE
 
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -189,7 +189,7 @@ def refuse_vmap(exported: Any, lines: Mapping[str, str]) -> None:
         if name == "_add_batch_dim" or (read & mapped and name != "_remove_batch_dim"):
             mapped.add(node.name)
         if node.name in mapped & weighted:
-            raise TraceError(f"cannot trace {lines.get('vmap', _NOWHERE)}\n  {_VMAP}")
+            raise TraceError(f"cannot trace {lines.get('vmap', NOWHERE)}\n  {_VMAP}")
 
 
 _ONE_DTYPE = frozenset(
@@ -243,7 +243,7 @@ def refuse_random(node: fx.Node, source: str, lines: Mapping[str, str]) -> None:
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags:
         name = str(node.target).removeprefix("aten.").partition(".")[0]
-        line = lines.get(name) or source or _NOWHERE
+        line = lines.get(name) or source or NOWHERE
         raise TraceError(
             f"cannot trace {line}\n  {node.target} draws random numbers that depend on who draws "
             "them. Draw with torch.rand, randn, randint, randperm, multinomial, bernoulli or "
@@ -269,7 +269,7 @@ def refuse_sparse(exported: Any, model: nn.Module) -> None:
         what = f"parameter {fqn}" if fqn else "a tensor computed from parameters"
         shape = tuple(table.meta["val"].shape)
         line = user_line(node)
-        at = "" if line == _NOWHERE else f" at {line}"
+        at = "" if line == NOWHERE else f" at {line}"
         raise TraceError(
             f"cannot trace {type(model).__name__}{at}\n"
             f"  {what} of shape {shape} gets a sparse gradient (sparse=True), which cannot be "
@@ -348,7 +348,7 @@ def explain_failure(model: nn.Module, error: BaseException, lines: Mapping[str, 
     text = str(error)
     first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
     where = _user_frame(error)
-    if "vmap" in lines and (where == _NOWHERE or "vmap" in text or "atching rule" in text):
+    if "vmap" in lines and (where == NOWHERE or "vmap" in text or "atching rule" in text):
         return f"cannot trace {lines['vmap']}\n  {first}\n  {_VMAP}"
     if _DATA_DEPENDENT.search(text) or _DATA_DEPENDENT.search(type(error).__name__):
         remedy = _REMEDY
