@@ -513,3 +513,59 @@ class Casting(nn.Module):
 def test_a_module_that_is_cast_in_the_forward_is_refused() -> None:
     with pytest.raises(TraceError, match=r"test_spelled\.py:\d+ in forward: .*double\(\)"):
         trace(Casting(), torch.randn(4, 8), training=True)
+
+
+class Applying(nn.Module):
+    """Applies a function to its parameters that changes some, or looks at them."""
+
+    def __init__(self, fn: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.fn = fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inner._apply(self.fn)
+        return self.inner(x).square().mean()
+
+
+@pytest.mark.parametrize("fn", [lambda t: t * 2 if t.dim() == 2 else t, lambda t: t])
+def test_another_function_of_a_modules_tensors_is_refused(fn: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(TraceError, match=r"test_spelled\.py:\d+ in forward: .*_apply"):
+        trace(Applying(fn), torch.randn(4, 8), training=True)
+
+
+class Swapped(nn.Module):
+    """Computes with other values for a while, by way of `.data`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.scale.data
+        self.scale.data = self.scale * 2
+        y = self.inner(x) * self.scale
+        self.scale.data = before
+        return (y * self.scale).square().mean()
+
+
+def test_data_put_back_is_refused() -> None:
+    with pytest.raises(TraceError, match=r"test_spelled\.py:\d+ .*\n.*before another assignment"):
+        trace(Swapped(), torch.randn(4, 8), training=True)
+
+
+class Identical(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.equal(x, x.clone()) is True:
+            return self.inner(x).sum()
+        return self.inner(x).cos().sum()
+
+
+def test_a_truth_that_is_compared_with_true_is_no_tensor() -> None:
+    with pytest.raises(TraceError, match=r"test_spelled\.py:\d+ in forward: if torch\.equal"):
+        trace(Identical(), torch.randn(4, 8), training=True)

@@ -118,9 +118,49 @@ def _added_in_region(m: _Model, x: Tensor) -> Tensor:
         return _detached(m, x) + m.inner(x)
 
 
+def _scaled_in_region_that_is_detached_before(m: _Model, x: Tensor) -> Tensor:
+    y = m.inner(x)
+    part = y.detach()
+    with torch.autocast("cpu", enabled=False):
+        z = m.inner(x)
+        part.mul_(0.5)
+    return y * z
+
+
+def _scaled_in_nested_region(m: _Model, x: Tensor) -> Tensor:
+    y = m.inner(x)
+    with torch.autocast("cpu", enabled=False):
+        z = m.inner(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y.detach().mul_(0.5)
+        z = z + 1
+    return y * z
+
+
+def _scaled_behind_region(m: _Model, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        y = m.inner(x)
+        part = y.detach()
+    part.mul_(0.5)
+    return y
+
+
+def _scaled_behind_region_that_detached(m: _Model, x: Tensor) -> Tensor:
+    y = m.inner(x)
+    with torch.autocast("cpu", enabled=False):
+        part, z = y.detach(), m.inner(x)
+    part.mul_(0.5)
+    return y * z
+
+
 @pytest.mark.parametrize(
-    "positions", [_read_later, _with_gradient, _scaled, _scaled_in_region, _added_in_region]
-)
+    "positions",
+    [
+        _read_later, _with_gradient, _scaled, _scaled_in_region, _added_in_region,
+        _scaled_in_region_that_is_detached_before, _scaled_in_nested_region, _scaled_behind_region,
+        _scaled_behind_region_that_detached,
+    ],
+)  # fmt: skip
 def test_a_write_that_others_see_is_refused_with_its_line(positions: Positions) -> None:
     model, x = _Model(positions).double(), torch.randn(4, 5, 8).double()
     cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)

@@ -189,9 +189,6 @@ class KnownValues(TorchFunctionMode):
 
     def _find(self, tensor: Any, untold: bool = False) -> _Known | None:
         known = self._known.get(id(tensor))
-        if known is None and isinstance(tensor, Tensor) and _has_value(tensor):
-            with plainly():  # a tensor in a plain attribute: a constant of the graph
-                return _Known(tensor, tensor._version, tensor.detach(), frozenset())
         if known is None or known.version != tensor._version:
             return None
         return known if untold or all(kind != "untold" for kind, _ in known.origins) else None

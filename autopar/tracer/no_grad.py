@@ -79,7 +79,7 @@ def keep_written_gradients(model: nn.Module, exported: Any) -> None:
     graph = exported.graph_module.graph
     differentiable = _differentiable(exported, model)
     for region in graph.find_nodes(op="call_function", target=_autocast):
-        _refuse_detached_writes(model, exported, region, differentiable)
+        _refuse_detached_writes(model, exported.graph_module, region, differentiable)
     for write, written in _writes(graph):
         _copy_made_without_grad(exported, written)
         if written.name in exported.graph_signature.inputs_to_parameters:
@@ -87,6 +87,8 @@ def keep_written_gradients(model: nn.Module, exported: Any) -> None:
         detached = _detached(write)
         values = [n for n in write.all_input_nodes if n is not write.args[0]]
         kept = bool(differentiable.intersection(values))
+        if _is_handed_out_detached(exported, written, kept, differentiable):
+            raise TraceError(_shared(model, write, kept))
         if not detached or not (kept or written in differentiable):
             continue
         read = _read_later(write, written, () if kept else _CUTTING)
@@ -99,11 +101,20 @@ def keep_written_gradients(model: nn.Module, exported: Any) -> None:
 
 
 def _refuse_detached_writes(
-    model: nn.Module, exported: Any, node: fx.Node, differentiable: set[Any]
+    model: nn.Module,
+    module: fx.GraphModule,
+    node: fx.Node,
+    differentiable: set[Any],
+    nested: bool = False,
 ) -> None:
-    """As above, in an autocast region, where nothing is kept: what is written must not be read."""
+    """As above, in an autocast region, where nothing is kept: what is written must not be read.
+
+    Who reads what a `nested` one writes is not followed out of the region around it.
+    """
     region, *operands = node.args[4:]
-    graph = _part(exported, cast(fx.Node, region)).graph
+    part = module.get_submodule(str(cast(fx.Node, region).target))
+    assert isinstance(part, fx.GraphModule)
+    graph = part.graph
     outer = dict(zip(graph.find_nodes(op="placeholder"), operands, strict=True))
     inside = _spread(graph, {place for place, x in outer.items() if x in differentiable})
     for write, written in _writes(graph):
@@ -116,8 +127,27 @@ def _refuse_detached_writes(
         if isinstance(given, fx.Node) and not (kept and detached):
             lost |= _read_later(node, _owner(given), () if kept else _CUTTING)
         is_cut = bool(detached) or (isinstance(given, fx.Node) and _is_detached(given))
-        if is_cut and lost and (kept or written in inside):
+        of_others = isinstance(given, fx.Node) and _owner(given) in differentiable
+        if is_cut and (lost or nested) and (kept or written in inside or of_others):
             raise TraceError(_shared(model, write, kept))
+    for inner in graph.find_nodes(op="call_function", target=_autocast):
+        _refuse_detached_writes(model, part, inner, inside, nested=True)
+
+
+def _is_handed_out_detached(
+    exported: Any, written: fx.Node, kept: bool, differentiable: set[Any]
+) -> bool:
+    """True for what an autocast region detached of memory that others read, with a gradient."""
+    call = written.args[0] if written.target is operator.getitem else None
+    if not isinstance(call, fx.Node) or call.target is not _autocast:
+        return False
+    results: Any = _part(exported, cast(fx.Node, call.args[4])).graph.output_node().args[0]
+    result = results[written.args[1]]
+    owner = _owner(result)
+    others = [n for n in results if isinstance(n, fx.Node) and n is not result]
+    is_shared = owner.op == "placeholder" or any(_owner(n) is owner for n in others)
+    has_gradient = kept or not differentiable.isdisjoint(call.all_input_nodes)
+    return is_shared and has_gradient and _is_detached(result)
 
 
 def _shared(model: nn.Module, write: fx.Node, kept: bool) -> str:

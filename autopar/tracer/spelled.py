@@ -105,8 +105,9 @@ class Spelled(TorchFunctionMode):
         self.packed = PackedRows(self.same)
         self.draws = SureDraws()
         self.outside = outside
-        # what `.data` gave, by id, and of which tensor
-        self.data: dict[int, tuple[Tensor, Tensor]] = {}
+        # what `.data` gave, by id, of which tensor, and how often that had been given another
+        self.data: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self.assigned: list[Tensor] = []  # whose `.data` was, each time
         # what a mask picked, by id: the result, what from, the mask
         self.picked: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
@@ -128,6 +129,9 @@ class Spelled(TorchFunctionMode):
             setattr(owner, name, original)
         super().__exit__(*error)
 
+    def _times_assigned(self, x: Tensor) -> int:
+        return sum(x is other for other in self.assigned)
+
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -135,11 +139,15 @@ class Spelled(TorchFunctionMode):
         self.outside.note((*args, *kwargs.values()))
         if func == _DATA:
             data = args[0].detach()
-            self.data[id(data)] = data, args[0]
+            self.data[id(data)] = data, args[0], self._times_assigned(args[0])
             return data
         if func == _SET_DATA:
-            of = self.data.get(id(args[1]), (None, None))[1]
-            return None if of is args[0] else _set_data(*args)  # its own memory stays its own
+            _, of, before = self.data.get(id(args[1]), (None, None, 0))
+            is_own = of is args[0]
+            if not is_own or self._times_assigned(args[0]) != before:
+                self.assigned.append(args[0])
+                _set_data(args[0], args[1], is_own)
+            return None  # its own memory stays its own
         if func is torch.Tensor.__deepcopy__:
             return _deep_copy(*args)
         if (made := numbers_on_meta(func, args, kwargs)) is not None:
@@ -224,7 +232,13 @@ def _refuse_generator(func: Any) -> NoReturn:
     )
 
 
-def _set_data(x: Tensor, value: Tensor) -> None:
+def _set_data(x: Tensor, value: Tensor, is_own: bool) -> None:
+    if is_own:
+        raise TraceError(
+            f"cannot trace {innermost_line(traceback.extract_stack())}\n  .data of a tensor "
+            "becomes what it was before another assignment, which wrote to that memory here. "
+            "Compute with the other values without assigning them."
+        )
     if x.shape != value.shape or x.dtype != value.dtype:
         raise TraceError(
             f"cannot trace {innermost_line(traceback.extract_stack())}\n  .data of a tensor of "
@@ -255,6 +269,9 @@ def _applied(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = 
 
 
 def _is_kept(fn: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+    """True for a conversion by a method of torch's, such as `to`, to what a tensor is already."""
+    if fn.__module__ != nn.Module.__module__:
+        return False  # what it does may depend on more than dtype and device
     with plainly():
         other = torch.ones((), dtype=x.dtype, device=x.device)
         return fn(other) is other and other._version == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any
@@ -11,9 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autopar.core.ops import ops
+from autopar.tracer.diagnose import innermost_line
 
 __all__ = ["spelled_function"]
 
+_IS_BOOL = re.compile(r"\bis (not )?(True|False)\b")
 _Padded = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -70,6 +74,8 @@ def _fill_diagonal(x: Tensor, value: Any, wrap: bool = False) -> Tensor:
 
 def _equal(x: Tensor, other: Tensor) -> Tensor | bool:
     """A truth that may be asked for, or known; the function itself has to have it at once."""
+    if _IS_BOOL.search(innermost_line(traceback.extract_stack())):
+        return torch.equal(x, other)  # no tensor is True
     return x.shape == other.shape and (x == other).all()
 
 
