@@ -22,7 +22,7 @@ from autopar.runtime.shards import assemble, take_shard
 from autopar.runtime.virtual_stages import run_stages
 from autopar.search.symmetric_calls import with_symmetric_calls
 from autopar.tracer.capture import Capture
-from autopar.tracer.frozen_values import kept_attributes
+from autopar.tracer.containers import kept_attributes
 from autopar.tracer.precision import low_dtype
 from autopar.tracer.trace import normalize_inputs, trace
 

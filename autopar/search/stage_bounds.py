@@ -60,8 +60,8 @@ class StageBounds:
         self._refused: dict[int, ConstraintError] = {}  # numbers of microbatches
         self._micros: dict[int, tuple[dict[str, NodePlan], Microbatch]] = {}
         self._turns: dict[tuple[int, int], Turn] = {}
-        self._begun: dict[tuple[int, int], Floors] = {}  # the last shape with no sum but "step"
-        self._whole: set[tuple[int, int]] = set()  # those with all sums
+        # of the last shape with no sum but "step": of many it would be much to hold
+        self._begun: dict[tuple[int, int], Floors] = {}
         self._wide: dict[tuple[int, int], Floors] = {}
         self._within: dict[tuple[int, int, int], Mapping[str, Array]] = {}
 
@@ -121,15 +121,15 @@ class StageBounds:
             ConstraintError: the model cannot be split into such microbatches.
         """
         key = (shape.size, shape.microbatches)
-        if key not in self._whole and (parts or key not in self._turns):
+        known = self._turns.get(key)
+        every = functionals(shape.microbatches, self.ahead(shape.size))
+        names = (every.keys() if parts else {"step"}) - (known.beside.keys() if known else set())
+        if known is None or names:
             floors = self._begun.pop(key, None)
             if floors is None:
                 floors = self._floors(self.micro(shape.microbatches)[1].body, shape, parts=True)
-            known = self._turns.get(key)
-            names = floors.wanted.keys() - ({"step"} if known else set()) if parts else {"step"}
             self._turns[key] = self._floored(floors, shape, names, known)
-            self._begun = {} if parts else {key: floors}  # of many it would be much to hold
-            self._whole |= {key} if parts else set()
+            self._begun = {} if parts else {key: floors}
         return self._turns[key]
 
     def widen(self, shape: PipelineShape, kind: WindowKind) -> None:

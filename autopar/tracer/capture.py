@@ -23,6 +23,7 @@ from autopar.errors import TraceError
 from autopar.tracer.caches import emptying_caches
 from autopar.tracer.calls import check_loss_fn, explain_call
 from autopar.tracer.checks import Answers, drop_assertions, passing_checks, warn_of
+from autopar.tracer.containers import same_containers
 from autopar.tracer.diagnose import (
     NOWHERE,
     SYMBOLIC,
@@ -37,12 +38,7 @@ from autopar.tracer.diagnose import (
 from autopar.tracer.eager_answers import telling_eager, warn_of_compiled
 from autopar.tracer.eager_functions import EagerFunctions
 from autopar.tracer.effects import changes_in_place, know_all_readers
-from autopar.tracer.frozen_values import (
-    Frozen,
-    putting_back,
-    same_containers,
-    warn_of_frozen,
-)
+from autopar.tracer.frozen_values import Frozen, putting_back, warn_of_frozen
 from autopar.tracer.higher_order import HigherOrder, warn_of_both
 from autopar.tracer.known_values import KnownValues, Sources, warn_of_known
 from autopar.tracer.layouts import refuse_given, refuse_made

@@ -15,7 +15,6 @@ from __future__ import annotations
 import random
 import sys
 import warnings
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -25,23 +24,27 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar.errors import FrozenValueWarning, TraceError
+from autopar.tracer.containers import (
+    OWN,
+    REFILLED,
+    Containers,
+    containers_of,
+    is_unchanged,
+    pairs_of,
+    refill,
+)
 from autopar.tracer.kept import Reads, depend_on_step, fakes_in, holders, made_by, tensors_in
 from autopar.tracer.scopes import Names, scopes_of
 
 __all__ = [
     "Frozen",
     "generator_states",
-    "kept_attributes",
     "kept_generators",
     "putting_back",
-    "same_containers",
     "warn_of_frozen",
 ]
 
 _NUMBERS = (bool, int, float, complex)
-_OWN = vars(nn.Module())  # what torch keeps on a module: buffers, hooks
-Containers = dict[str, tuple[Any, list[tuple[Any, Any]]]]
-"""Lists and mappings of a holder, by attribute, with what stands in them."""
 
 
 class Frozen:
@@ -67,7 +70,7 @@ def putting_back(model: nn.Module) -> Iterator[Frozen]:
     modules, scopes = dict(model.named_modules()), scopes_of(model)
     kept = [*holders(model).items(), *((scope.name, scope.found) for scope in scopes)]
     kept += [pair for scope in scopes for pair in scope.objects.items()]
-    before = [(dict(vars(holder)), _containers(holder)) for _, holder in kept]
+    before = [(dict(vars(holder)), containers_of(holder)) for _, holder in kept]
     parameters = {name: dict(module._parameters) for name, module in modules.items()}
     buffers = {name: dict(module._buffers) for name, module in modules.items()}
     children = {name: dict(module._modules) for name, module in modules.items()}
@@ -90,69 +93,13 @@ def putting_back(model: nn.Module) -> Iterator[Frozen]:
             scope.put_back()
         new = after.replaced_buffers(modules, buffers)
         made = after.replaced_modules(modules, children)
-    for path in made:
-        raise TraceError(_of_made(path))
+    if made:
+        raise TraceError(_of_made(made[0]))
     _refuse_replaced(modules, parameters)
     _write_buffers(new)
     frozen.told += (
         _of_drawn(n) for n, state in generator_states().items() if state != drawn.get(n, state)
     )
-
-
-@contextmanager
-def kept_attributes(model: nn.Module) -> Iterator[None]:
-    """Afterwards attributes, and what lists and mappings in them hold, are what they were."""
-    before = [(x, dict(vars(x)), _containers(x)) for x in holders(model).values()]
-    try:
-        yield
-    finally:
-        for holder, known, inside in before:
-            vars(holder).clear()
-            vars(holder).update(known)
-            for value, pairs in inside.values():
-                _refill(value, pairs)
-
-
-@contextmanager
-def same_containers(model: nn.Module) -> Iterator[None]:
-    """Afterwards attributes hold the same lists and mappings, with the same things in them.
-
-    An export puts copies into their place: what several modules share would be shared no more.
-    """
-    before = [
-        (holder, {k: v for k, v in vars(holder).items() if k not in _OWN and _is_container(v)})
-        for holder in holders(model).values()
-    ]
-    inside = _all_containers(known.values() for _, known in before)
-    try:
-        yield
-    finally:
-        for holder, known in before:
-            for key, value in known.items():
-                if vars(holder).get(key) is not value:
-                    vars(holder)[key] = value
-        for value, pairs in inside:
-            _refill(value, pairs)
-
-
-def _is_container(value: Any) -> bool:
-    return isinstance(value, (list, deque, dict, tuple))
-
-
-def _all_containers(groups: Iterable[Iterable[Any]]) -> list[tuple[Any, list[tuple[Any, Any]]]]:
-    """Lists and mappings, those inside of others too, with what stands in them."""
-    found, seen = [], set[int]()
-    waiting = [value for group in groups for value in group]
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen or not _is_container(value):
-            continue
-        seen.add(id(value))
-        pairs = _pairs(value)
-        waiting += (x for _, x in pairs)
-        if not isinstance(value, tuple):
-            found.append((value, pairs))
-    return found
 
 
 def warn_of_frozen(frozen: Frozen, constants: Iterable[Any]) -> None:
@@ -165,18 +112,6 @@ def warn_of_frozen(frozen: Frozen, constants: Iterable[Any]) -> None:
 
 def _memory(tensor: Tensor) -> object:
     return tensor.untyped_storage()._cdata
-
-
-def _containers(holder: Any) -> Containers:
-    return {
-        key: (value, _pairs(value))
-        for key, value in vars(holder).items()
-        if key not in _OWN and isinstance(value, (list, deque, dict))
-    }
-
-
-def _pairs(value: Any) -> list[tuple[Any, Any]]:
-    return list(value.items() if isinstance(value, dict) else enumerate(value))
 
 
 class _After:
@@ -195,11 +130,11 @@ class _After:
         """Note what is changed in lists and mappings, and put it back."""
         for key, (old_value, pairs) in before.items():
             value = vars(holder).get(key)
-            if not isinstance(value, (list, deque, dict)):
+            if not isinstance(value, REFILLED):
                 continue
-            if _unchanged(value, pairs):
+            if is_unchanged(value, pairs):
                 continue
-            after = _pairs(value)
+            after = pairs_of(value)
             path = f"{name}.{key}" if name else key
             self._compare_pairs(dict(pairs), dict(after), path)
             known = {id(x) for _, x in pairs}
@@ -208,7 +143,7 @@ class _After:
             line = self.reads.line_besides_filling(holder, key)
             if value is old_value and line and depend_on_step(added, self.state):
                 self.frozen.told.append(_of_found(path, "as it is now", line))
-            _refill(old_value, pairs)
+            refill(old_value, pairs)
 
     def _compare_pairs(self, before: dict[Any, Any], after: dict[Any, Any], path: str) -> None:
         for at, old in before.items():
@@ -226,7 +161,7 @@ class _After:
             number = isinstance(value, _NUMBERS) and type(old) in _NUMBERS and value != old
             if number:
                 self.frozen.told.append(_of_changed(path, old, value))
-            elif value is old or key in _OWN or not (made := fakes_in(value)):
+            elif value is old or key in OWN or not (made := fakes_in(value)):
                 continue
             elif found := tensors_in(old):
                 self.frozen.replaced += ((path, x) for x in found)
@@ -290,23 +225,6 @@ class _After:
                     was = "as it is now" if key in before[name] else "missing"
                     self.frozen.told.append(_of_found(path, was, None))
         return found
-
-
-def _unchanged(value: Any, pairs: list[tuple[Any, Any]]) -> bool:
-    keyed, after = isinstance(value, dict), _pairs(value)
-    return len(after) == len(pairs) and all(
-        a[1] is b[1] and (not keyed or a[0] is b[0]) for a, b in zip(after, pairs, strict=True)
-    )
-
-
-def _refill(value: Any, pairs: list[tuple[Any, Any]]) -> None:
-    if _unchanged(value, pairs):
-        return  # it may be one that refuses writes
-    value.clear()
-    if isinstance(value, dict):
-        value.update(pairs)
-    else:
-        value.extend(x for _, x in pairs)
 
 
 def _write_buffers(replaced: list[tuple[Tensor, Tensor]]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import re
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -49,13 +49,11 @@ def mark_no_grad(model: nn.Module, exported: Any) -> Lines:
     for node in graph.nodes:
         if node.target is not _set_grad or node.args[0]:
             continue
-        part, *operands = node.args[1:]
-        node.meta["custom"] = {**node.meta.get("custom", {}), _MARK: str(part.target)}
-        inside = _part(exported, part).graph.nodes
-        lines |= {(str(part.target), n.name): n.meta.get("stack_trace") or "" for n in inside}
-        places = [n for n in inside if n.op == "placeholder"]
-        outer = dict(zip(places, operands, strict=True))
-        for write, written in _writes_inside(_part(exported, part)):
+        name = str(node.args[1].target)
+        node.meta["custom"] = {**node.meta.get("custom", {}), _MARK: name}
+        part, outer = _region(exported.graph_module, node)
+        lines |= {(name, n.name): n.meta.get("stack_trace") or "" for n in part.graph.nodes}
+        for write, written in _writes_inside(part):
             if outer.get(written) in differentiable:
                 raise TraceError(
                     f"cannot trace {type(model).__name__} at {user_line(write)}\n  "
@@ -111,27 +109,33 @@ def _refuse_detached_writes(
 
     Who reads what a `nested` one writes is not followed out of the region around it.
     """
-    region, *operands = node.args[4:]
-    part = module.get_submodule(str(cast(fx.Node, region).target))
-    assert isinstance(part, fx.GraphModule)
-    graph = part.graph
-    outer = dict(zip(graph.find_nodes(op="placeholder"), operands, strict=True))
-    inside = _spread(graph, {place for place, x in outer.items() if x in differentiable})
-    for write, written in _writes(graph):
-        values = [n for n in write.all_input_nodes if n is not write.args[0]]
-        detached, given = _detached(write), outer.get(written)
-        kept = bool(inside.intersection(values))
-        read = _read_later(write, written, () if kept else _CUTTING)
-        # a gradient that is written is lost to what comes from there, one of before to all others
-        lost = {x for x in read if _comes_from(x, detached) == (kept and bool(detached))}
-        if isinstance(given, fx.Node) and not (kept and detached):
-            lost |= _read_later(node, _owner(given), () if kept else _CUTTING)
-        is_cut = bool(detached) or (isinstance(given, fx.Node) and _is_detached(given))
-        of_others = isinstance(given, fx.Node) and _owner(given) in differentiable
-        if is_cut and (lost or nested) and (kept or written in inside or of_others):
+    part, outer = _region(module, node)
+    inside = _spread(part.graph, {place for place, x in outer.items() if x in differentiable})
+    for write, written in _writes(part.graph):
+        given = outer.get(written)
+        kept = any(n in inside for n in write.all_input_nodes if n is not write.args[0])
+        is_cut, has_gradient = bool(_detached(write)), kept or written in inside
+        if given is not None:
+            is_cut = is_cut or _is_detached(given)
+            has_gradient = has_gradient or _owner(given) in differentiable
+        if is_cut and has_gradient and (nested or _is_lost(write, written, node, given, kept)):
             raise TraceError(_shared(model, write, kept))
-    for inner in graph.find_nodes(op="call_function", target=_autocast):
+    for inner in part.graph.find_nodes(op="call_function", target=_autocast):
         _refuse_detached_writes(model, part, inner, inside, nested=True)
+
+
+def _is_lost(
+    write: fx.Node, written: fx.Node, region: fx.Node, given: fx.Node | None, kept: bool
+) -> bool:
+    """True if a gradient is, of a write to memory, maybe `given` to the region around it.
+
+    One that is written is lost to what comes from there, one of before to all others.
+    """
+    detached, but = _detached(write), () if kept else _CUTTING
+    of_written = kept and bool(detached)
+    if any(_comes_from(x, detached) == of_written for x in _read_later(write, written, but)):
+        return True
+    return given is not None and not of_written and bool(_read_later(region, _owner(given), but))
 
 
 def _is_handed_out_detached(
@@ -141,7 +145,8 @@ def _is_handed_out_detached(
     call = written.args[0] if written.target is operator.getitem else None
     if not isinstance(call, fx.Node) or call.target is not _autocast:
         return False
-    results: Any = _part(exported, cast(fx.Node, call.args[4])).graph.output_node().args[0]
+    part, _ = _region(exported.graph_module, call)
+    results: Any = part.graph.output_node().args[0]
     result = results[written.args[1]]
     owner = _owner(result)
     others = [n for n in results if isinstance(n, fx.Node) and n is not result]
@@ -182,9 +187,7 @@ def _copy_made_without_grad(exported: Any, written: fx.Node) -> None:
     call = written.args[0] if written.target is operator.getitem else None
     if not isinstance(call, fx.Node) or call.target is not _set_grad or call.args[0]:
         return
-    called = call.args[1]
-    assert isinstance(called, fx.Node)
-    part = _part(exported, called)
+    part, _ = _region(exported.graph_module, call)
     results: Any = part.graph.output_node().args[0]
     result = results[written.args[1]]
     same = [n for n in results if isinstance(n, fx.Node) and _owner(n) is _owner(result)]
@@ -228,10 +231,15 @@ def restore_lines(graph: fx.Graph, lines: Lines) -> None:
             node.meta["stack_trace"] = trace
 
 
-def _part(exported: Any, node: fx.Node) -> fx.GraphModule:
-    part = exported.graph_module.get_submodule(str(node.target))
+def _region(module: fx.GraphModule, call: fx.Node) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    """What a call of `_set_grad` or `_autocast` runs; what it is given, by placeholder."""
+    called, *operands = call.args[1 if call.target is _set_grad else 4 :]
+    assert isinstance(called, fx.Node)
+    part = module.get_submodule(str(called.target))
     assert isinstance(part, fx.GraphModule)
-    return part
+    places = part.graph.find_nodes(op="placeholder")
+    given = zip(places, operands, strict=True)
+    return part, {place: x for place, x in given if isinstance(x, fx.Node)}
 
 
 def _differentiable(exported: Any, model: nn.Module) -> set[Any]:
@@ -268,11 +276,7 @@ def _writes_inside(part: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:
     """Writes of a part of a graph, and of autocast regions in it."""
     found = _writes(part.graph)
     for node in part.graph.find_nodes(op="call_function", target=_autocast):
-        region, *operands = node.args[4:]
-        inner = part.get_submodule(str(region.target))
-        assert isinstance(inner, fx.GraphModule)
-        places = inner.graph.find_nodes(op="placeholder")
-        outer = dict(zip(places, operands, strict=True))
+        inner, outer = _region(part, node)
         inside = [(write, outer.get(owner)) for write, owner in _writes_inside(inner)]
         found += [(write, _owner(operand)) for write, operand in inside if operand is not None]
     return found
