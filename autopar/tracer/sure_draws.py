@@ -33,7 +33,7 @@ class SureDraws:
         if func in _DRAWING and isinstance(result, Tensor) and result.numel() == 1:
             self.drawn[id(result)] = result, result._version
         if func is torch.Tensor.item and isinstance(result, torch.SymFloat) and self._is(args[0]):
-            keep_between(result, _LEAST, 1 - _LEAST)
+            keep_between(result, _LEAST, 1.0)  # below it torch 2.11 would check for 0 at most
 
     def compared(self, func: object, args: tuple[object, ...]) -> Tensor | None:
         """The outcome of a comparison that is sure; None for anything else."""
