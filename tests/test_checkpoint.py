@@ -219,12 +219,22 @@ class Evil:
         return os.system, ("touch /tmp/autopar-evil",)
 
 
+def forget_checksums(path: Path) -> None:
+    """Make an index what earlier versions wrote."""
+    index = json.loads(path.read_text())
+    del index["files"]
+    for entry in index["tensors"].values():
+        entry["boxes"] = [[*box[:2], box[2][:3]] for box in entry["boxes"]]
+    path.write_text(json.dumps(index))
+
+
 def damage(folder: Path, kind: str) -> None:
     data = folder / "__1_0.distcp"
     if kind == "truncated":
         os.truncate(data, data.stat().st_size - 100)
-    elif kind == "overwritten":
+    elif kind == "overwritten":  # where an earlier version wrote no checksums
         data.write_bytes(b"x" * data.stat().st_size)
+        forget_checksums(folder / "index.json")
     elif kind == "missing file":
         data.unlink()
     elif kind == "cut index":
@@ -232,8 +242,15 @@ def damage(folder: Path, kind: str) -> None:
         (folder / "index.json").write_text(text[: len(text) // 2])
     elif kind == "cut state":
         os.truncate(folder / "state.pt", 300)
-    elif kind == "code":
+    elif kind == "flipped state":
+        content = bytearray((folder / "state.pt").read_bytes())
+        content[len(content) // 2] ^= 1
+        (folder / "state.pt").write_bytes(content)
+    elif kind == "another plan":
+        (folder / "plan.json").write_text("{}")
+    elif kind == "code":  # by someone who puts the checksum right
         (folder / "state.pt").write_bytes(pickle.dumps({"step": Evil()}))
+        forget_checksums(folder / "index.json")
     elif kind == "flipped":  # in the values of the first box
         path = folder / "__1_0.distcp"
         (box,) = (b for t in json.loads((folder / "index.json").read_text())["tensors"].values()
@@ -255,7 +272,9 @@ MISFITS = {
     "flipped": r"__1_0.distcp is damaged: its \d+ bytes from 0 on are not those that were written",
     "missing file": "__1_0.distcp is missing",
     "cut index": "index.json is damaged",
-    "cut state": "state.pt is damaged",
+    "cut state": r"state.pt has 300 bytes, \d+ bytes were written",
+    "flipped state": r"state.pt is damaged: its \d+ bytes from 0 on are not those",
+    "another plan": r"plan.json has 2 bytes, \d+ bytes were written",
     "code": "state.pt is damaged",
     "no latest": "no complete checkpoint",
     "a hole": "elements of model/head.weight",
@@ -487,9 +506,5 @@ def test_any_optimizer_buffers_and_the_scaler(tmp_path: Path, name: str) -> None
 
 def test_an_index_without_checksums_is_read(small_saved: Path, tmp_path: Path) -> None:
     shutil.copytree(small_saved, tmp_path / "old")
-    path = tmp_path / "old" / "step-00000001" / "index.json"
-    index = json.loads(path.read_text())
-    for entry in index["tensors"].values():
-        entry["boxes"] = [[*box[:2], box[2][:3]] for box in entry["boxes"]]
-    path.write_text(json.dumps(index))
+    forget_checksums(tmp_path / "old" / "step-00000001" / "index.json")
     run_ranks(load_fitting, 2, str(tmp_path / "old"))

@@ -1,7 +1,7 @@
 """Checkpoints: a training run saved on one mesh and plan, and resumed on any other.
 
     path/latest                  name of the last complete one
-    path/step-00000100/          index.json   shape, dtype, boxes and place of every tensor
+    path/step-00000100/          index.json   shape, dtype, boxes, places and checksums of all
                                  *.distcp     the tensors, a file per rank (torch.save)
                                  state.pt     optimizer options, counters, what the user adds
                                  plan.json    the plan it was trained with

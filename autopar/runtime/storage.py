@@ -3,7 +3,7 @@
 DCP plans who writes which copy, writes a file per rank, tells all ranks of one's failure, and reads
 the parts of files that a box overlaps. Three things are ours: a tensor may have several boxes on a
 rank; DCP's pickled index is JSON here, so that reading runs no code: tensors are read with
-`weights_only`; and the index has a checksum of each box.
+`weights_only`; and the index has a checksum of each box, and of the other files in the folder.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ __all__ = ["INDEX", "Index", "LoadPlanner", "Reader", "SavePlanner", "Writer", "
 
 INDEX = "index.json"
 _VERSION = 1
+_OTHERS = (".pt", ".json")  # suffixes of the files that DCP does not write
 _PART = 1 << 24  # bytes that are read at once for a checksum
 _DELAY_S = 10.0  # after which a shared folder shows what others wrote
 
@@ -65,7 +66,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 class _Place(NamedTuple):
-    """Where a box is stored, under the names that DCP's reader asks for."""
+    """Where a box, or a whole file, is stored, under the names that DCP's reader asks for."""
 
     relative_path: str
     offset: int
@@ -81,6 +82,17 @@ class _Place(NamedTuple):
             while left and (part := stream.read(min(left, _PART))):
                 found, left = zlib.crc32(part, found), left - len(part)
         return found
+
+    def check(self, folder: Path) -> None:
+        """Raises:
+        CheckpointError: other bytes are there than were written.
+        """
+        if self.checksum is not None and self.checksum != self.read_checksum(folder):
+            raise CheckpointError(
+                f"{folder / self.relative_path} is damaged: its {self.length} bytes from "
+                f"{self.offset} on are not those that were written. Copy it again, or load an "
+                "earlier checkpoint"
+            )
 
 
 class Index:
@@ -104,13 +116,16 @@ class Index:
                 boxes.append([list(chunk.offsets), list(chunk.sizes), stored])
             dtype = str(entry.properties.dtype).removeprefix("torch.")
             tensors[name] = {"shape": list(entry.size), "dtype": dtype, "boxes": boxes}
-        text = json.dumps({"version": _VERSION, "tensors": tensors})
+        others = (p for p in sorted(folder.iterdir()) if p.suffix in _OTHERS)
+        files = {p.name: [p.stat().st_size, zlib.crc32(p.read_bytes())] for p in others}
+        text = json.dumps({"version": _VERSION, "files": files, "tensors": tensors})
         write_file(folder / INDEX, text.encode())
 
     @classmethod
     def read(cls, folder: Path) -> Index:
         """Raises:
-        CheckpointError: no index, a damaged one, or files that are missing or too short.
+        CheckpointError: no index, a damaged one, files that are missing or too short, or others
+            than tensors' that are damaged.
         """
         path = folder / INDEX
         try:
@@ -121,6 +136,7 @@ class Index:
                 )
             entries: dict[str, TensorStorageMetadata] = {}
             places: dict[MetadataIndex, _Place] = {}
+            files = [_Place(_inside(n), 0, *told) for n, told in data.get("files", {}).items()]
             for name, entry in data["tensors"].items():
                 entries[name], stored = _entry(name, entry)
                 places.update(stored)
@@ -130,22 +146,28 @@ class Index:
             raise CheckpointError(
                 f"{path} is damaged ({type(error).__name__}: {error}): load an earlier checkpoint"
             ) from error
-        for name, found, size in _damaged(folder, places.values()):
+        for name, found, size in _damaged(folder, [*places.values(), *files]):
             raise CheckpointError(
                 f"{folder / name} {found}, {size} bytes were written to it: copy it again, or load "
                 "an earlier checkpoint"
             )
+        for place in files:
+            place.check(folder)
         return cls(Metadata(dict(entries), storage_data=places))
+
+
+def _inside(name: str) -> str:
+    if Path(name).name != name:
+        raise ValueError(f"{name!r} is not a file of the checkpoint")
+    return name
 
 
 def _entry(name: str, entry: Any) -> tuple[TensorStorageMetadata, dict[MetadataIndex, _Place]]:
     chunks, places = [], {}
     for offsets, sizes, (path, offset, length, *checksum) in entry["boxes"]:
-        if Path(path).name != path:
-            raise ValueError(f"{path!r} is not a file of the checkpoint")
         chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
         chunks.append(chunk)
-        place = _Place(path, int(offset), int(length), *checksum)
+        place = _Place(_inside(path), int(offset), int(length), *checksum)
         places[MetadataIndex(name, chunk.offsets)] = place
     dtype = getattr(torch, entry["dtype"])
     if not isinstance(dtype, torch.dtype):
@@ -220,15 +242,7 @@ class Reader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: DCPLoadPlanner) -> Future[None]:
         stored = self.index.metadata.storage_data
         for place in sorted({stored[item.storage_index] for item in plan.items}):
-            folder = Path(self.path)
-            if place.checksum is None:
-                continue
-            if place.checksum != place.read_checksum(folder):
-                raise CheckpointError(
-                    f"{folder / place.relative_path} is damaged: its {place.length} bytes from "
-                    f"{place.offset} on are not those that were written. Copy it again, or load "
-                    "an earlier checkpoint"
-                )
+            place.check(Path(self.path))
         return super().read_data(plan, planner)
 
     def read_metadata(self) -> Metadata:  # without DCP's keywords, which ask for other files
