@@ -24,7 +24,7 @@ def _module(path: str, rank: int) -> tuple[Any, Tensor]:
     """A parallel module whose rank waits no longer than a test can, and writes to a file."""
     stalled._STALL_S = lost._INTERVAL_S = SHORT_S
     lost._SILENCE_S = 2 * SHORT_S
-    sys.stderr = open(Path(path) / str(rank), "w")  # noqa: SIM115
+    sys.stderr = open(Path(path) / str(rank), "a")  # noqa: SIM115
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), torch.randn(4, 8)
     mesh = init_device_mesh("cpu", (2,))
@@ -55,11 +55,14 @@ def test_a_rank_that_waits_says_where_the_others_are(tmp_path: Path) -> None:
 
 
 def steps_unlike(rank: int, path: str) -> None:
-    """Both ranks have met two sizes of batch; in the third step each takes another one."""
+    """Two models for two sizes of batch; in the third step each rank runs another one."""
     parallel, x = _module(path, rank)
-    small = x[:2]
-    for batch in (x, small, small if rank else x):
-        parallel.train_step(batch, batch)
+    other, small = _module(path, rank)[0], x[:2]
+    for first in (True, False, not rank):
+        if first:
+            parallel.train_step(x, x)
+        else:
+            other.train_step(small, small)
     if rank == 0:  # the other one never comes
         parallel.train_step(x, x)
     time.sleep(8 * SHORT_S)

@@ -5,12 +5,10 @@ a transfer fails, the survivors see whose number has stopped. The first one that
 verdict in the store: by the time that others get an error from their calls, it may have ended too,
 for the same reason. A process that ends by an exception says so, and why.
 
-Next to the number, a process writes how many communicating steps it has begun. So the thread of a
-rank that waits for others before a step sees which of them have moved on, and answers for them. It
-also writes a checksum of which steps these were: ranks whose batches have different shapes, all of
-which were met before, would otherwise add up gradients of different batches. A rank that waits long
-says where, for the others to print (`stalled.py`); one that waits in a step after such other ones
-ends with the error that its next step would raise.
+Next to the number, a process writes which communicating steps it has begun (`counted.py`). So the
+thread of a rank that waits for others before a step sees which of them have moved on, and answers
+for them. A rank that waits long says where, for the others to print (`stalled.py`); one that waits
+in a step after other steps than another rank's ends with the error that its next step would raise.
 
 A step that failed on some ranks alone is not left behind by catching the error: others wait in it,
 and would take this rank's next step for it. So a rank runs no step behind one that failed, unless
@@ -24,7 +22,6 @@ import os
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -33,14 +30,19 @@ import torch.distributed as dist
 
 from autopar._compat import cloned_store, default_store
 from autopar.errors import AutoparError, LostRankError
+from autopar.runtime import counted
+from autopar.runtime.counted import Counts
 from autopar.runtime.stalled import Stall, communicating, waiting
 
 __all__ = [
     "NEVER",
     "beat",
-    "begin_step",
+    "check_on",
+    "counts_of",
+    "elsewhere",
     "lost_text",
     "naming_lost_ranks",
+    "refuse",
     "tell_failure",
     "tell_reason",
     "watching",
@@ -66,20 +68,7 @@ class _Heart(NamedTuple):
 
 
 _hearts: list[_Heart] = []  # of the process group that is in use
-_KEPT = 1 << 12  # steps whose checksums are known
 _FAILURES = 5  # of the store, one behind the other
-
-
-class _At(NamedTuple):
-    """How many steps that communicate this process has begun, and a checksum of their plans."""
-
-    begun: int = 0
-    checksum: int = 0
-
-
-_at = [_At()]
-_trail = [_At()] * _KEPT  # the latest of these, by their number modulo _KEPT
-_unlike: list[str] = []  # what another rank was seen to do
 _awaited: list[list[str]] = []  # a key of each rank, for which this one waits
 _failed: list[str] = []  # the error of the step that this process has begun last
 _refused: list[str] = []  # why it runs no more of them
@@ -105,52 +94,40 @@ def _failure(rank: int, step: int) -> str:
     return f"autopar/failed/{step}/{rank}"
 
 
-def begin_step(fingerprint: str, devices: int) -> None:
-    """Count a step that communicates, if all ranks run it.
-
-    Args:
-        fingerprint: of its plan.
-        devices: that it runs on.
+def check_on() -> None:
+    """See that this rank may go on to another step.
 
     Raises:
         AutoparError: another rank has run other steps, or has not failed in the last one, as this
             one has.
     """
-    if not dist.is_initialized() or devices != dist.get_world_size():
-        return  # other ranks have modules of their own
     if _failed:
         _wait_for_failures(_failed.pop())
-    if _unlike or _refused:
-        raise AutoparError((_unlike or _refused)[0])
-    before = _at[0]
-    checksum = zlib.crc32(fingerprint.encode(), before.checksum)
-    now = _At(before.begun + 1, checksum)
-    _trail[now.begun % _KEPT] = _at[0] = now
+    if counted.unlike or _refused:
+        raise AutoparError((counted.unlike or _refused)[0])
+
+
+def refuse(reason: str) -> None:
+    """Let this rank run no more steps that communicate: others wait in one that it has left."""
+    _refused.append(reason)
 
 
 def _written(number: int) -> str:
     """What this process writes of itself."""
-    return ":".join(map(str, (number, *_at[0])))
+    return ":".join(map(str, (number, *counted.now())))
 
 
-def _read(written: bytes) -> _At:
-    return _At(*map(int, written.decode().split(":")[1:]))
+def counts_of(store: Any, rank: int) -> Counts:
+    """What a rank has written of its steps."""
+    if not store.check([_key(rank)]):
+        return Counts()
+    return Counts(*map(int, store.get(_key(rank)).decode().split(":")[1:]))
 
 
 def _compare(store: Any, rank: int) -> None:
-    """Note if the next rank has come to where this one was by other steps."""
+    """Note if the next rank has come to where it is by other steps than this one."""
     other = (rank + 1) % dist.get_world_size()
-    if _unlike or not store.check([_key(other)]):
-        return
-    theirs = _read(store.get(_key(other)))
-    mine = _trail[theirs.begun % _KEPT]
-    if mine.begun == theirs.begun and mine.checksum != theirs.checksum:
-        _unlike.append(
-            f"ranks {rank} and {other} have called their model with batches of different shapes "
-            f"(or in another mode) in one of their first {theirs.begun} steps, whose gradients "
-            "were added up as if they were of one batch. Pass every rank the same global batch; "
-            "model.shard_dataloader(loader) loads each rank's rows of one"
-        )
+    counted.compare(rank, other, counts_of(store, other))
 
 
 def beat() -> None:
@@ -190,15 +167,16 @@ def _beat(stop: threading.Event, own: Any, rank: int) -> None:
 
 def _tell_wait(store: Any, rank: int, doing: str, stall: Stall) -> None:
     """Say that this rank waits, and where the others are; end it where that is for nothing."""
-    if _unlike:
-        print(f"autopar: rank {rank} ends {doing}: {_unlike[0]}", file=sys.stderr, flush=True)
+    if counted.unlike:
+        told = f"autopar: rank {rank} ends {doing}: {counted.unlike[0]}"
+        print(told, file=sys.stderr, flush=True)
         store.set(_end(rank), "")
         os._exit(1)  # the main thread is inside a call of the process group
-    store.set(_waits(rank), f"{_at[0].begun}:{doing}")
+    store.set(_waits(rank), f"{counted.now().begun}:{doing}")
     if stall.is_due():  # each rank is asked for, which is much of a large job
         others = (r for r in range(dist.get_world_size()) if r != rank)
         places = {other: _place(store, other) for other in others}
-        stall.tell(rank, f"{doing} of step {_at[0].begun}", places)
+        stall.tell(rank, f"{doing} of step {counted.now().begun}", places)
 
 
 def _place(store: Any, rank: int) -> str:
@@ -207,7 +185,7 @@ def _place(store: Any, rank: int) -> str:
         return "has ended"
     if not store.check([_key(rank)]):
         return "has not begun"
-    begun = _read(store.get(_key(rank))).begun
+    begun = counts_of(store, rank).begun
     if store.check([_waits(rank)]):
         step, _, doing = store.get(_waits(rank)).decode().partition(":")
         if step == str(begun):
@@ -243,7 +221,7 @@ def tell_reason(error: BaseException) -> None:
     if _hearts and not isinstance(error, LostRankError):
         first = str(error).partition("\n")[0]
         heart = _hearts[0]
-        _leave(heart, _reason(heart.rank), f"{_at[0].begun}:{type(error).__name__}: {first}")
+        _leave(heart, _reason(heart.rank), f"{counted.now().begun}:{type(error).__name__}: {first}")
 
 
 def tell_failure(error: BaseException, devices: int) -> None:
@@ -256,12 +234,12 @@ def tell_failure(error: BaseException, devices: int) -> None:
     tell_reason(error)
     if _hearts and devices == dist.get_world_size():
         _failed[:] = [f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"]
-        _leave(_hearts[0], _failure(_hearts[0].rank, _at[0].begun), "")
+        _leave(_hearts[0], _failure(_hearts[0].rank, counted.now().begun), "")
 
 
 def _wait_for_failures(reason: str) -> None:
     """See that the step which failed here has failed on all ranks, or run none from now on."""
-    store, step = default_store(), _at[0].begun
+    store, step = default_store(), counted.now().begun
     keys = [_failure(rank, step) for rank in range(dist.get_world_size())]
     deadline = time.monotonic() + _SILENCE_S
     while not store.check(keys):
@@ -291,18 +269,21 @@ def watching(keys: list[str]) -> Iterator[None]:
 def _answer(store: Any, keys: Sequence[str]) -> None:
     """Answer for ranks that do not come to where this one waits."""
     for rank, key in enumerate(keys):
-        if not store.check([key]) and (told := _elsewhere(store, rank)):
+        if not store.check([key]) and (told := elsewhere(store, rank)):
             store.compare_set(key, "", f"{NEVER}{told}")
 
 
-def _elsewhere(store: Any, rank: int) -> str:
-    """Why a rank does not come to the step that this one is in front of, if that is known."""
+def elsewhere(store: Any, rank: int) -> str:
+    """Why a rank does not come to the step that this one is in front of, if that is known.
+
+    Args:
+        store: of the process group.
+        rank: that is waited for.
+    """
     if store.check([_end(rank)]):
         return f"rank {rank} ended{_given_reason(store, rank)}"
-    if not store.check([_key(rank)]):
-        return ""
-    begun = _read(store.get(_key(rank))).begun
-    return f"rank {rank} has begun step {begun}, the next one" if begun > _at[0].begun else ""
+    theirs, mine = counts_of(store, rank).begun, counted.now().begun
+    return f"rank {rank} has begun step {theirs}, the next one" if theirs > mine else ""
 
 
 def _given_reason(store: Any, rank: int) -> str:
@@ -310,7 +291,7 @@ def _given_reason(store: Any, rank: int) -> str:
     if not store.check([_reason(rank)]):
         return ""
     step, _, text = store.get(_reason(rank)).decode().partition(":")
-    return f" ({text})" if int(step) >= _at[0].begun - 1 else ""
+    return f" ({text})" if int(step) >= counted.now().begun - 1 else ""
 
 
 def _lost_ranks() -> list[int]:

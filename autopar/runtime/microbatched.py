@@ -40,7 +40,7 @@ def run_microbatches(module: ParallelModule, step: PipelinedStep, args: Any, kwa
     tangent = scaler.get_scale() if scaler is not None else 1.0
     whole = whole_values(module, step, args, kwargs, tangent)
     with (
-        in_step(step, args, kwargs, module.device),
+        in_step(module, step, args, kwargs),
         naming_lost_ranks("in a step of the pipeline"),
     ):
         found = step.run(whole)

@@ -51,6 +51,7 @@ from autopar.runtime.stages_without import join_norms
 from autopar.runtime.state_module import StateModule
 from autopar.runtime.step_text import step_text
 from autopar.runtime.trainable import check_still_frozen, fill, reserved_parameters
+from autopar.runtime.turns import Turns
 
 if TYPE_CHECKING:
     from autopar.runtime.checkpoint import SaveHandle
@@ -98,6 +99,7 @@ class ParallelModule(StateModule):
         self._reachable = reachable
         self._fixed: FixedValues | None = None
         self._asked = AskedValues()
+        self._turns = Turns()
         self.loss_scaler: LossScaler | None = None
         self.torch_scaler: torch.amp.GradScaler | None = None  # of the last loss in microbatches
         self.pending_save: SaveHandle | None = None
@@ -223,7 +225,7 @@ class ParallelModule(StateModule):
         step = self._step_for(args, kwargs)
         if isinstance(step, PipelinedStep):
             return run_microbatches(self, step, args, kwargs)
-        with in_step(step, args, kwargs, self.device):
+        with in_step(self, step, args, kwargs):
             results = run_with_autograd(self, step, args, kwargs)
         return pytree.tree_unflatten(list(results), step.traced.out_spec)
 

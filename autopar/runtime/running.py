@@ -16,6 +16,7 @@ from autopar.errors import AutoparError
 from autopar.runtime.autocast import outside_autocast
 from autopar.runtime.between import ReadAgain, address, copies_of_shared
 from autopar.runtime.compiled_step import CompiledStep, kept_outputs
+from autopar.runtime.counted import begin_backward, is_shared
 from autopar.runtime.feed import feed, given_specs, holders
 from autopar.runtime.in_step import in_step
 from autopar.runtime.lost import naming_lost_ranks, tell_failure
@@ -60,7 +61,7 @@ def run_without_autograd(
     The programs alone run: autograd has one node here, and takes a while for each DTensor.
     """
     scale = 1.0 if module.loss_scaler is None else module.loss_scaler.get_scale()
-    with in_step(step, args, kwargs, module.device):
+    with in_step(module, step, args, kwargs):
         run = Run(module, step, feed(module, step, args, kwargs))
         once = run.in_turn if step.at_once is None else run.at_once
         loss, gradients = once(loss_index, scale)
@@ -89,6 +90,7 @@ class StepFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Run, *parameters: Tensor) -> Any:
         results, saved = run.forward()
+        run.expect_backward()
         ctx.run = run
         # not save_for_backward: autograd would hold all of it until the backward has ended
         run.saved = list(saved)
@@ -238,6 +240,9 @@ class Run:
             raise called_twice()
         values, self.saved = self.saved, None
         values += self._tangents(grads)
+        if self._is_shared():
+            self.module._turns.pay()
+            begin_backward()
         with naming_lost_ranks("in the backward"):
             try:
                 values = list(run(values))
@@ -248,6 +253,14 @@ class Run:
         used = {i for i, grad in enumerate(grads) if grad is not None}
         unused = (n for n, behind in self.step.reached_from.items() if not behind & used)
         return self._gradients(values, frozenset(unused))
+
+    def expect_backward(self) -> None:
+        """Note that ranks would part where one of them goes on without it."""
+        if self._is_shared():
+            self.module._turns.owe()
+
+    def _is_shared(self) -> bool:
+        return self.step.communicates and is_shared(self.step.plan.num_devices)
 
     def in_turn(self, loss: int, tangent: float) -> tuple[Tensor, list[Any]]:
         """Forward, then backward: the loss, and the gradients of `tangent` times it."""
