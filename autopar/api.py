@@ -28,6 +28,7 @@ from autopar.planning import Planner, Settings, traced_for
 from autopar.runtime.agree import agree
 from autopar.runtime.children import as_in
 from autopar.runtime.inductor import check_backend
+from autopar.runtime.lost import beat
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.optimizers import guard_optimizers
 from autopar.runtime.state import check_devices
@@ -207,6 +208,7 @@ def parallelize(
     check_backend(backend)
     check_optimizer(optimizer)
     _check_world(mesh)
+    beat()
     equal = {
         "precision": precision,
         "reduce_dtype": reduce_dtype,

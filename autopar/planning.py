@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +27,7 @@ from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, ConstraintError, PlanMismatchError
-from autopar.runtime.agree import agree
+from autopar.runtime.agree import agree, tell_ready, wait_for_rank
 from autopar.runtime.compiled_step import CompiledStep, in_one_piece, outputs_behind
 from autopar.runtime.index_ranges import shared_lookups
 from autopar.runtime.inductor import compile_program
@@ -41,6 +42,8 @@ from autopar.tracer.fold import find_repeats
 from autopar.tracer.trace import trace
 
 __all__ = ["Planner", "Settings", "traced_for"]
+
+_plans = itertools.count()
 
 
 def traced_for(
@@ -291,6 +294,11 @@ class Planner:
                 failure = error
                 box = [AutoparError(f"rank {src} failed to plan: {type(error).__name__}: {error}")]
         if self.mesh.size() > 1:
+            key = f"planned/{next(_plans)}"
+            if dist.get_rank() == src:
+                tell_ready(key)
+            else:
+                wait_for_rank(src, key, "plan")
             dist.broadcast_object_list(box, src=src)
         if failure is not None:
             raise failure

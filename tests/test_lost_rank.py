@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.runtime import lost
+from autopar.planning import Planner
+from autopar.runtime import agree, lost
 from autopar.runtime.pipeline_run import PipelineRun
 from autopar.runtime.storage import Writer
 from tests import handwritten as hw
@@ -130,7 +132,8 @@ def test_a_rank_lost_between_steps_is_named(pipelined: bool, kind: str) -> None:
 _BEATS_TO_THE_END = """
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
-from autopar.runtime import lost
+from autopar.planning import Planner
+from autopar.runtime import agree, lost
 
 lost._INTERVAL_S = 0.0
 store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
@@ -166,3 +169,36 @@ def test_a_rank_that_ends_by_an_exception_is_known_at_once() -> None:
     survivor, victim = try_ranks(raises_between_steps, 2)
     assert isinstance(survivor, RankError) and isinstance(victim, RankError)
     assert survivor.kind == "LostRankError" and "rank 1 ended" in survivor.message
+
+
+def planning(rank: int, kind: str) -> list[float]:
+    """Rank 0 plans for longer than ranks are silent, or ends meanwhile."""
+    lost._INTERVAL_S, agree._LOOK_S = 0.1, 0.2
+    os.environ["AUTOPAR_TIMEOUT_S"] = "2"
+    if rank == 0:
+        solve = Planner._solve
+
+        def slow(self: Any, traced: Any) -> Any:
+            time.sleep(1 if kind == "ends" else 4)
+            if kind == "ends":
+                lost._end_here()  # as where the interpreter ends
+            if kind != "is slow":
+                die()
+            return solve(self, traced)
+
+        Planner._solve = slow  # type: ignore[method-assign]
+    mesh = init_device_mesh("cpu", (2,))
+    parallel = autopar.parallelize(hw.Mlp().train(), mesh, hw.vectors(), cache=False)
+    return [parallel.train_step(**hw.vectors()).item()]
+
+
+@pytest.mark.parametrize("kind", ["is slow", "is killed", "ends"])
+def test_the_others_wait_for_the_plan_while_its_rank_lives(kind: str) -> None:
+    first, other = try_ranks(planning, 2, kind, timeout=60)
+    if kind == "is slow":
+        assert first == other
+        return
+    assert isinstance(other, RankError)
+    assert other.kind == "LostRankError", other.trace
+    assert "while it was to plan" in other.message
+    assert ("rank 0 ended" if kind == "ends" else "no life for 2 s") in other.message

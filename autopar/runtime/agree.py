@@ -12,16 +12,17 @@ from typing import Any
 import torch.distributed as dist
 
 from autopar._compat import default_store
-from autopar.errors import AutoparError, CheckpointError
-from autopar.runtime.lost import NEVER, lost_text, tell_reason, watching
+from autopar.errors import AutoparError, CheckpointError, LostRankError
+from autopar.runtime.lost import NEVER, Life, arrived, lost_text, tell_reason, watching
 
-__all__ = ["agree", "agreed", "patience_s", "reason", "wait_for_all"]
+__all__ = ["agree", "agreed", "patience_s", "reason", "tell_ready", "wait_for_all", "wait_for_rank"]
 
 _PATIENCE_S = 300.0
 _UNLIKE = (
     "All ranks make the same calls: is this one's batch of another shape, dtype or structure, or "
     "the module in another mode? Pass batches of equal global shape on every rank."
 )
+_LOOK_S = 1.0  # between looks for a rank that is waited for
 _calls = itertools.count()
 
 
@@ -122,6 +123,40 @@ def wait_for_all(what: str) -> None:
         failure = AutoparError(f"rank {rank} came to {what}, {there}. {_UNLIKE}")
         tell_reason(failure)
         raise failure
+
+
+def tell_ready(key: str) -> None:
+    """End `wait_for_rank` of the others."""
+    default_store().set(f"autopar/ready/{key}", "")
+
+
+def wait_for_rank(rank: int, key: str, what: str) -> None:
+    """Wait for a rank that works alone, for as long as it lives.
+
+    A collective of the process group would end the job where that takes longer than its timeout.
+
+    Args:
+        rank: that calls `tell_ready`.
+        key: given to it.
+        what: the rank does.
+
+    Raises:
+        LostRankError: it has ended, or shown no life for `$AUTOPAR_TIMEOUT_S` seconds.
+    """
+    store, life = default_store(), Life(rank)
+    try:
+        while not arrived(store, f"autopar/ready/{key}", _LOOK_S):
+            if (ended := life.ended(store, patience_s())) is not None:
+                raise LostRankError(
+                    f"rank {dist.get_rank()} stops, because {ended} while it was to {what}: see "
+                    "what it printed, and start all ranks again."
+                )
+    except RuntimeError as error:
+        if (told := lost_text(error)) is None:
+            raise
+        raise LostRankError(
+            f"rank {dist.get_rank()} stops while rank {rank} is to {what}: {told}."
+        ) from error
 
 
 def _difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:

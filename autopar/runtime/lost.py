@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -36,6 +37,8 @@ from autopar.runtime.stalled import Stall, communicating, waiting
 
 __all__ = [
     "NEVER",
+    "Life",
+    "arrived",
     "beat",
     "check_on",
     "counts_of",
@@ -292,6 +295,40 @@ def _given_reason(store: Any, rank: int) -> str:
         return ""
     step, _, text = store.get(_reason(rank)).decode().partition(":")
     return f" ({text})" if int(step) >= counted.now().begun - 1 else ""
+
+
+class Life:
+    """Signs of life of one rank, which this one waits for."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._seen = b""
+        self._since = time.monotonic()
+
+    def ended(self, store: Any, patience_s: float) -> str | None:
+        """What has become of it; None while it shows life, or has not shown any for a short time.
+
+        Args:
+            store: of the process group.
+            patience_s: seconds without life that count as its end.
+        """
+        if store.check([_end(self._rank)]):
+            return f"rank {self._rank} ended{_given_reason(store, self._rank)}"
+        number = store.get(_key(self._rank)) if store.check([_key(self._rank)]) else b""
+        if number != self._seen:
+            self._seen, self._since = number, time.monotonic()
+        if time.monotonic() - self._since > patience_s:
+            return f"rank {self._rank} has shown no life for {patience_s:g} s"
+        return None
+
+
+def arrived(store: Any, key: str, seconds: float) -> bool:
+    """Wait for a key of the store; False if it has not come after so many seconds."""
+    try:
+        store.wait([key], timedelta(seconds=seconds))
+    except RuntimeError:  # torch's DistStoreError; where the store is gone, the next line raises
+        return bool(store.check([key]))
+    return True
 
 
 def _lost_ranks() -> list[int]:

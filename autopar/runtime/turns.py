@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -79,7 +78,7 @@ def _come_together(what: str) -> None:
     if store.add(f"autopar/turn/{mine}", 1) == dist.get_world_size():
         store.set(done, "")
     deadline = time.monotonic() + patience_s()
-    while not _waited(store, done):
+    while not lost.arrived(store, done, _LOOK_S):
         apart = next(_apart(store, rank, step, mine), None)
         if apart is None and time.monotonic() > deadline:
             apart = f"not all ranks have done so in {patience_s():g} s (AUTOPAR_TIMEOUT_S)"
@@ -107,14 +106,6 @@ def _forget(store: Any, step: int, mine: str) -> None:
 
 def _turned(rank: int) -> str:
     return f"autopar/turned/{rank}"
-
-
-def _waited(store: Any, key: str) -> bool:
-    try:
-        store.wait([key], timedelta(seconds=_LOOK_S))
-    except RuntimeError:  # torch's DistStoreError, of no subclass in every version
-        return bool(store.check([key]))
-    return True
 
 
 def _apart(store: Any, rank: int, step: int, mine: str) -> Iterator[str]:
