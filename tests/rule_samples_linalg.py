@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -73,35 +73,38 @@ SAMPLES.append(
 )
 
 
-def _rows(*batch: int) -> tuple[Tensor, Tensor]:
+def _rows(batch: Sequence[int] = (), other: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+    """Two lists of points, whose leading dims broadcast."""
     return (
         torch.randn(*batch, 4, 3, dtype=torch.float64),
-        torch.randn(*batch, 8, 3, dtype=torch.float64),
+        torch.randn(*(batch if other is None else other), 8, 3, dtype=torch.float64),
     )
 
 
+def _tables(p: float, *leading: Sequence[int]) -> tuple[Tensor, ...]:
+    x, y = _rows(*leading)
+    distances = torch.cdist(x, y, p=p)
+    return torch.randn_like(distances), x, y, distances
+
+
 for _norm in (1.0, 2.0):
-    for _batch in ((), (4,)):
-        _tag = f"{_norm:.0f}_{len(_batch)}"
+    for _leading in (((),), ((4,),), ((4,), ()), ((), (4,)), ((4, 1), (2,)), ((1, 4), (2, 4))):
+        _tag = f"{_norm:.0f}_{_leading}"
         SAMPLES += [
             Sample(
                 f"cdist_{_tag}",
                 lambda x, y, p=_norm: aten._cdist_forward.default(x, y, p, None),
-                lambda b=_batch: _rows(*b),
+                lambda leading=_leading: _rows(*leading),
             ),
             Sample(
                 f"cdist_backward_{_tag}",
                 lambda dy, x, y, d, p=_norm: aten._cdist_backward.default(dy, x, y, p, d),
-                lambda b=_batch, p=_norm: (
-                    torch.randn(*b, 4, 8, dtype=torch.float64),
-                    *(rows := _rows(*b)),
-                    torch.cdist(*rows, p=p),
-                ),
+                lambda leading=_leading, p=_norm: _tables(p, *leading),
             ),
         ]
 
 SAMPLES += [
-    Sample(f"euclidean_dist_{len(_b)}", aten._euclidean_dist.default, lambda b=_b: _rows(*b))
+    Sample(f"euclidean_dist_{len(_b)}", aten._euclidean_dist.default, lambda b=_b: _rows(b))
     for _b in ((), (4,))
 ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from autopar.core.placement import Partial, Replicate, Shard
@@ -82,21 +84,29 @@ def cross_rule(call: OpCall) -> list[AxisStrategy]:
     return by_labels(call, inputs, outputs) + linear_rows(call, [(0,), (1,)])
 
 
+def _points(shape: Sequence[int], table: Sequence[int], name: str) -> Labels:
+    """Labels of points (…, P, F) whose leading dims broadcast to those of a table (…, P, R)."""
+    lead, given = table[:-2], shape[:-2]
+    behind = range(len(lead) - len(given), len(lead))
+    names = [f"d{i}" if size == lead[i] else None for i, size in zip(behind, given, strict=True)]
+    return [*names, name, None]
+
+
 @rule(aten._cdist_forward.default, aten._euclidean_dist.default)
 def distances_rule(call: OpCall) -> list[AxisStrategy]:
-    """x (…, P, F), y (…, R, F) -> (…, P, R)."""
-    lead = [f"d{i}" for i in range(len(call.outputs[0].shape) - 2)]
-    if call.operands[0].shape[:-2] != call.operands[1].shape[:-2]:
-        return [replicated(call)]
-    return by_labels(call, [[*lead, "p", None], [*lead, "r", None]], [[*lead, "p", "r"]])
+    """x (…, P, F), y (…, R, F) -> (…, P, R); leading dims broadcast."""
+    (x, y), (table,) = call.operands, call.outputs
+    lead = [f"d{i}" for i in range(len(table.shape) - 2)]
+    points = [_points(s.shape, table.shape, name) for s, name in ((x, "p"), (y, "r"))]
+    return by_labels(call, points, [[*lead, "p", "r"]])
 
 
 @rule(aten._cdist_backward.default)
 def distances_backward_rule(call: OpCall) -> list[AxisStrategy]:
-    """(dy (…, P, R), x, y, distances) -> dx (…, P, F), a sum over R; linear in dy."""
-    lead = [f"d{i}" for i in range(len(call.outputs[0].shape) - 2)]
+    """(dy (…, P, R), x, y, distances) -> dx, a sum over R, with all leading dims; linear in dy."""
+    shape = call.operands[0].shape
+    lead = [f"d{i}" for i in range(len(shape) - 2)]
     table: Labels = [*lead, "p", "r"]
-    x: Labels = [*lead, "p", None]
-    y: Labels = [*lead, "r", None]
-    rows = by_labels(call, [table, x, y, table], [x], summed=["r"])
+    x, y = (_points(call.operands[i].shape, shape, name) for i, name in ((1, "p"), (2, "r")))
+    rows = by_labels(call, [table, x, y, table], [[*lead, "p", None]], summed=["r"])
     return rows + linear_rows(call, [(0,)])
