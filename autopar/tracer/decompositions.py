@@ -47,6 +47,7 @@ from autopar.tracer.formulas import (
     vdot,
     weight_norm,
 )
+from autopar.tracer.products import addmm, attention, baddbmm, bmm, einsum, linear, matmul, mm
 from autopar.tracer.randomness import (
     RandomContext,
     bernoulli,
@@ -63,109 +64,8 @@ from autopar.tracer.spectrograms import istft, stft
 __all__ = ["REPLACEMENTS", "decomposition_table", "token_loss"]
 
 aten = torch.ops.aten
-_LETTERS = "abcdefghijlmopqrsuvwxyz"  # k, n and t are kept for weights
 
 Replacement = Callable[..., Any]
-
-
-def _linear(rng: RandomContext, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    lead = _LETTERS[: x.dim() - 1]
-    out = ops.einsum(f"{lead}k,nk->{lead}n", x, weight)
-    return out if bias is None else out + bias
-
-
-def _matmul(rng: RandomContext, a: Tensor, b: Tensor) -> Tensor:
-    if a.dim() < 2 or b.dim() < 2:
-        return torch.matmul(a, b)
-    rank = max(a.dim(), b.dim()) - 2
-    batch_a, batch_b = _LETTERS[:rank][rank - a.dim() + 2 :], _LETTERS[:rank][rank - b.dim() + 2 :]
-    sizes = dict(zip(batch_a, a.shape[:-2], strict=True))
-    if any(sizes.get(c, size) != size for c, size in zip(batch_b, b.shape[:-2], strict=True)):
-        return torch.matmul(a, b)  # broadcasts a dim of size 1
-    return ops.einsum(f"{batch_a}yk,{batch_b}kz->{_LETTERS[:rank]}yz", a, b)
-
-
-def _addmm(
-    rng: RandomContext, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
-) -> Tensor:
-    out = ops.einsum("yk,kn->yn", a, b)
-    return (out if alpha == 1 else out * alpha) + (bias if beta == 1 else bias * beta)
-
-
-def _baddbmm(
-    rng: RandomContext, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
-) -> Tensor:
-    out = ops.einsum("byk,bkn->byn", a, b)
-    out = out if alpha == 1 else out * alpha
-    return out if beta == 0 else out + (bias if beta == 1 else bias * beta)
-
-
-def _mm(rng: RandomContext, a: Tensor, b: Tensor) -> Tensor:
-    return ops.einsum("yk,kn->yn", a, b)
-
-
-def _bmm(rng: RandomContext, a: Tensor, b: Tensor) -> Tensor:
-    return ops.einsum("byk,bkn->byn", a, b)
-
-
-def _broadcasts(equation: str, tensors: Sequence[Tensor]) -> bool:
-    """True if a letter has size 1 in one operand and another in the other."""
-    first, second = (
-        dict(zip(letters, x.shape, strict=False))
-        for letters, x in zip(equation.partition("->")[0].split(","), tensors, strict=True)
-    )
-    return any(first[letter] != second[letter] for letter in first.keys() & second.keys())
-
-
-def _einsum(rng: RandomContext, equation: str, tensors: list[Tensor], *, path: Any = None) -> Any:
-    """Two operands without sums or repeats in one operand; all else as torch spells it."""
-    from autopar.core.einsum import parse_equation
-
-    compact = equation.replace(" ", "")
-    plain = len(tensors) == 2 and "." not in compact and "->" in compact
-    if plain and not _broadcasts(compact, tensors):
-        try:
-            parse_equation(compact)
-        except ValueError:
-            return torch.einsum(equation, *tensors)
-        # torch multiplies where nothing is summed, and a product promotes; else it has refused
-        dtype = torch.result_type(*tensors)
-        return ops.einsum(compact, *(x.to(dtype) for x in tensors))
-    return torch.einsum(equation, *tensors)
-
-
-def _sdpa(
-    rng: RandomContext,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    learned_mask = attn_mask is not None and attn_mask.requires_grad
-    if q.dim() == 4 and k.dim() == 4 and dropout_p == 0.0 and not learned_mask:
-        return ops.attention(q, k, v, attn_mask, is_causal, factor)[0]
-    if enable_gqa and k.shape[-3] != q.shape[-3]:
-        groups = q.shape[-3] // k.shape[-3]
-        k, v = (
-            x.unsqueeze(-3).expand(*x.shape[:-2], groups, *x.shape[-2:]).flatten(-4, -3)
-            for x in (k, v)
-        )
-    scores = _matmul(rng, q, k.transpose(-1, -2)) * factor
-    if is_causal:
-        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~allowed, -math.inf)
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, -math.inf)
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    weights = torch.softmax(scores, dim=-1)
-    return _matmul(rng, dropout(rng, weights, dropout_p, True), v)
 
 
 def _cross_entropy(
@@ -256,17 +156,17 @@ REPLACEMENTS: Mapping[Any, Replacement] = {
     aten.adaptive_avg_pool2d.default: _adaptive_avg_pool,
     aten.adaptive_avg_pool3d.default: _adaptive_avg_pool,
     aten.copy.default: _copy,
-    aten.linear.default: _linear,
-    aten.matmul.default: _matmul,
-    aten.addmm.default: _addmm,
-    aten.baddbmm.default: _baddbmm,
-    aten.mm.default: _mm,
-    aten.bmm.default: _bmm,
-    aten.einsum.default: _einsum,
+    aten.linear.default: linear,
+    aten.matmul.default: matmul,
+    aten.addmm.default: addmm,
+    aten.baddbmm.default: baddbmm,
+    aten.mm.default: mm,
+    aten.bmm.default: bmm,
+    aten.einsum.default: einsum,
     aten.dropout.default: dropout,
     aten.native_dropout.default: native_dropout,
     aten.feature_dropout.default: feature_dropout,
-    aten.scaled_dot_product_attention.default: _sdpa,
+    aten.scaled_dot_product_attention.default: attention,
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.rand_like.default: rand_like,
     aten.rand.default: rand,
