@@ -374,6 +374,44 @@ def test_writes_through_views_reach_every_view() -> None:
         assert torch.equal(got, expected)
 
 
+def _given_results(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    rows, values = torch.zeros(3, 4), torch.zeros(2, 4)
+    places, whole = torch.empty(4, dtype=torch.long), torch.empty(0)
+    torch.mul(x, y, out=rows[1])
+    total = rows.sum()
+    torch.max(torch.stack([x, y]), 0, out=(values[0], places))
+    torch.add(x, 1, out=whole)
+    torch.sub(whole, y, out=whole)
+    wide = torch.empty(4, dtype=torch.float64)
+    torch.exp(x, out=wide)
+    return rows, total, values, places, whole, wide
+
+
+def test_results_that_an_op_is_given_are_written() -> None:
+    x, y = torch.randn(4), torch.randn(4)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        traced = make_fx(_given_results)(mode.from_tensor(x), mode.from_tensor(y))
+    remove_mutations(traced.graph)
+    traced.recompile()
+    for node in traced.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        assert schema is None or not schema.is_mutable
+    for got, expected in zip(traced(x, y), _given_results(x, y), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_a_write_that_has_no_other_form_is_refused() -> None:
+    def doubled(x: Tensor) -> Tensor:
+        parts = [x.clone(), x.clone()]
+        torch._foreach_mul_(parts, 2.0)
+        return parts[0]
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        traced = make_fx(doubled)(mode.from_tensor(torch.randn(4)))
+    with pytest.raises(autopar.TraceError, match=r"_foreach_mul_.*no form that returns its result"):
+        remove_mutations(traced.graph)
+
+
 def _powers(x: Tensor, exponent: Tensor) -> tuple[Tensor, ...]:
     number, tensor, wide, shifted = (x.abs() + i for i in range(4))
     number.pow_(3.0)

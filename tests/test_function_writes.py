@@ -83,3 +83,37 @@ def test_a_function_that_writes_to_a_buffer_is_refused(phase: str) -> None:
 
 def test_one_that_writes_nowhere_is_not() -> None:
     assert trace(Observing("neither"), (torch.randn(4, 8),)).loss_index == 0
+
+
+class Squared(torch.autograd.Function):
+    """Its backward gives ops the memory for their results."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        found = torch.zeros_like(grad)
+        found[:2] = 2 * grad[:2] * x[:2]
+        torch.mul(2 * grad[2:], x[2:], out=found[2:])
+        return found
+
+
+class OfSquares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total: Tensor = Squared.apply(self.first(x)).sum()
+        return total
+
+
+def test_a_result_written_to_a_part_of_a_gradient_arrives() -> None:
+    model, inputs = OfSquares().double(), (torch.randn(4, 8).double(),)
+    cluster = autopar.Cluster.from_profile("cpu-gloo", nodes=1, devices_per_node=2)
+    plan = autopar.plan(model, cluster, inputs, constraints={"data": 2}, cache=False)
+    assert autopar.verify(plan, model, inputs).worst[1] < 1e-9

@@ -435,6 +435,43 @@ def test_correlations() -> None:
     assert _verified(model, (torch.randn(8, 8).double(),)).worst[1] < 1e-9
 
 
+def test_variance_of_one_row_and_covariances_by_the_method() -> None:
+    torch.manual_seed(0)
+    model = Said(lambda h: torch.cov(h[:, 0], correction=0) + h.t().cov()).double()
+    assert _verified(model, (torch.randn(8, 8).double(),)).worst[1] < 1e-9
+
+
+def test_combinations_are_as_many_as_the_length_says() -> None:
+    torch.manual_seed(0)
+
+    def pairs(h: Tensor) -> Tensor:
+        fields = torch.combinations(torch.arange(h.shape[1]))
+        products = h[:, fields].prod(-1)
+        own = torch.combinations(h[0], r=3, with_replacement=True)
+        return products.sum() + own.sum() + torch.combinations(h[0], r=5).sum()
+
+    assert _verified(Said(pairs).double(), (torch.randn(8, 8).double(),)).worst[1] < 1e-9
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="not in this version of torch")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_loss_in_chunks_is_a_product_and_a_loss(reduction: str) -> None:
+    torch.manual_seed(0)
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=2)
+    weight = nn.Parameter(torch.randn(6, 4).double())
+
+    def loss(h: Tensor) -> Tensor:
+        labels = torch.arange(8) % 6
+        return F.linear_cross_entropy(h, weight, labels, reduction=reduction, options=options)
+
+    model = Said(loss).double()
+    model.register_parameter("weight", weight)
+    inputs = (torch.randn(8, 8).double(),)
+    assert _verified(model, inputs).worst[1] < 1e-9
+    names = {str(node.target) for node in trace(model, inputs).graph.nodes}
+    assert "autopar.token_nll.default" in names and not any("chunk" in name for name in names)
+
+
 def test_normal_numbers_of_a_size() -> None:
     torch.manual_seed(0)
     given = (torch.randn(8, 8).double(),)

@@ -3,18 +3,21 @@
 Export removes what the model writes in place. What is left comes from ATen's own derivative
 formulas and decompositions, which write into tensors that they made themselves:
 ``y = masked_fill_(x, m, 0)`` becomes ``y = masked_fill(x, m, 0)``, and later readers of `x` read
-`y`. A write through a view becomes a scatter into what it is a view of.
+`y`. A write through a view becomes a scatter into what it is a view of. An op that is given its
+result, ``mul(a, b, out=x)``, is first made one that is copied there.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
+from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx
 
 from autopar.errors import TraceError
+from autopar.tracer.diagnose import user_line
 
 __all__ = ["remove_mutations"]
 
@@ -28,6 +31,9 @@ def remove_mutations(graph: fx.Graph) -> None:
         TraceError: an op writes to what other nodes see through a view that has no inverse, or has
             no form that returns its result.
     """
+    for node in list(graph.nodes):
+        if _is_mutable(node) and _written(node) is None:
+            _copy_results(node)
     position = {node: (index, 0) for index, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         written = _written(node)
@@ -35,13 +41,73 @@ def remove_mutations(graph: fx.Graph) -> None:
             continue
         functional = _functional(node.target)
         if functional is None:
-            raise TraceError(f"{node.target} writes in place and has no form that does not")
+            raise _without_form(node)
         moved = torch.Tag.inplace_view in node.target.tags  # other views keep their shapes
         node.target = functional
         renewed = {written: node} if moved else _renewed(written, node, position)
         for old, new in renewed.items():
             for user in _late(old, node, position):
                 user.replace_input_with(old, new)
+
+
+def _without_form(node: fx.Node) -> TraceError:
+    return TraceError(
+        f"cannot trace {user_line(node)}\n  {node.target} writes in place, and has no form that "
+        "returns its result: write the call with ops that do, as y = x * 2 for x.mul_(2)"
+    )
+
+
+def _copy_results(node: fx.Node) -> None:
+    """Let an op that is given its results return them, and copy each to where it was to be."""
+    target: Any = node.target
+    places = [a.name for a in target._schema.arguments if a.is_out]
+    functional = _returning(target, len(places))
+    if functional is None:
+        raise _without_form(node)
+    graph, kwargs = node.graph, {k: v for k, v in node.kwargs.items() if k not in places}
+    with graph.inserting_before(node):
+        result = graph.call_function(functional, node.args, kwargs)
+        result.meta.update(node.meta)
+        fakes = fx.map_arg((node.args, kwargs), lambda n: n.meta["val"])
+        result.meta["val"] = functional(*fakes[0], **fakes[1])
+        results = [result]
+        if len(places) > 1:
+            results = [graph.call_function(getitem, (result, i)) for i in range(len(places))]
+            for i, each in enumerate(results):
+                each.meta.update(node.meta, val=result.meta["val"][i])
+        copies = []
+        for name, each in zip(places, results, strict=True):
+            place: Any = node.kwargs[name]
+            if place.target is aten.empty.memory_format:  # of no size: torch makes it fit
+                place.update_arg(0, list(each.meta["val"].shape))
+                place.meta["val"] = each.meta["val"].to(place.meta["val"].dtype)
+            copies.append(graph.call_function(aten.copy_.default, (place, each)))
+            copies[-1].meta.update(node.meta, val=place.meta["val"])
+    if len(places) == 1:
+        node.replace_all_uses_with(copies[0])
+    for user in list(node.users):  # of several, each is picked by its number
+        index: Any = user.args[1]
+        user.replace_all_uses_with(copies[index])
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _returning(target: Any, results: int) -> Any:
+    """`mul.Tensor` of `mul.out`; None where there is none."""
+    namespace, name = target._schema.name.split("::")
+    packet = getattr(getattr(torch.ops, namespace), name)
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if not a.is_out]
+    overloads = (getattr(packet, name) for name in packet.overloads())
+    return next(
+        (
+            op
+            for op in overloads
+            if not op._schema.is_mutable
+            and _parameters(op) == wanted
+            and len(op._schema.returns) == results
+        ),
+        None,
+    )
 
 
 # index of a node of the first graph, and number among the calls put behind it
@@ -137,11 +203,16 @@ def _append(
     return node
 
 
+def _is_mutable(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
 def _written(node: fx.Node) -> fx.Node | None:
     """The first argument of an op that writes to it."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+    if not _is_mutable(node):
         return None
+    target: Any = node.target
     info = target._schema.arguments[0].alias_info
     first = node.args[0] if node.args else None
     return first if isinstance(first, fx.Node) and info is not None and info.is_write else None

@@ -10,7 +10,10 @@
 - A packed sequence has as many rows as its lengths say: here, those of the padded batch
   (`packed_rows`).
 - ``cov`` and ``corrcoef`` compare weights that they were not given.
+- ``linear_cross_entropy`` in chunks is an op that computes gradients in the forward; as a product
+  and a loss, its classes are split.
 - ``masked_select(x, mask)`` is ``x[mask]``: of one mask, all pick as many rows to torch.
+- ``combinations`` are picked by a mask to torch, and as many as a length says.
 - ``normal`` with numbers and a size is ``randn``, scaled.
 - A batch norm without a momentum, whose running mean is that of all batches, makes a Python number
   of how many there were.

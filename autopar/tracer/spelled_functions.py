@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable
-from itertools import groupby
+from itertools import combinations, combinations_with_replacement, groupby
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from autopar.tracer.diagnose import innermost_line
 
 __all__ = ["spelled_function"]
 
+_LINEAR_CROSS_ENTROPY: Any = getattr(F, "linear_cross_entropy", False)  # not in every version
 _IS_BOOL = re.compile(r"\bis (not )?(True|False)\b")
 _Padded = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -32,7 +33,11 @@ def spelled_function(
     """
     if func in (torch.bincount, torch.Tensor.bincount):
         return _bincount(func, *args, **kwargs)
-    if func is torch.cov:
+    if func is _LINEAR_CROSS_ENTROPY:
+        return func(*args, **{**kwargs, "options": None})
+    if func is torch.combinations:
+        return _combinations(*args, **kwargs)
+    if func in (torch.cov, torch.Tensor.cov):
         return _cov(*args, **kwargs)
     if func in (torch.corrcoef, torch.Tensor.corrcoef):
         return _corrcoef(*args)
@@ -79,8 +84,19 @@ def _equal(x: Tensor, other: Tensor) -> Tensor | bool:
     return x.shape == other.shape and (x == other).all()
 
 
+def _combinations(x: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
+    """As many as the length of x says, by their places; a mask would pick them."""
+    choose = combinations_with_replacement if with_replacement else combinations
+    places = list(choose(range(x.shape[0]), r))
+    if not places or not r:
+        return x.new_empty(0 if not r else (0, r))
+    return x[torch.tensor(places, device=x.device)]
+
+
 def _cov(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Covariances of the rows of x (variables, observations)."""
+    """Covariances of the rows of x (variables, observations), or the variance of one row."""
+    if x.dim() == 1 and not args and not kwargs.keys() - {"correction"}:
+        return _cov(x.unsqueeze(0), **kwargs).squeeze()
     if x.dim() != 2 or args or kwargs.keys() - {"correction"}:
         return torch.cov(x, *args, **kwargs)
     centred = x - x.mean(1, keepdim=True)
