@@ -36,6 +36,12 @@ SPECIAL = [
         lambda: torch.linspace(-1, 1, 5, dtype=torch.float64),
     ),
     case(
+        "isin",
+        lambda x, elements: aten.isin.Tensor_Tensor(x, elements),
+        ints(9, 4, 6),
+        ints(9, 2, 2),
+    ),
+    case(
         "searchsorted",
         lambda edges, x: aten.searchsorted.Tensor(edges, x, right=True),
         lambda: torch.linspace(-1, 1, 6, dtype=torch.float64),

@@ -31,6 +31,11 @@ CALLS: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
         )
         for equation in ("abc,abc->ab", "abc, abc -> c", "abc,abd->cd")
     },
+    "addmv": (aten.addmv.default, lambda: (_x(4), _x(4, 3), _x(3))),
+    "addmv broadcast": (aten.addmv.default, lambda: (_x(1), _x(4, 3), _x(3))),
+    "addr": (aten.addr.default, lambda: (_x(4, 3), _x(4), _x(3))),
+    "addr broadcast": (aten.addr.default, lambda: (_x(3), _x(4), _x(3))),
+    **{f"dist {p}": (aten.dist.default, lambda p=p: (_x(4, 3), _x(3), p)) for p in (0.5, 1, 2)},
     "block_diag": (aten.block_diag.default, lambda: ([_x(2, 3), _x(4), _x(1, 2), _x()],)),
     "trace": (aten.trace.default, lambda: (_x(4, 6),)),
     "masked_scatter": (aten.masked_scatter.default, lambda: (_x(2, 3), _MASK, _x(5))),

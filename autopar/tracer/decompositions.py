@@ -24,6 +24,7 @@ from autopar.tracer.formulas import (
     bilinear,
     block_diag,
     det,
+    dist,
     embedding_bag_backward,
     exponential,
     glu,
@@ -47,7 +48,18 @@ from autopar.tracer.formulas import (
     vdot,
     weight_norm,
 )
-from autopar.tracer.products import addmm, attention, baddbmm, bmm, einsum, linear, matmul, mm
+from autopar.tracer.products import (
+    addmm,
+    addmv,
+    addr,
+    attention,
+    baddbmm,
+    bmm,
+    einsum,
+    linear,
+    matmul,
+    mm,
+)
 from autopar.tracer.randomness import (
     RandomContext,
     bernoulli,
@@ -159,6 +171,9 @@ REPLACEMENTS: Mapping[Any, Replacement] = {
     aten.linear.default: linear,
     aten.matmul.default: matmul,
     aten.addmm.default: addmm,
+    aten.addmv.default: addmv,
+    aten.addr.default: addr,
+    aten.dist.default: dist,
     aten.baddbmm.default: baddbmm,
     aten.mm.default: mm,
     aten.bmm.default: bmm,

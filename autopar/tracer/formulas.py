@@ -20,6 +20,7 @@ __all__ = [
     "bilinear",
     "block_diag",
     "det",
+    "dist",
     "embedding_bag_backward",
     "exponential",
     "glu",
@@ -89,6 +90,10 @@ def addbmm(
     out = ops.einsum("byk,bkn->byn", a, b).sum(0)
     out = out if alpha == 1 else out * alpha
     return out if beta == 0 else out + (x if beta == 1 else x * beta)
+
+
+def dist(_rng: object, x: Tensor, y: Tensor, p: float = 2.0) -> Tensor:
+    return torch.linalg.vector_norm(x - y, p)
 
 
 def glu(_rng: object, x: Tensor, dim: int = -1) -> Tensor:

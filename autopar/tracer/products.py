@@ -16,7 +16,18 @@ from autopar.core.einsum import parse_equation
 from autopar.core.ops import ops
 from autopar.tracer.randomness import RandomContext, dropout
 
-__all__ = ["addmm", "attention", "baddbmm", "bmm", "einsum", "linear", "matmul", "mm"]
+__all__ = [
+    "addmm",
+    "addmv",
+    "addr",
+    "attention",
+    "baddbmm",
+    "bmm",
+    "einsum",
+    "linear",
+    "matmul",
+    "mm",
+]
 
 _LETTERS = "abcdefghijlmopqrsuvwxyz"  # k, n and t are kept for weights
 
@@ -49,6 +60,20 @@ def _with_bias(out: Tensor, bias: Tensor, beta: float) -> Tensor:
     if beta == 0:  # torch reads no bias then, which may hold NaN
         return out
     return out + (bias if beta == 1 else bias * beta)
+
+
+def addmv(
+    rng: RandomContext, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    out = ops.einsum("yk,k->y", a, b)
+    return _with_bias(out if alpha == 1 else out * alpha, bias, beta)
+
+
+def addr(
+    rng: RandomContext, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    out = a.unsqueeze(1) * b
+    return _with_bias(out if alpha == 1 else out * alpha, bias, beta)
 
 
 def baddbmm(

@@ -188,6 +188,14 @@ def bucketize_rule(call: OpCall) -> list[AxisStrategy]:
     return by_labels(call, [names, [None]], [names])
 
 
+@rule(aten.isin.Tensor_Tensor)
+def isin_rule(call: OpCall) -> list[AxisStrategy]:
+    """(x, elements) -> whether each element of x is one of those."""
+    x, elements = call.operands
+    names = [f"d{i}" for i in range(len(x.shape))]
+    return by_labels(call, [names, [None] * len(elements.shape)], [names])
+
+
 @rule(aten.searchsorted.Tensor)
 def searchsorted_rule(call: OpCall) -> list[AxisStrategy]:
     """(boundaries, x) -> the place of each element, in boundaries that are whole.
