@@ -216,6 +216,16 @@ def _source_changes(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
     return before.square().sum()
 
 
+def _added_in_place(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+    """By the mask itself, whose number of rows the write checks."""
+    x = m.inner(x)
+    x[mask != 0] = 0.5
+    x[mask != 0] += m.table.weight[:1]
+    x[mask == 0] *= 2
+    x[mask > 1] += m.table.weight[1]
+    return x.pow(3).sum()
+
+
 def _one_of_two(m: Model, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
     rows, other = m.inner(x)[mask != 0], x[mask != 0]
     chosen = torch.where(rows > other, rows, other * 2)
@@ -228,6 +238,7 @@ HEADS = [
     _samples,
     _both_by_select,
     _one_of_two,
+    _added_in_place,
     _of_logits,
     _of_hidden,
     _weighted,

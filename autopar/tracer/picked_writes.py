@@ -88,12 +88,13 @@ def _returning(node: fx.Node) -> Any:
 
 
 def _is_fresh(node: Any) -> bool:
-    """True for rows in memory of their own, which the write alone looks at."""
+    """True for rows in memory of their own, whose values the write alone looks at."""
     if not isinstance(node, fx.Node) or not isinstance(node.target, torch._ops.OpOverload):
         return False
     value = node.meta.get("val")
     unknown = isinstance(value, Tensor) and bool(free_unbacked_symbols(value))
-    return unknown and base_of(node) is node and not is_write(node) and len(node.users) == 1
+    readers = [user for user in node.users if user.target is not aten.sym_size.int]
+    return unknown and base_of(node) is node and not is_write(node) and len(readers) == 1
 
 
 def row_of_places(picks: Picks, indices: list[Any]) -> Pick | None:
