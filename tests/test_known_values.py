@@ -101,6 +101,15 @@ def test_sizes_are_those_of_the_values(way: Way) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::autopar.errors.FrozenValueWarning")
+def test_sizes_may_be_a_table_for_each_sample() -> None:
+    model = Model(lambda m, x, grids: _by_rows(m, x, grids.flatten(0, 1))).double()
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    inputs = (IDS, GRID.unsqueeze(1))
+    plan = autopar.plan(model, cluster, inputs, constraints={"tensor": "1d"}, cache=False)
+    assert autopar.verify(plan, model, inputs).worst[1] < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore::autopar.errors.FrozenValueWarning")
 @pytest.mark.parametrize("way", [_by_list, _by_item])
 def test_inputs_have_values_where_the_model_has_none(way: Way) -> None:
     inputs, sizes = (IDS, GRID), []

@@ -108,11 +108,14 @@ class Sources:
 
 
 def may_be_sizes(tensor: Tensor) -> bool:
-    """True for an input whose values a forward may take sizes from: a number, a row, or a table."""
-    if _is_inexact(tensor) or tensor.dim() > 2:
+    """True for an input whose values a forward may take sizes from: a number, a list, or tables.
+
+    One for each sample is a stack of them, such as sizes of several images.
+    """
+    if _is_inexact(tensor) or tensor.dim() > 3:
         return False
-    rows, columns = (*tensor.shape, 1, 1)[:2]
-    return rows <= _MOST_ROWS and columns <= _MOST_COLUMNS
+    columns = tensor.shape[-1] if tensor.dim() > 1 else 1
+    return columns <= _MOST_COLUMNS and tensor.numel() <= _MOST_ROWS * columns
 
 
 def _is_inexact(tensor: Tensor) -> bool:
