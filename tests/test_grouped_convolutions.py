@@ -119,3 +119,28 @@ def test_channels_that_ranks_do_not_divide_are_split_on_the_other_side() -> None
     found = autopar.verify(plan, model, inputs)
     assert set(found.gradients) == {name for name, _ in model.named_parameters()}
     assert found.worst[1] < 1e-9, found.worst
+
+
+class Attended(nn.Module):
+    """Blocks with a filter along the channels, of one channel in and one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Conv1d(8, 8, 1) for _ in range(2)])
+        self.filters = nn.ModuleList([nn.Conv1d(1, 1, 3, padding=1) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, along in zip(self.blocks, self.filters, strict=True):
+            x = block(x).tanh()
+            x = x * along(x.mean(-1).unsqueeze(1)).sigmoid().transpose(1, 2)
+        return x.square().mean()
+
+
+def test_a_filter_without_channels_stays_whole() -> None:
+    torch.manual_seed(0)
+    model, inputs = Attended().double(), (torch.randn(4, 8, 6, dtype=torch.float64),)
+    cluster = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    plan = autopar.plan(model, cluster, inputs, constraints={"tensor": "1d"}, cache=False)
+    assert plan.modes["blocks.0.weight"].startswith("1D")
+    found = autopar.verify(plan, model, inputs)
+    assert found.worst[1] < 1e-9, found.worst

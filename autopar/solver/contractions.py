@@ -41,7 +41,7 @@ class Contraction:
         op: the op.
         weight: placeholder of the parameter.
         activation_index, weight_index: which operand is which.
-        core: it stands inside a repeated block.
+        core: it stands inside a repeated block, and its weight has channels to split.
         batch_dim: of the activation; behind the groups that a grouped linear has in front, and
             behind the sequence where a model puts that first.
         sequence_dim: of the activation, beside the batch.
@@ -84,13 +84,19 @@ def find_contractions(
             sources[weights[0]],
             1 - weights[0],
             weights[0],
-            block_of(module) is not None,
+            block_of(module) is not None and _has_channels(op, weights[0]),
             batch,
             first + 1 if batch == first else first,
         )
     if found and not any(c.core for c in found.values()):
-        found = {k: replace(c, core=True) for k, c in found.items()}
+        found = {k: replace(c, core=_has_channels(c.op, c.weight_index)) for k, c in found.items()}
     return found
+
+
+def _has_channels(op: Op, weight_at: int) -> bool:
+    """False for a weight of one channel in and one out, such as a filter along a dim."""
+    shape = op.call.operands[weight_at].shape
+    return max(shape[:2] if op.call.target is aten.convolution.default else shape, default=1) > 1
 
 
 def _fed_by_inputs(step: Step) -> set[str]:
