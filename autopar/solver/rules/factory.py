@@ -88,6 +88,19 @@ def new_rule(call: OpCall) -> list[AxisStrategy]:
     aten.eye.m,
     aten.tril_indices.default,
     aten.triu_indices.default,
+    aten.bartlett_window.default,
+    aten.bartlett_window.periodic,
+    aten.blackman_window.default,
+    aten.blackman_window.periodic,
+    aten.hamming_window.default,
+    aten.hamming_window.periodic,
+    aten.hamming_window.periodic_alpha,
+    aten.hamming_window.periodic_alpha_beta,
+    aten.hann_window.default,
+    aten.hann_window.periodic,
+    aten.kaiser_window.default,
+    aten.kaiser_window.periodic,
+    aten.kaiser_window.beta,
 )
 def whole_factory_rule(call: OpCall) -> list[AxisStrategy]:
     """Replicated: cutting a shard out of it sends nothing."""
