@@ -75,6 +75,7 @@ VIEWS = [
     case("roll", lambda x: aten.roll.default(x, [1], [0]), rand(4, 8)),
     case("roll_flat", lambda x: aten.roll.default(x, [1]), rand(4, 8)),
     case("diagonal", lambda x: aten.diagonal.default(x, 0, 0, 2), rand(4, 8, 4)),
+    case("diagonal_copy", lambda x: aten.diagonal_copy.default(x, 0, 0, 2), rand(4, 8, 4)),
     case(
         "diagonal_scatter",
         lambda x, s: aten.diagonal_scatter.default(x, s, 0, 0, 2),

@@ -184,7 +184,7 @@ def roll_rule(call: OpCall) -> list[AxisStrategy]:
     return _moved(call, names, names)
 
 
-@rule(aten.diagonal.default)
+@rule(aten.diagonal.default, aten.diagonal_copy.default)
 def diagonal_rule(call: OpCall) -> list[AxisStrategy]:
     rank = len(call.operands[0].shape)
     pair = {one_dim(call.arg(2, "dim1", 0), rank), one_dim(call.arg(3, "dim2", 1), rank)}
