@@ -64,6 +64,14 @@ for _batch in _BATCHES:
             lambda b=_batch: (*torch.linalg.lu_factor(_matrices(*b)), _right(*b)),
         ),
     ]
+SAMPLES += [
+    Sample(
+        f"solve_vectors_{len(_batch)}",
+        lambda a, b: aten._linalg_solve_ex.default(a, b),
+        lambda b=_batch: (_matrices(*b), torch.randn(*b, 4, dtype=torch.float64)),
+    )
+    for _batch in _BATCHES
+]
 SAMPLES.append(
     Sample(
         "solve_shared",

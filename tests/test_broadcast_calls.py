@@ -45,6 +45,10 @@ def _without_bias(x: Tensor, weight: Tensor) -> Tensor:
     return torch.addmm(nothing, x.flatten(0, 1), weight, beta=0)
 
 
+def _solved(x: Tensor, right: Tensor) -> Tensor:
+    return torch.linalg.solve(x[..., :4] + 9 * torch.eye(4, dtype=x.dtype), right)
+
+
 # the call on (8, 4, 8), and the shapes of the parameters that it is given
 CALLS: dict[str, tuple[Call, list[tuple[int, ...]]]] = {
     "keys of one head": (_keys_of_one_head, [(8, 2, 4, 4)]),
@@ -60,6 +64,8 @@ CALLS: dict[str, tuple[Call, list[tuple[int, ...]]]] = {
     "distances to three lists": (lambda x, y: torch.cdist(x.unsqueeze(1), y), [(3, 5, 8)]),
     "bias of products": (lambda x, b: torch.baddbmm(b, x, x.mT), [(4,)]),
     "no bias": (_without_bias, [(8, 5)]),
+    "a vector for each matrix": (_solved, [(8, 4)]),
+    "a mean of a number": (lambda x: x.sum().mean(-1) + x.mean().var(-1, correction=0), []),
 }
 
 

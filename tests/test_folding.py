@@ -185,6 +185,36 @@ class PickedStack(ShiftedStack):
         self.layers = nn.ModuleList(Picked(i) for i in range(layers))
 
 
+class Tables(nn.Module):
+    """Rotary tables, which one module holds for all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.arange(16 * 32.0).reshape(16, 32).sin(), False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cache: torch.Tensor = self.get_buffer("cache")[: x.shape[1]]
+        return x * cache + x.flip(-1) * cache.cos()
+
+
+class Turned(Shifted):
+    """A block whose tables and activation are those of all others, too."""
+
+    def __init__(self, index: int, tables: Tables, act: nn.Module) -> None:
+        super().__init__(index)
+        self.tables, self.act = tables, act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(super().forward(self.tables(x)))
+
+
+class TurnedStack(ShiftedStack):
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        tables, act = Tables(), nn.GELU()
+        self.layers = nn.ModuleList(Turned(i, tables, act) for i in range(layers))
+
+
 CASES = {
     "llama": (lambda: llama(9), 1, TEXT),
     "gpt2": (lambda: gpt2(8), 1, TEXT),
@@ -193,6 +223,7 @@ CASES = {
     "t5": (lambda: t5(7), 1, TEXT),
     "buffers": (lambda: ShiftedStack(9), 1, TEXT),
     "constants": (lambda: PickedStack(9), 1, TEXT),
+    "shared modules": (lambda: TurnedStack(9), 1, TEXT),
     "resnet": (lambda: resnet(8), 1, IMAGES),
     "swin": (lambda: swin(12), 2, IMAGES),
 }
@@ -205,6 +236,8 @@ _QUICK = {
     ("gpt2", (8,), "selective"),
     ("gpt2", (2, 4), "none"),
     ("buffers", (8,), "none"),
+    ("shared modules", (8,), "none"),
+    ("shared modules", (2, 4), "full"),
     ("resnet", (2, 4), "none"),
     ("swin", (8,), "full"),
 }

@@ -95,6 +95,10 @@ def members_by(
         if node.op == "placeholder":
             spec = specs[node.name]
             owner = owner_of(spec.target) if spec.kind in ("parameter", "buffer") else None
+            if spec.kind == "buffer":  # that of a module which several blocks have is none's own
+                calls = (user for user in node.users if user.op == "call_function")
+                readers = {owner_of(node_info(traced, user).module) for user in calls}
+                owner = owner if readers <= {owner} else None
         elif node.op == "call_function":
             owner = owner_of(node_info(traced, node).module)
         # an alias of what no block made (a mask) serves all blocks, though the first one asked

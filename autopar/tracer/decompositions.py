@@ -220,9 +220,9 @@ REPLACEMENTS: Mapping[Any, Replacement] = {
 
 
 def _dims(x: Tensor, dim: Any) -> list[int]:
-    if dim is None or (isinstance(dim, (list, tuple)) and not dim):
+    if dim is None or not x.dim() or (isinstance(dim, (list, tuple)) and not dim):
         return list(range(x.dim()))
-    return [d % max(x.dim(), 1) for d in ([dim] if isinstance(dim, int) else dim)]
+    return [d % x.dim() for d in ([dim] if isinstance(dim, int) else dim)]
 
 
 def _mean_dim(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from autopar.core.blocks import Block, Blocks
 from autopar.core.graph import Repeat, TracedModel
@@ -270,15 +271,14 @@ def _shortened(model: nn.Module, repeats: Sequence[Repeat]) -> Iterator[_Shorten
     """Inside, the blocks that the repeats leave out hand on their input."""
     notes = _Shortening()
     undo: list[tuple[nn.Module, str, nn.Module]] = []
-    watched: list[tuple[nn.Module, Any]] = []
+    hooks: list[RemovableHandle] = []
     try:
         for repeat in repeats:
             container = model.get_submodule(repeat.container)
             behind = repeat.first + repeat.period
             for index in range(repeat.first - repeat.period, behind):
                 block = container.get_submodule(str(index))
-                watched.append((block, vars(block).get("forward")))
-                _watch(block, repeat.container, index, notes)
+                hooks += _watch(block, repeat.container, index, notes)
             for index in range(behind, behind + repeat.skipped):
                 block = container.get_submodule(str(index))
                 undo.append((container, str(index), block))
@@ -287,23 +287,40 @@ def _shortened(model: nn.Module, repeats: Sequence[Repeat]) -> Iterator[_Shorten
     finally:
         for container, name, block in undo:
             container._modules[name] = block
-        for block, own in watched:
-            # a forward of the instance's own (a hook that somebody put there) goes back
-            vars(block).pop("forward", None)
-            if own is not None:
-                vars(block)["forward"] = own
+        for hook in hooks:
+            hook.remove()
 
 
-def _watch(block: nn.Module, container: str, index: int, notes: _Shortening) -> None:
-    original = block.forward
+def _watch(
+    block: nn.Module, container: str, index: int, notes: _Shortening
+) -> tuple[RemovableHandle, ...]:
+    """Note a block's calls, by hooks: in a model with shared modules, export runs its forward on a
+    stand-in of the block, which knows its path.
+    """
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        call = notes.enter(container, index, args, kwargs)
-        call.output = original(*args, **kwargs)
-        notes.latest[container] = call
-        return call.output
+    # bound methods, as functions would be taken for the user's own (`scopes.py`)
+    watch = _Watch(container, index, notes)
+    return (
+        block.register_forward_pre_hook(watch.enter, with_kwargs=True),
+        block.register_forward_hook(watch.leave, with_kwargs=True),
+    )
 
-    vars(block)["forward"] = forward
+
+@dataclass(frozen=True, slots=True)
+class _Watch:
+    """Notes the calls of one block."""
+
+    container: str
+    index: int
+    notes: _Shortening
+
+    def enter(self, _block: nn.Module, args: Any, kwargs: Any) -> None:
+        self.notes.enter(self.container, self.index, args, kwargs)
+
+    def leave(self, _block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        call = self.notes.calls[self.container, self.index]
+        call.output = output
+        self.notes.latest[self.container] = call
 
 
 def _is_sound(traced: TracedModel) -> bool:

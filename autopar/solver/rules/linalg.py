@@ -61,6 +61,8 @@ def solve_rule(call: OpCall) -> list[AxisStrategy]:
     Other outputs than the first are of A alone.
     """
     right = _SOLVES[call.target]
+    if call.target is aten._linalg_solve_ex.default and _of_vectors(call):
+        return _vectors_rule(call)
     sides = call.operands[right].shape, call.outputs[0].shape
     if sides[0] != sides[1] or len(sides[0]) < 2:
         return matrices_rule(call)
@@ -71,6 +73,27 @@ def solve_rule(call: OpCall) -> list[AxisStrategy]:
         others = [Replicate() for _ in call.outputs[1:]]
         rows.append(AxisStrategy(tuple(inputs), (placement, *others)))
     return rows
+
+
+def _of_vectors(call: OpCall) -> bool:
+    """True where the right-hand side has one vector for each matrix, as torch tells it."""
+    matrix, right = (spec.shape for spec in call.operands)
+    return len(right) == 1 or right == matrix[:-1]
+
+
+def _vectors_rule(call: OpCall) -> list[AxisStrategy]:
+    """A (…, n, n), b (…, n) -> x (…, n), and parts of A; linear in b."""
+    matrix, right = (spec.shape for spec in call.operands)
+    if right != matrix[:-1]:
+        return [replicated(call)]
+    batch: list[str | None] = [f"d{i}" for i in range(len(matrix) - 2)]
+    names = [
+        [*batch, *[None] * (len(spec.shape) - len(batch))]
+        for spec in (*call.operands, *call.outputs)
+    ]
+    others = [Replicate() for _ in call.outputs[1:]]
+    linear = AxisStrategy((Replicate(), Partial()), (Partial(), *others))
+    return [*by_labels(call, names[:2], names[2:]), linear]
 
 
 @rule(aten.linalg_cross.default)
