@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -13,9 +14,18 @@ import torch.distributed as dist
 
 from autopar._compat import default_store
 from autopar.errors import AutoparError, CheckpointError, LostRankError
-from autopar.runtime.lost import NEVER, Life, arrived, lost_text, tell_reason, watching
+from autopar.runtime.lost import NEVER, Life, lost_text, tell_reason, watching
 
-__all__ = ["agree", "agreed", "patience_s", "reason", "tell_ready", "wait_for_all", "wait_for_rank"]
+__all__ = [
+    "agree",
+    "agreed",
+    "arrived",
+    "patience_s",
+    "reason",
+    "tell_ready",
+    "wait_for_all",
+    "wait_for_rank",
+]
 
 _PATIENCE_S = 300.0
 _UNLIKE = (
@@ -23,6 +33,7 @@ _UNLIKE = (
     "the module in another mode? Pass batches of equal global shape on every rank."
 )
 _LOOK_S = 1.0  # between looks for a rank that is waited for
+_FIRST_PAUSE_S = 1e-3  # between looks for a key; each is twice the one before
 _calls = itertools.count()
 
 
@@ -123,6 +134,21 @@ def wait_for_all(what: str) -> None:
         failure = AutoparError(f"rank {rank} came to {what}, {there}. {_UNLIKE}")
         tell_reason(failure)
         raise failure
+
+
+def arrived(store: Any, key: str, seconds: float) -> bool:
+    """Wait for a key of the store; False if it has not come after so many seconds.
+
+    The store's own wait would print two warnings each time that it ends without the key.
+    """
+    deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE_S
+    while not store.check([key]):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(pause, left))
+        pause *= 2
+    return True
 
 
 def tell_ready(key: str) -> None:

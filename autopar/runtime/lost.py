@@ -24,7 +24,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -38,7 +37,6 @@ from autopar.runtime.stalled import Stall, communicating, waiting
 __all__ = [
     "NEVER",
     "Life",
-    "arrived",
     "beat",
     "check_on",
     "counts_of",
@@ -320,15 +318,6 @@ class Life:
         if time.monotonic() - self._since > patience_s:
             return f"rank {self._rank} has shown no life for {patience_s:g} s"
         return None
-
-
-def arrived(store: Any, key: str, seconds: float) -> bool:
-    """Wait for a key of the store; False if it has not come after so many seconds."""
-    try:
-        store.wait([key], timedelta(seconds=seconds))
-    except RuntimeError:  # torch's DistStoreError; where the store is gone, the next line raises
-        return bool(store.check([key]))
-    return True
 
 
 def _lost_ranks() -> list[int]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from autopar._compat import default_store
 from autopar.errors import AutoparError
 from autopar.runtime import counted, lost
-from autopar.runtime.agree import patience_s
+from autopar.runtime.agree import arrived, patience_s
 
 __all__ = ["Turns"]
 
@@ -78,7 +78,7 @@ def _come_together(what: str) -> None:
     if store.add(f"autopar/turn/{mine}", 1) == dist.get_world_size():
         store.set(done, "")
     deadline = time.monotonic() + patience_s()
-    while not lost.arrived(store, done, _LOOK_S):
+    while not arrived(store, done, _LOOK_S):
         apart = next(_apart(store, rank, step, mine), None)
         if apart is None and time.monotonic() > deadline:
             apart = f"not all ranks have done so in {patience_s():g} s (AUTOPAR_TIMEOUT_S)"
