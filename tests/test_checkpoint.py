@@ -246,6 +246,9 @@ def damage(folder: Path, kind: str) -> None:
         content = bytearray((folder / "state.pt").read_bytes())
         content[len(content) // 2] ^= 1
         (folder / "state.pt").write_bytes(content)
+    elif kind == "longer state":
+        with (folder / "state.pt").open("ab") as stream:
+            stream.write(b"more")
     elif kind == "another plan":
         (folder / "plan.json").write_text("{}")
     elif kind == "code":  # by someone who puts the checksum right
@@ -274,6 +277,7 @@ MISFITS = {
     "cut index": "index.json is damaged",
     "cut state": r"state.pt has 300 bytes, \d+ bytes were written",
     "flipped state": r"state.pt is damaged: its \d+ bytes from 0 on are not those",
+    "longer state": "state.pt is damaged: it has grown",
     "another plan": r"plan.json has 2 bytes, \d+ bytes were written",
     "code": "state.pt is damaged",
     "no latest": "no complete checkpoint",

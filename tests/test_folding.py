@@ -331,6 +331,22 @@ def test_blocks_side_by_side_are_not_folded() -> None:
     assert len(list(traced.parameters())) == 18
 
 
+def test_blocks_that_share_other_modules_or_have_other_hooks_are_unlike() -> None:
+    model = TurnedStack(10)
+    assert [r.times for r in find_repeats(model)] == [7]
+    hook = model.layers[2].register_forward_pre_hook(lambda _, args: (args[0] * 3,))
+    (repeat,) = find_repeats(model)
+    assert (repeat.first, repeat.times) == (5, 4)  # the seven behind it
+    hook.remove()
+    for index, layer in enumerate(model.layers):
+        layer.register_forward_hook(lambda _, args, out, by=index: out * by)
+    assert [r.times for r in find_repeats(model)] == [7]
+    tables = Tables()
+    for layer in list(model.layers)[5:]:
+        layer.tables = tables
+    assert [r.times for r in find_repeats(model)] == [2]
+
+
 def test_shared_blocks_are_not_folded() -> None:
     block = nn.Linear(8, 8)
     assert not find_repeats(nn.Sequential(nn.ModuleList([block] * 9)))

@@ -437,8 +437,12 @@ def test_correlations() -> None:
 
 def test_variance_of_one_row_and_covariances_by_the_method() -> None:
     torch.manual_seed(0)
-    model = Said(lambda h: torch.cov(h[:, 0], correction=0) + h.t().cov()).double()
-    assert _verified(model, (torch.randn(8, 8).double(),)).worst[1] < 1e-9
+
+    def covaried(h: Tensor) -> Tensor:
+        one = torch.cov(input=h[:, 0], correction=0, fweights=None)
+        return one + h.t().cov()
+
+    assert _verified(Said(covaried).double(), (torch.randn(8, 8).double(),)).worst[1] < 1e-9
 
 
 def test_combinations_are_as_many_as_the_length_says() -> None:
@@ -447,7 +451,7 @@ def test_combinations_are_as_many_as_the_length_says() -> None:
     def pairs(h: Tensor) -> Tensor:
         fields = torch.combinations(torch.arange(h.shape[1]))
         products = h[:, fields].prod(-1)
-        own = torch.combinations(h[0], r=3, with_replacement=True)
+        own = torch.combinations(input=h[0], r=3, with_replacement=True)
         return products.sum() + own.sum() + torch.combinations(h[0], r=5).sum()
 
     assert _verified(Said(pairs).double(), (torch.randn(8, 8).double(),)).worst[1] < 1e-9

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from typing import Any
 
 import pytest
@@ -72,7 +75,31 @@ def test_ranks_do_not_turn_to_different_batches() -> None:
     for outcome in try_ranks(turn_apart, 2, timeout=60):
         assert isinstance(outcome, RankError)
         assert outcome.kind == "AutoparError", outcome.trace
-        assert "comes to it with one of yet another kind" in outcome.message
+        assert "ranks 0 and 1 come to it with steps of different kinds" in outcome.message
+
+
+def does_not_come(rank: int, kind: str) -> list[float]:
+    """In front of a step of another kind, rank 1 is late, or ends without a word."""
+    turns._SILENCE_S = 2.0
+    os.environ["AUTOPAR_TIMEOUT_S"] = "3"
+    module, x = parallel("data")
+    for batch in (x, x[:2048]):
+        module.train_step(batch)
+    if rank == 1:
+        time.sleep(5)
+        if kind == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+    return [module.train_step(x).item()]
+
+
+@pytest.mark.parametrize("kind", ["is late", "is killed"])
+def test_a_rank_that_does_not_come_is_waited_for_as_long_as_it_lives(kind: str) -> None:
+    first, other = try_ranks(does_not_come, 2, kind, timeout=60)
+    if kind == "is late":
+        assert first == other
+    else:
+        assert isinstance(first, RankError) and first.kind == "LostRankError", first
+        assert "because rank 1 has shown no life for 2 s" in first.message
 
 
 def catches_an_error(rank: int, plan: str) -> None:
@@ -95,7 +122,7 @@ def test_a_rank_that_has_left_out_a_backward_goes_no_further(plan: str) -> None:
     other, left = try_ranks(catches_an_error, 2, plan, timeout=60)
     assert isinstance(left, RankError) and isinstance(other, RankError)
     assert left.kind == "AutoparError", left.trace
-    assert "without the backward of its last step, but rank 0 has " in left.message
+    assert "with 1 backward of its last step left out, but rank 0 has " in left.message
     assert other.kind == "LostRankError", other.trace
     assert "rank 1 ended (AutoparError: rank 1 comes to step 3" in other.message
 

@@ -117,7 +117,8 @@ class Index:
             dtype = str(entry.properties.dtype).removeprefix("torch.")
             tensors[name] = {"shape": list(entry.size), "dtype": dtype, "boxes": boxes}
         others = (p for p in sorted(folder.iterdir()) if p.suffix in _OTHERS)
-        files = {p.name: [p.stat().st_size, zlib.crc32(p.read_bytes())] for p in others}
+        places = [_Place(p.name, 0, p.stat().st_size) for p in others]
+        files = {p.relative_path: [p.length, p.read_checksum(folder)] for p in places}
         text = json.dumps({"version": _VERSION, "files": files, "tensors": tensors})
         write_file(folder / INDEX, text.encode())
 
@@ -153,6 +154,11 @@ class Index:
             )
         for place in files:
             place.check(folder)
+            if (folder / place.relative_path).stat().st_size > place.length:
+                raise CheckpointError(
+                    f"{folder / place.relative_path} is damaged: it has grown. Copy it again, or "
+                    "load an earlier checkpoint"
+                )
         return cls(Metadata(dict(entries), storage_data=places))
 
 

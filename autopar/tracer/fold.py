@@ -12,6 +12,7 @@ or are too few to fold, the lists inside of them are looked at instead.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -126,8 +127,11 @@ def _kinds(blocks: Sequence[nn.Module]) -> list[int]:
     seen: list[dict[Any, Any]] = []
     kinds: list[int] = []
     indices: list[int] = []
+    owners = Counter(id(part) for block in blocks for part in set(_parts(block).values()))
     for index, block in enumerate(blocks):
         described = _described(block)
+        # what one block shares with some others, and not with all, tells it apart
+        described |= {(n, "one"): id(p) for n, p in _parts(block).items() if owners[id(p)] > 1}
         alike = [k for k, d in enumerate(seen) if _alike(described, index, d, indices[k])]
         # a number that is the block's own by chance tells nothing where another is equal
         alike.sort(key=lambda k: described != seen[k])
@@ -142,6 +146,9 @@ def _described(block: nn.Module) -> dict[Any, Any]:
     out: dict[Any, Any] = {}
     for path, module in block.named_modules():
         out[path] = type(module)
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        # those of each block may be closures of one function
+        out[path, "hooks"] = tuple(getattr(hook, "__code__", type(hook)) for hook in hooks)
         for name, value in vars(module).items():
             simple = isinstance(value, _SCALARS) or (
                 isinstance(value, (list, tuple)) and all(isinstance(v, _SCALARS) for v in value)
@@ -154,6 +161,13 @@ def _described(block: nn.Module) -> dict[Any, Any]:
     for name, buffer in block.named_buffers():
         out["buffer", name] = (buffer.shape, buffer.dtype)
     return out
+
+
+def _parts(block: nn.Module) -> dict[str, Any]:
+    """The modules in a block, but itself, and its buffers."""
+    modules = dict(block.named_modules(remove_duplicate=False))
+    del modules[""]
+    return {**modules, **dict(block.named_buffers(remove_duplicate=False))}
 
 
 def _alike(one: dict[Any, Any], i: int, other: dict[Any, Any], j: int) -> bool:

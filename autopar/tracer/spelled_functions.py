@@ -84,8 +84,11 @@ def _equal(x: Tensor, other: Tensor) -> Tensor | bool:
     return x.shape == other.shape and (x == other).all()
 
 
-def _combinations(x: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
+def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
     """As many as the length of x says, by their places; a mask would pick them."""
+    x = input  # as torch names it
+    if x.dim() != 1:
+        return torch.combinations(x, r, with_replacement)
     choose = combinations_with_replacement if with_replacement else combinations
     places = list(choose(range(x.shape[0]), r))
     if not places or not r:
@@ -93,8 +96,9 @@ def _combinations(x: Tensor, r: int = 2, with_replacement: bool = False) -> Tens
     return x[torch.tensor(places, device=x.device)]
 
 
-def _cov(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _cov(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Covariances of the rows of x (variables, observations), or the variance of one row."""
+    x, kwargs = input, {k: v for k, v in kwargs.items() if v is not None}
     if x.dim() == 1 and not args and not kwargs.keys() - {"correction"}:
         return _cov(x.unsqueeze(0), **kwargs).squeeze()
     if x.dim() != 2 or args or kwargs.keys() - {"correction"}:
