@@ -12,6 +12,7 @@ Training that repeats one kind of step waits for nothing.
 
 from __future__ import annotations
 
+import time
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -25,6 +26,7 @@ __all__ = ["Turns"]
 
 _LOOK_S = 1.0  # between looks for ranks that do not come
 _SILENCE_S = 60.0  # of a rank that does not come: code may keep its thread from running for long
+_MOST_S = 1800.0  # as torch's own default for collectives
 _LOST = "lost: "
 _OTHER_KIND = "a batch of another shape than its last one, or in another mode"
 _WANTED = (
@@ -97,6 +99,7 @@ class _Meeting:
         self.done = f"autopar/turn/{self.step}/done"
         self.verdict = f"autopar/turn/{self.step}/verdict"
         self.life = lost.Life(self.next)
+        self.since = time.monotonic()
 
     def wait(self) -> None:
         """Wait until all ranks have come, for as long as the others live and may come.
@@ -141,6 +144,8 @@ class _Meeting:
         if counts.backwards > mine.backwards:
             return f"rank {self.next} has begun that backward"
         ended = self.life.ended(self.store, min(_SILENCE_S, patience_s()))
+        if ended is None and time.monotonic() - self.since > _MOST_S:
+            ended = f"rank {self.next} has not come in {_MOST_S:g} s, though it lives"
         return None if ended is None else f"{_LOST}{ended}"
 
     def _raise(self, told: str) -> NoReturn:
