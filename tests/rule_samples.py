@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -232,6 +233,15 @@ PARTS = [
 ]
 
 
+_WINDOWS = (
+    aten.bartlett_window,
+    aten.blackman_window,
+    aten.hamming_window,
+    aten.hann_window,
+    aten.kaiser_window,
+)
+
+
 def _factory(name: str, function: Callable[[], Any]) -> Sample:
     return case(f"factory_{name}", function)
 
@@ -251,11 +261,13 @@ FACTORIES = [
     _factory("scalar_zero", lambda: aten.scalar_tensor.default(0.0)),
     _factory("scalar", lambda: aten.scalar_tensor.default(2.5)),
     _factory("tril_indices", lambda: aten.tril_indices.default(4, 4)),
-    _factory("bartlett_window", lambda: aten.bartlett_window.default(8)),
-    _factory("blackman_window", lambda: aten.blackman_window.default(8)),
-    _factory("hamming_window", lambda: aten.hamming_window.periodic_alpha(8, True, 0.5)),
-    _factory("hann_window", lambda: aten.hann_window.periodic(8, False)),
-    _factory("kaiser_window", lambda: aten.kaiser_window.default(8)),
+    *(_factory(w.__name__, partial(w.default, 8)) for w in _WINDOWS),
+    *(_factory(f"{w.__name__}_whole", partial(w.periodic, 8, False)) for w in _WINDOWS),
+    _factory("hamming_window_alpha", lambda: aten.hamming_window.periodic_alpha(8, True, 0.5)),
+    _factory(
+        "hamming_window_beta", lambda: aten.hamming_window.periodic_alpha_beta(8, True, 0.5, 0.4)
+    ),
+    _factory("kaiser_window_beta", lambda: aten.kaiser_window.beta(8, True, 9.0)),
     _factory("triu_indices", lambda: aten.triu_indices.default(4, 4)),
     case("full_like", lambda x: aten.full_like.default(x, 2.5), rand(4, 8)),
     case("full_like_zero", lambda x: aten.full_like.default(x, 0), rand(4, 8)),
