@@ -56,6 +56,10 @@ _REMEDY = (
     "graph to plan. Use torch.where or a mask there, or compute that part "
     "outside the model. A check that does no more than raise, `if tensor: raise`, may stay."
 )
+_DRAWN = (
+    "Where it is the random number at {}, set the rate at which layers or paths are left out to 0, "
+    "or multiply by a mask that is drawn for each sample."
+)
 
 _NO_BUFFER = (
     "The forward writes to a tensor that is not made in it and no buffer, such as one in a plain "
@@ -352,6 +356,8 @@ def explain_failure(model: nn.Module, error: BaseException, lines: Mapping[str, 
         return f"cannot trace {lines['vmap']}\n  {first}\n  {_VMAP}"
     if _DATA_DEPENDENT.search(text) or _DATA_DEPENDENT.search(type(error).__name__):
         remedy = _REMEDY
+        if "drawn number" in lines:
+            remedy += f"\n  {_DRAWN.format(lines['drawn number'])}"
     elif ".numpy() is not supported" in text:
         remedy = _NUMPY
     elif "is mutated in the forward" in text:

@@ -85,8 +85,8 @@ class Spelled(TorchFunctionMode):
     """Says what runs inside in a way that can be captured.
 
     Args:
-        lines: filled with the user's line of each number that depends on values, of each function
-            that draws random numbers, and of `vmap`, by name.
+        lines: filled with the user's line of each number that depends on values or is drawn, of
+            each function that draws random numbers, and of `vmap`, by name.
         looped: filled with the lines of loops over all places of a mask instead of some.
         outside: filled with what is read past the module's parameters.
         graded: the step has gradients.
@@ -106,7 +106,7 @@ class Spelled(TorchFunctionMode):
         self.same = SameMasks()
         self.derivatives = Derivatives()
         self.packed = PackedRows(self.same)
-        self.draws = SureDraws()
+        self.draws = SureDraws(lines)
         self.outside = outside
         # what `.data` gave, by id, of which tensor, and how often that had been given another
         self.data: dict[int, tuple[Tensor, Tensor, int]] = {}

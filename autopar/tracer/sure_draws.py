@@ -8,12 +8,14 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar._compat import keep_between
+from autopar.tracer.diagnose import innermost_line
 
 __all__ = ["SureDraws"]
 
@@ -24,9 +26,14 @@ _LEAST = 2.0**-53
 
 
 class SureDraws:
-    """Single numbers that one forward draws."""
+    """Single numbers that one forward draws.
 
-    def __init__(self) -> None:
+    Args:
+        lines: filled with the user's line that asks for one of which nothing is sure.
+    """
+
+    def __init__(self, lines: dict[str, str]) -> None:
+        self.lines = lines
         self.drawn: dict[int, tuple[Tensor, int]] = {}  # with its version
 
     def note(self, func: object, args: tuple[object, ...], result: object) -> None:
@@ -34,6 +41,7 @@ class SureDraws:
             self.drawn[id(result)] = result, result._version
         if func is torch.Tensor.item and isinstance(result, torch.SymFloat) and self._is(args[0]):
             keep_between(result, _LEAST, 1.0)  # below it torch 2.11 would check for 0 at most
+            self._note_line()
 
     def compared(self, func: object, args: tuple[object, ...]) -> Tensor | None:
         """The outcome of a comparison that is sure; None for anything else."""
@@ -44,11 +52,15 @@ class SureDraws:
         if not isinstance(drawn, Tensor) or not self._is(drawn):
             return None
         if not isinstance(bound, (int, float)) or not (bound <= 0 or bound >= 1):
+            self._note_line()
             return None
         truth = (name in _ABOVE) == (bound <= 0)
         if drawn.device.type == "cpu":  # a branch may ask for it
             return torch.tensor([truth] * drawn.numel()).reshape(drawn.shape)
         return torch.full(drawn.shape, truth, device=drawn.device)
+
+    def _note_line(self) -> None:
+        self.lines.setdefault("drawn number", innermost_line(traceback.extract_stack()))
 
     def _is(self, drawn: Any) -> bool:
         """True for a number as it was drawn."""
