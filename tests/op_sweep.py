@@ -146,11 +146,12 @@ def _wrong_rows(traced: TracedModel, values: dict[fx.Node, Any]) -> Iterator[str
 
 
 def _comparable(node: fx.Node, values: Sequence[Any]) -> bool:
-    """False where numbers are rounded, not finite, or of memory that nothing was written to."""
+    """False where numbers are rounded, not finite, none, or of memory that nobody wrote to."""
     tensors = [x for x in values if isinstance(x, Tensor)]
     wide = (torch.float64, torch.complex128)
     floats = [x for x in tensors if x.is_floating_point() or x.is_complex()]
     exact = all(x.dtype in wide and bool(x.isfinite().all()) for x in floats)
+    exact &= all(x.numel() for x in tensors)
     return exact and "empty" not in str(node.target)
 
 
@@ -175,6 +176,8 @@ def _sweep(op: Any, most: int) -> None:
         except AutoparError as error:
             refused = refused or " ".join(str(error).split())
             continue
+        except Exception as error:  # whatever it is, the other samples are still to come
+            found = [f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"]
         exact += not found
         for text in found:
             print(f"{name}: {text}", flush=True)
@@ -190,7 +193,7 @@ def main(patterns: Sequence[str], most: int) -> None:
     for op in op_db:
         asked = any(pattern in op.name for pattern in patterns)
         drawn = any(word in op.name for word in RANDOM)
-        if torch.float64 not in op.dtypes or not (asked or (not patterns and not drawn)):
+        if torch.float64 not in op.dtypes or drawn or not (asked or not patterns):
             continue
         worker = context.Process(target=_sweep, args=(op, most))
         worker.start()
