@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
-import itertools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -27,7 +25,7 @@ from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, ConstraintError, PlanMismatchError
-from autopar.runtime.agree import agree, tell_ready, wait_for_rank
+from autopar.runtime.agree import agree, of_one_rank
 from autopar.runtime.compiled_step import CompiledStep, in_one_piece, outputs_behind
 from autopar.runtime.index_ranges import shared_lookups
 from autopar.runtime.inductor import compile_program
@@ -42,8 +40,6 @@ from autopar.tracer.fold import find_repeats
 from autopar.tracer.trace import trace
 
 __all__ = ["Planner", "Settings", "traced_for"]
-
-_plans = itertools.count()
 
 
 def traced_for(
@@ -282,31 +278,7 @@ class Planner:
 
     def _by_first(self, plan: Callable[[], Plan]) -> Plan:
         """What the mesh's first rank plans, on every rank."""
-        box: list[Any] = [None]
-        src = int(self.mesh.mesh.flatten()[0])
-        failure: Exception | None = None
-        if dist.get_rank() == src:
-            try:
-                box = [plan()]
-            except AutoparError as error:
-                box = [error]
-            except Exception as error:
-                failure = error
-                box = [AutoparError(f"rank {src} failed to plan: {type(error).__name__}: {error}")]
-        if self.mesh.size() > 1:
-            key = f"planned/{next(_plans)}"
-            if dist.get_rank() == src:
-                tell_ready(key)
-            else:
-                wait_for_rank(src, key, "plan")
-            dist.broadcast_object_list(box, src=src)
-        if failure is not None:
-            raise failure
-        chosen = box[0]
-        if isinstance(chosen, AutoparError):
-            raise chosen
-        assert isinstance(chosen, Plan)
-        return chosen
+        return of_one_rank(int(self.mesh.mesh.flatten()[0]), "plan", plan)
 
     def _solve(self, traced: TracedModel) -> Plan:
         described = self.settings.cluster or Cluster.from_mesh(self.mesh)

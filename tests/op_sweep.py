@@ -7,7 +7,8 @@ An op is called on a parameter's multiple of its first operand, with its other f
 parameters, in float64; its loss weighs every element of every result. Loss and gradients of the
 traced step are compared with eager ones, and then each op of the step is cut up over 2, 3 and 5
 ranks in each way that its rule offers (`bruteforce.py`). Each op has a process of its own: some
-kernels crash on shapes that do not fit. Printed is what differs or is refused, and a line per op.
+kernels crash on shapes that do not fit. Printed is what differs or is refused, and a line per op;
+samples without a gradient, or with a loss that is not finite, are left out.
 """
 
 from __future__ import annotations
@@ -101,8 +102,6 @@ def differences(model: Call) -> Iterator[str]:
     inputs = tuple(x.clone() for x in model.inputs)
     loss = model(*(x.clone() for x in inputs))
     loss.backward()
-    if not inputs or not loss.isfinite():
-        return
     traced = trace(model, inputs)
     whole = whole_inputs(traced, model, inputs, 0)
     run = Recorded(traced.graph_module)
@@ -155,6 +154,16 @@ def _comparable(node: fx.Node, values: Sequence[Any]) -> bool:
     return exact and "empty" not in str(node.target)
 
 
+def _has_gradient(model: Call) -> bool:
+    """False for a sample without a tensor that does not train, or without a finite loss."""
+    try:
+        loss = model(*(x.clone() for x in model.inputs))
+        loss.backward()
+    except RuntimeError:  # torch has no derivative for it
+        return False
+    return bool(model.inputs) and bool(loss.isfinite())
+
+
 def _sweep(op: Any, most: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -162,13 +171,13 @@ def _sweep(op: Any, most: int) -> None:
     logging.disable(logging.ERROR)
     name = f"{op.name} {op.variant_test_name}".strip()
     samples = list(op.sample_inputs("cpu", torch.float64))
-    samples = [samples[i * len(samples) // most] for i in range(most)] or samples
-    exact, refused = 0, ""
+    if len(samples) > most:
+        samples = [samples[i * len(samples) // most] for i in range(most)]
+    exact, left, refused = 0, 0, ""
     for sample in samples:
         model = Call(op, sample).train()
-        try:
-            model(*(x.clone() for x in model.inputs)).backward()
-        except RuntimeError:  # it has no derivative
+        if not _has_gradient(model):
+            left += 1
             continue
         model.zero_grad()
         try:
@@ -182,7 +191,7 @@ def _sweep(op: Any, most: int) -> None:
         for text in found:
             print(f"{name}: {text}", flush=True)
     told = f", else refused: {refused[:200]}" if refused else ""
-    print(f"# {name}: {exact} of {len(samples)} exact{told}", flush=True)
+    print(f"# {name}: {exact} of {len(samples) - left} exact, {left} left out{told}", flush=True)
 
 
 def main(patterns: Sequence[str], most: int) -> None:

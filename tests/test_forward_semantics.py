@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
@@ -345,6 +346,17 @@ def test_a_gru_of_two_directions() -> None:
     assert verified(Model(), hw.vectors()).worst[1] < 1e-9
 
 
+def _without_writes(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        traced = make_fx(function)(*map(mode.from_tensor, inputs))
+    remove_mutations(traced.graph)
+    traced.recompile()
+    for node in traced.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        assert schema is None or not schema.is_mutable
+    return traced
+
+
 def _parts(x: Tensor) -> tuple[Tensor, ...]:
     x = x.clone()
     rows, columns, flat, diagonal = x[1:3], x.t(), x.view(-1), x.diagonal()
@@ -363,13 +375,7 @@ def _parts(x: Tensor) -> tuple[Tensor, ...]:
 
 def test_writes_through_views_reach_every_view() -> None:
     x = torch.randn(4, 4)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        traced = make_fx(_parts)(mode.from_tensor(x))
-    remove_mutations(traced.graph)
-    traced.recompile()
-    for node in traced.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        assert schema is None or not schema.is_mutable
+    traced = _without_writes(_parts, x)
     for got, expected in zip(traced(x), _parts(x), strict=True):
         assert torch.equal(got, expected)
 
@@ -389,13 +395,7 @@ def _given_results(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
 
 def test_results_that_an_op_is_given_are_written() -> None:
     x, y = torch.randn(4), torch.randn(4)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        traced = make_fx(_given_results)(mode.from_tensor(x), mode.from_tensor(y))
-    remove_mutations(traced.graph)
-    traced.recompile()
-    for node in traced.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        assert schema is None or not schema.is_mutable
+    traced = _without_writes(_given_results, x, y)
     for got, expected in zip(traced(x, y), _given_results(x, y), strict=True):
         torch.testing.assert_close(got, expected)
 
@@ -423,10 +423,7 @@ def _powers(x: Tensor, exponent: Tensor) -> tuple[Tensor, ...]:
 
 def test_writes_whose_functional_form_has_another_name() -> None:
     x, exponent = torch.randn(4), torch.arange(4)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        traced = make_fx(_powers)(mode.from_tensor(x), mode.from_tensor(exponent))
-    remove_mutations(traced.graph)
-    traced.recompile()
+    traced = _without_writes(_powers, x, exponent)
     for got, expected in zip(traced(x, exponent), _powers(x, exponent), strict=True):
         assert torch.equal(got, expected)
 

@@ -122,7 +122,7 @@ def test_a_rank_that_has_left_out_a_backward_goes_no_further(plan: str) -> None:
     other, left = try_ranks(catches_an_error, 2, plan, timeout=60)
     assert isinstance(left, RankError) and isinstance(other, RankError)
     assert left.kind == "AutoparError", left.trace
-    assert "with 1 backward of its last step left out, but rank 0 has " in left.message
+    assert "with the backward of its last step left out, but rank 0 has " in left.message
     assert other.kind == "LostRankError", other.trace
     assert "rank 1 ended (AutoparError: rank 1 comes to step 3" in other.message
 

@@ -6,9 +6,9 @@ import itertools
 import os
 import pickle
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -20,11 +20,10 @@ __all__ = [
     "agree",
     "agreed",
     "arrived",
+    "of_one_rank",
     "patience_s",
     "reason",
-    "tell_ready",
     "wait_for_all",
-    "wait_for_rank",
 ]
 
 _PATIENCE_S = 300.0
@@ -35,6 +34,9 @@ _UNLIKE = (
 _LOOK_S = 1.0  # between looks for a rank that is waited for
 _FIRST_PAUSE_S = 1e-3  # between looks for a key; each is twice the one before
 _calls = itertools.count()
+_made = itertools.count()  # by one rank for all
+
+Result = TypeVar("Result")
 
 
 def agree(error: Exception | None, mine: Mapping[str, Any], what: str) -> None:
@@ -151,37 +153,61 @@ def arrived(store: Any, key: str, seconds: float) -> bool:
     return True
 
 
-def tell_ready(key: str) -> None:
-    """End `wait_for_rank` of the others."""
-    default_store().set(f"autopar/ready/{key}", "")
+def of_one_rank(rank: int, what: str, work: Callable[[], Result]) -> Result:
+    """What one rank makes, or its error, on every rank.
 
-
-def wait_for_rank(rank: int, key: str, what: str) -> None:
-    """Wait for a rank that works alone, for as long as it lives.
-
-    A collective of the process group would end the job where that takes longer than its timeout.
+    The others wait for as long as it lives: a collective would end the job where the work takes
+    longer than the timeout of the process group.
 
     Args:
-        rank: that calls `tell_ready`.
-        key: given to it.
-        what: the rank does.
+        rank: that works.
+        what: it does, for messages.
+        work: done there.
 
     Raises:
-        LostRankError: it has ended, or shown no life for `$AUTOPAR_TIMEOUT_S` seconds.
+        AutoparError: the work failed.
+        LostRankError: the rank has ended, or shown no life for `$AUTOPAR_TIMEOUT_S` seconds.
     """
+    box: list[Any] = [None]
+    failure: Exception | None = None
+    if dist.get_rank() == rank:
+        try:
+            box = [work()]
+        except AutoparError as error:
+            box = [error]
+        except Exception as error:
+            failure = error
+            told = f"rank {rank} failed to {what}: {type(error).__name__}: {error}"
+            box = [AutoparError(told)]
+    if dist.get_world_size() > 1:
+        key = f"autopar/made/{next(_made)}"
+        if dist.get_rank() == rank:
+            default_store().set(key, "")
+        else:
+            _wait_for_rank(rank, key, what)
+        dist.broadcast_object_list(box, src=rank)
+    if failure is not None:
+        raise failure
+    if isinstance(box[0], AutoparError):
+        raise box[0]
+    made: Result = box[0]
+    return made
+
+
+def _wait_for_rank(rank: int, key: str, what: str) -> None:
     store, life = default_store(), Life(rank)
     try:
-        while not arrived(store, f"autopar/ready/{key}", _LOOK_S):
+        while not arrived(store, key, _LOOK_S):
             if (ended := life.ended(store, patience_s())) is not None:
                 raise LostRankError(
                     f"rank {dist.get_rank()} stops, because {ended} while it was to {what}: see "
                     "what it printed, and start all ranks again."
                 )
     except RuntimeError as error:
-        if (told := lost_text(error)) is None:
+        if (gone := lost_text(error)) is None:
             raise
         raise LostRankError(
-            f"rank {dist.get_rank()} stops while rank {rank} is to {what}: {told}."
+            f"rank {dist.get_rank()} stops while rank {rank} is to {what}: {gone}."
         ) from error
 
 

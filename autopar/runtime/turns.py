@@ -41,7 +41,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._last = ""
-        self._owed = 0  # backwards of it
+        self._owes = False  # a backward of it
 
     def begin(self, fingerprint: str, devices: int) -> None:
         """Count a step that communicates, if all ranks run it (`counted.py`).
@@ -58,20 +58,20 @@ class Turns:
         if not counted.is_shared(devices):
             return
         lost.check_on()
-        if self._last and self._owed:
-            _Meeting(fingerprint, f"{self._owed} backward of its last step left out").wait()
+        if self._owes:
+            _Meeting(fingerprint, "the backward of its last step left out").wait()
         elif self._last and fingerprint != self._last:
             _Meeting(fingerprint, _OTHER_KIND).wait()
         counted.begin_step(fingerprint)
-        self._last, self._owed = fingerprint, 0
+        self._last, self._owes = fingerprint, False
 
     def owe(self) -> None:
         """A backward belongs to the step that was begun."""
-        self._owed += 1
+        self._owes = True
 
     def pay(self) -> None:
         """A backward begins."""
-        self._owed = max(0, self._owed - 1)
+        self._owes = False
 
 
 _added: list[str] = []  # the meeting that this rank has come to last

@@ -19,7 +19,6 @@ from torch._decomp import get_decompositions
 
 from autopar.core.ops import ops
 from autopar.tracer.formulas import (
-    addbmm,
     affine_grid,
     bilinear,
     block_diag,
@@ -49,6 +48,7 @@ from autopar.tracer.formulas import (
     weight_norm,
 )
 from autopar.tracer.products import (
+    addbmm,
     addmm,
     addmv,
     addr,

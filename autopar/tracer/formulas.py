@@ -15,7 +15,6 @@ from torch import Tensor
 from autopar.core.ops import ops
 
 __all__ = [
-    "addbmm",
     "affine_grid",
     "bilinear",
     "block_diag",
@@ -82,14 +81,6 @@ def slogdet(a: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     diagonal = factors.diagonal(0, -2, -1)
     sign = _sign_of_permutation(pivots, a.dtype) * diagonal.sgn().prod(-1)
     return sign, diagonal.abs().log().sum(-1), factors, pivots
-
-
-def addbmm(
-    _rng: object, x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
-) -> Tensor:
-    out = ops.einsum("byk,bkn->byn", a, b).sum(0)
-    out = out if alpha == 1 else out * alpha
-    return out if beta == 0 else out + (x if beta == 1 else x * beta)
 
 
 def dist(_rng: object, x: Tensor, y: Tensor, p: float = 2.0) -> Tensor:

@@ -6,7 +6,7 @@ The replacements of ATen's calls; see `decompositions.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from autopar.core.ops import ops
 from autopar.tracer.randomness import RandomContext, dropout
 
 __all__ = [
+    "addbmm",
     "addmm",
     "addmv",
     "addr",
@@ -49,38 +50,39 @@ def matmul(rng: RandomContext, a: Tensor, b: Tensor) -> Tensor:
     return ops.einsum(f"{batch_a}yk,{batch_b}kz->{_LETTERS[:rank]}yz", a, b)
 
 
-def addmm(
-    rng: RandomContext, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
-) -> Tensor:
-    out = ops.einsum("yk,kn->yn", a, b)
-    return _with_bias(out if alpha == 1 else out * alpha, bias, beta)
-
-
-def _with_bias(out: Tensor, bias: Tensor, beta: float) -> Tensor:
+def _plus(out: Tensor, bias: Tensor, beta: float, alpha: float) -> Tensor:
+    out = out if alpha == 1 else out * alpha
     if beta == 0:  # torch reads no bias then, which may hold NaN
         return out
     return out + (bias if beta == 1 else bias * beta)
 
 
-def addmv(
+def _product_plus(equation: str) -> Callable[..., Tensor]:
+    """A call that adds the product of its last two operands to the first."""
+
+    def call(
+        rng: RandomContext, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
+    ) -> Tensor:
+        return _plus(ops.einsum(equation, a, b), bias, beta, alpha)
+
+    return call
+
+
+addmm = _product_plus("yk,kn->yn")
+addmv = _product_plus("yk,k->y")
+baddbmm = _product_plus("byk,bkn->byn")
+
+
+def addbmm(
     rng: RandomContext, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Tensor:
-    out = ops.einsum("yk,k->y", a, b)
-    return _with_bias(out if alpha == 1 else out * alpha, bias, beta)
+    return _plus(ops.einsum("byk,bkn->byn", a, b).sum(0), bias, beta, alpha)
 
 
 def addr(
     rng: RandomContext, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Tensor:
-    out = a.unsqueeze(1) * b
-    return _with_bias(out if alpha == 1 else out * alpha, bias, beta)
-
-
-def baddbmm(
-    rng: RandomContext, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
-) -> Tensor:
-    out = ops.einsum("byk,bkn->byn", a, b)
-    return _with_bias(out if alpha == 1 else out * alpha, bias, beta)
+    return _plus(a.unsqueeze(1) * b, bias, beta, alpha)
 
 
 def mm(rng: RandomContext, a: Tensor, b: Tensor) -> Tensor:
