@@ -226,12 +226,17 @@ def line(o: Outcome) -> str:
 
 
 def _runs(read: Any) -> Sequence[Any]:
-    """The rows of a file: a list, or what a mapping has under "runs" or "rows"."""
+    """The rows of a file: a list, or what a mapping has under "runs" or "rows".
+
+    What a mapping has under "common" holds for rows that say nothing else of it.
+    """
+    common: Any = {}
     if isinstance(read, Mapping):
+        common = read.get("common", {})
         read = read.get("runs", read.get("rows"))
-    if not isinstance(read, list):
+    if not isinstance(read, list) or not isinstance(common, Mapping):
         raise SystemExit('the file holds no list of runs: {"runs": [...]}')
-    return read
+    return [{**common, **row} if isinstance(row, Mapping) else row for row in read]
 
 
 def _cores() -> int:
@@ -259,10 +264,12 @@ def main() -> None:
             print(f"{kind:14} {value:52.52} {number:4} rows {mean:+8.1%} mean {absolute:8.1%} MAPE")
     result = summary(found)
     for name, values in {"all": result, **result["sets"]}.items():
-        shown = ", ".join(
+        scored = (
             f"{key} {values[key]:.3g}" if values[key] is not None else f"{key} -"
-            for key in ("mape", "kendall_tau", "top1_regret", "n", "skipped", "oom", "oom_right")
+            for key in ("mape", "kendall_tau", "top1_regret")
         )
+        counted = (f"{key} {values[key]}" for key in ("n", "groups", "skipped", "oom", "oom_right"))
+        shown = ", ".join((*scored, *counted))
         print(f"{name[:60]}: {shown}")
     print(f"{len(found)} rows in {seconds:.1f} s")
     if arguments.plot is not None:
