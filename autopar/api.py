@@ -20,7 +20,7 @@ from autopar.core import extensions
 from autopar.core.constraints import NO_PIPELINE, Constraints
 from autopar.core.made_for import check_is_plan
 from autopar.core.plan import Plan
-from autopar.core.units import format_bytes, parse_bytes
+from autopar.core.units import format_bytes, parse_bytes, parse_seconds
 from autopar.cost_model import Cluster
 from autopar.cost_model.memory import check_optimizer, optimizer_text
 from autopar.errors import AutoparError, PlanMismatchError
@@ -66,6 +66,7 @@ def plan(
     precision: str | None = None,
     reduce_dtype: str | None = None,
     fusion: bool | Mapping[str, Any] | None = None,
+    time_limit: float | None = None,
 ) -> Plan:
     """Plan a training step. Needs no devices and no process group.
 
@@ -88,6 +89,9 @@ def plan(
         reduce_dtype: "fp32", "bf16" or "fp16", the dtype in which gradients are summed over
             devices; None lets the solver choose between compute's and the parameter's.
         fusion: which fused kernels will run, as for `parallelize`; ops are priced accordingly.
+        time_limit: seconds of searching after which the best plan that is known is taken, and what
+            is proved of it by then; not before there is one. Default: the search runs to its end,
+            which gives the same plan each time.
 
     Returns:
         The plan: placements of every tensor, predicted seconds and bytes, and the solver's proof.
@@ -112,6 +116,7 @@ def plan(
         reduce_dtype=reduce_dtype,
         fusion=fusion,
         several=False,
+        time_limit=parse_seconds(time_limit),
     ).under(limit)
 
 
@@ -129,6 +134,7 @@ def step_plans(
     reduce_dtype: str | None = None,
     fusion: bool | Mapping[str, Any] | None = None,
     several: bool = True,
+    time_limit: float | None = None,
 ) -> StepPlans:
     """Plans of one training step under memory limits, one or several; else arguments as `plan`."""
     described = _described(cluster)
@@ -144,7 +150,8 @@ def step_plans(
         reduce_dtype=reduce_dtype,
     )
     fused = Fusion.parse(fusion, torch.device(described.device_type))
-    return StepPlans(traced, described, parsed, optimizer, cache, fused, several=several)
+    given = (traced, described, parsed, optimizer, cache, fused)
+    return StepPlans(*given, several=several, time_limit=time_limit)
 
 
 def parallelize(
@@ -166,6 +173,7 @@ def parallelize(
     backend: str = "eager",
     passes: Collection[str] | None = None,
     fusion: bool | Mapping[str, Any] | None = None,
+    time_limit: float | None = None,
 ) -> ParallelModule:
     """Turn a module into one that trains on all devices of a mesh. Call it on every rank.
 
@@ -175,7 +183,7 @@ def parallelize(
         mesh: device mesh with any number of axes that covers the whole world.
         example_inputs: the global batch, as for `autopar.plan`; default: the first call plans,
             and never a pipeline, as what a rank of one holds must be known before.
-        constraints, memory_limit, optimizer, loss_fn, cache: as for `autopar.plan`.
+        constraints, memory_limit, optimizer, loss_fn, cache, time_limit: as for `autopar.plan`.
         precision, reduce_dtype: as for `autopar.plan`; a given `plan` brings its own.
         plan: use this plan, or the one in this file, instead of solving.
         init_weights: called with each module of a meta model, on the CPU, to fill its tensors.
@@ -202,7 +210,7 @@ def parallelize(
         TraceError, ConstraintError, InfeasiblePlanError: as for `autopar.plan`.
     """
     _check_arguments(model, mesh)
-    limit = _limit(memory_limit)
+    limit, seconds = _limit(memory_limit), parse_seconds(time_limit)
     if cluster is not None and not isinstance(cluster, Cluster):
         raise AutoparError(_no_cluster(cluster))
     check_backend(backend)
@@ -216,6 +224,7 @@ def parallelize(
         "optimizer": optimizer_text(optimizer),
         "backend": backend,
         "passes": passes,
+        "time_limit": seconds,
     }
     given, parsed, base = _agreed_settings(model, mesh, plan, constraints, seed, equal)
     guard_optimizers(model)
@@ -236,6 +245,7 @@ def parallelize(
         backend=backend,
         passes=passes,
         fusion=Fusion.parse(fusion, torch.device(mesh.device_type)),
+        time_limit=seconds,
     )
     planner = Planner(model, mesh, given, settings)
     create = partial(planner.hold, init_weights=init_weights, base=base)

@@ -64,13 +64,14 @@ class PlanCache:
         optimizer: object,
         fusion: Collection[str] = (),
         several: bool = False,
+        time_limit: float | None = None,
     ) -> str:
         """Hash of all that a plan depends on; `several` searches know of each other's plans."""
         parts = {
             "graph": traced.digest(),
             "cluster": cluster.to_dict(),
             "constraints": constraints.to_dict(),
-            "limit": [memory_limit, several],
+            "limit": [memory_limit, several, time_limit],
             "optimizer": [optimizer_text(optimizer), optimizer_state_bytes(optimizer, 1 << 20)],
             "fusion": sorted(fusion),
             "torch": torch.__version__,

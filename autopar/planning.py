@@ -96,6 +96,7 @@ class Settings:
     backend: str
     passes: Collection[str] | None
     fusion: Fusion
+    time_limit: float | None = None
 
     def passes_in_order(self) -> tuple[str, ...]:
         """Names of the passes that run."""
@@ -300,8 +301,8 @@ class Planner:
 
     def _solved(self, traced: TracedModel, cluster: Cluster, constraints: Constraints) -> Plan:
         s = self.settings
-        plans = StepPlans(traced, cluster, constraints, s.optimizer, s.cache, s.fusion)
-        return plans.under(s.memory_limit)
+        given = (traced, cluster, constraints, s.optimizer, s.cache, s.fusion)
+        return StepPlans(*given, time_limit=s.time_limit).under(s.memory_limit)
 
     def _check_given(self, chosen: Plan, traced: TracedModel) -> None:
         if chosen.num_devices != self.mesh.size():

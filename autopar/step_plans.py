@@ -36,10 +36,12 @@ class StepPlans:
         fusion: Fusion,
         *,
         several: bool = False,
+        time_limit: float | None = None,
     ) -> None:
         self.traced = traced
         self.given = (cluster, constraints, optimizer, fusion)
         self.several = several
+        self.time_limit = time_limit
         self.plans = PlanCache() if cache else None
         self._known: StepLimits | None = None
 
@@ -47,21 +49,25 @@ class StepPlans:
     def under(self, limit: int | None) -> Plan:
         """The plan under a limit in bytes per device; default: the device's memory."""
         cluster, constraints, optimizer, fusion = self.given
-        key = ""
-        if self.plans:
+        keys: list[str] = []
+        if self.plans is not None:
             asked = (self.traced, cluster, constraints, limit, optimizer, fusion.kernels)
-            key = self.plans.key(*asked, several=self.several)
-        known = self.plans.get(key) if self.plans else None
-        if known is not None:
-            return known
+            # that of a search that ran to its end serves under any time limit
+            times = dict.fromkeys((None, self.time_limit))
+            keys = [self.plans.key(*asked, self.several, seconds) for seconds in times]
+            for key in keys:
+                known = self.plans.get(key)
+                if known is not None:
+                    return known
         from autopar.search.pipelining import plan_within
         from autopar.search.step_limits import StepLimits
 
         if self._known is None:
             given = (self.traced, cluster, constraints, optimizer, fusion)
             self._known = StepLimits(*given, several=self.several)
-        found = plan_within(self._known, cluster.memory_bytes if limit is None else limit)
+        within = cluster.memory_bytes if limit is None else limit
+        found = plan_within(self._known, within, self.time_limit)
         found = scheduled(found, self.traced)
         if self.plans is not None:
-            self.plans.put(key, found)
+            self.plans.put(keys[-1], found)
         return found

@@ -260,7 +260,7 @@ def fusion_of(cluster: autopar.Cluster) -> Fusion:
     return Fusion.parse(None, torch.device(cluster.device_type))
 
 
-def measure(row: Row, fused: bool = True) -> dict[str, Any]:
+def measure(row: Row, fused: bool = True, time_limit: float | None = None) -> dict[str, Any]:
     """Plan one row in this process."""
     with torch.device("meta"):
         row.build()  # imports what transformers needs for it: no part of planning
@@ -280,7 +280,9 @@ def measure(row: Row, fused: bool = True) -> dict[str, Any]:
     try:
         fusion = fusion_of(cluster) if fused else None
         with paused_collector():  # as in autopar.plan
-            plan = plan_step(traced, cluster, constraints=Constraints(), fusion=fusion)
+            plan = plan_step(
+                traced, cluster, constraints=Constraints(), fusion=fusion, seconds=time_limit
+            )
             solved = time.perf_counter()
             step_s = scheduled(plan, traced).predicted.step_time_s
         found |= {
@@ -324,14 +326,16 @@ def _described(pipeline: PipelinePlan | None) -> str:
     return f"{ranks} rank{plural}, {pipeline.microbatches} microbatches, {pipeline.schedule}"
 
 
-def _in_child(name: str, seconds: float, fused: bool) -> dict[str, Any]:
+def _in_child(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Measure in a fresh process, so that peak memory is the row's own; a failure is a result."""
     command = [sys.executable, "-m", "benchmarks.planner", "--child", name]
-    command += [] if fused else ["--unfused"]
+    command += ["--unfused"] if options.unfused else []
+    command += ["--time-limit", str(options.time_limit)] if options.time_limit else []
+    timeout = options.timeout
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout)
     except subprocess.TimeoutExpired:
-        return {"result": f"no answer in {seconds:.0f} s"}
+        return {"result": f"no answer in {timeout:.0f} s"}
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return {"result": f"failed ({done.returncode}): {last}"}
@@ -359,6 +363,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", default=DEFAULT, metavar="ROW", help=rows)
     parser.add_argument("--json", metavar="FILE", help="a line for each row, as it comes")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for each row")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="as of autopar.plan")
     parser.add_argument("--unfused", action="store_true", help="price ops one by one")
     parser.add_argument("--child", help=argparse.SUPPRESS)  # one row, in this process
     options = parser.parse_args()
@@ -366,7 +371,8 @@ def main() -> None:
     if unknown:
         parser.error(f"no row {unknown[0]!r}; there are {' '.join(ROWS)}")
     if options.child:
-        print(json.dumps(measure(ROWS[options.child], not options.unfused)))
+        row = ROWS[options.child]
+        print(json.dumps(measure(row, not options.unfused, options.time_limit)))
         return
     names = list(ROWS) if options.rows == ["all"] else options.rows
     table = Table(title=f"planner, {os.cpu_count()} cores, {platform.machine()}")
@@ -378,7 +384,7 @@ def main() -> None:
             file.write(json.dumps(provenance()) + "\n")
     for name in names:
         load = os.getloadavg()[0]
-        found = {"load": load} | _in_child(name, options.timeout, not options.unfused)
+        found = {"load": load} | _in_child(name, options)
         cells = _cells(found)
         told = (f"{c}={x}" for c, x in zip(_COLUMNS, cells, strict=True) if x)
         print(name, *told, flush=True)

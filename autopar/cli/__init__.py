@@ -166,6 +166,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     )
     add("--memory-limit", type=size, metavar="16GiB", help="default: the device's memory")
     add("--optimizer", default="adamw", help="whose states count in memory")
+    add("--time-limit", type=float, metavar="SECONDS", help="take the best plan known by then")
     add("--frontier", type=positive, metavar="N", help="print N plans of less and less memory")
     add("--plot", type=Path, metavar="FILE.SVG", help="picture of --frontier to write")
     add("--out", type=Path, metavar="PLAN.JSON", help="file to write")

@@ -71,6 +71,7 @@ def _planned(
             precision=args.precision,
             reduce_dtype=args.reduce_dtype,
             fusion=args.fusion,
+            time_limit=args.time_limit,
         )
     except TraceError as error:
         raise _with_inputs(error, inputs) if made else error from error
@@ -109,10 +110,11 @@ def _frontier(
     from autopar.memory_frontier import frontier, render_frontier
     from autopar.report.frontier_plot import frontier_svg
 
-    if args.frontier < 2 or args.out is not None or args.memory_limit is not None or args.pin:
+    others = (args.out, args.memory_limit, args.pin, args.time_limit)
+    if args.frontier < 2 or any(other is not None for other in others):
         raise AutoparError(
-            "--frontier takes 2 points or more, and neither --out, --memory-limit nor --pin: it "
-            "prints plans for limits of its own"
+            "--frontier takes 2 points or more, and none of --out, --memory-limit, --pin and "
+            "--time-limit: it prints plans for limits of its own"
         )
     options = {
         "constraints": constraints,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.core.calls import CommBytes
 from autopar.core.flights import ALONE, Waits
@@ -88,7 +88,8 @@ class SolverReport:
 
     The objective leaves out what parameters and gradients may travel beside compute, all but the
     share `exposed` at most (`solver/overlap.py`); 1 counts all communication, as in microbatches.
-    Of a pipeline's stage a second of a turn counts `waits` (`core/flights.py`).
+    Of a pipeline's stage a second of a turn counts `waits` (`core/flights.py`). `out_of_time`: the
+    user's time limit ended the search.
     """
 
     objective: float
@@ -99,8 +100,15 @@ class SolverReport:
     constraints: int
     exposed: float = 1.0
     waits: Waits = ALONE
+    out_of_time: bool = False
 
     @property
     def status(self) -> str:
         """``"optimal"`` where the bound is the objective but for rounding, else ``"bounded"``."""
         return "optimal" if self.gap <= _ROUNDING else "bounded"
+
+    def proved(self, bound: float) -> SolverReport:
+        """The report with a bound of the seconds that the plan counts."""
+        bound = min(bound, self.objective)
+        gap = max(0.0, 1 - bound / self.objective) if self.objective else 0.0
+        return replace(self, bound=bound, gap=gap)

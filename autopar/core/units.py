@@ -8,7 +8,7 @@ from numbers import Integral, Real
 
 from autopar.errors import AutoparError
 
-__all__ = ["format_bytes", "format_seconds", "parse_bytes", "without_residue"]
+__all__ = ["format_bytes", "format_seconds", "parse_bytes", "parse_seconds", "without_residue"]
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -59,3 +59,17 @@ def format_seconds(seconds: float) -> str:
         if abs(seconds) >= least:
             return f"{seconds * factor:.4g} {unit}"
     return f"{seconds * 1e9:.4g} ns"
+
+
+def parse_seconds(given: object) -> float | None:
+    """A user's time limit; None for none.
+
+    Raises:
+        AutoparError: not a number above 0.
+    """
+    if given is None:
+        return None
+    seconds = float(given) if isinstance(given, Real) and not isinstance(given, bool) else math.nan
+    if not 0 < seconds < math.inf:
+        raise AutoparError(f"time_limit={given!r} must be a number of seconds above 0, or None")
+    return seconds

@@ -210,11 +210,12 @@ def _solver(plan: Plan) -> str:
     proved = "" if s.status == "optimal" else " (not proved optimal)"
     several = plan.pipeline is not None and len(plan.pipeline.stages) > 1
     last = "the last solves of unlike stages" if several else "the last solve"
+    ended = "; the time limit ended the search" if s.out_of_time else ""
     return (
         f"{s.status}{proved}: of the {format_seconds(s.objective)} that the search counts, "
         f"no plan is below {format_seconds(s.bound)} (gap {s.gap:.2%}); {last} took "
         f"{format_seconds(s.seconds)}, with {s.variables} variables and {s.constraints} "
-        "constraints after reduction"
+        f"constraints after reduction{ended}"
     )
 
 

@@ -30,6 +30,7 @@ from autopar.cost_model import Cluster
 from autopar.errors import ConstraintError, InfeasiblePlanError
 from autopar.search.doubts import DOUBTED, Doubts, hoped_s, unseen_s
 from autopar.search.scheduling import scheduled
+from autopar.solver.discrete.time_limit import check_time, plan_found
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.meshes import meshes
 from autopar.solver.met_plans import CLOSE
@@ -87,8 +88,10 @@ class OnePiece:
             ConstraintError: the constraints cannot hold.
         """
         given = limit, EXPOSED, math.inf, UNLIMITED
-        found = self.begun[(*given, self.only)] = self._begun(*given, glance=True)
-        first = found[0][1].soon()
+        key = (*given, self.only)
+        if key not in self.begun:
+            self.begun[key] = self._begun(*given, glance=True)
+        first = self.begun[key][0][1].soon()
         return None if first is None else self._program(self._finished(first))
 
     def plan(
@@ -293,9 +296,18 @@ class OnePiece:
         collect_many()
         same_mesh = like is not None and like.mesh_shape == plan.mesh_shape
         buckets = like.buckets if like and same_mesh else ()
+        check_time()
         found = scheduled(plan, self.traced, buckets=buckets, below_s=below_s)
         self.programs.append((plan, found))
+        if plan.memory_limit_bytes < UNLIMITED:
+            plan_found()
         return found
+
+    def within(self, limit: int) -> list[Plan]:
+        """Plans whose programs were simulated, as plans of this search under a limit that fits."""
+        pinned = self.constraints.to_dict()
+        found = [program for _, program in self.programs if fits(program, self.cluster, limit)]
+        return [replace(p, constraints=pinned, memory_limit_bytes=limit) for p in found]
 
     def _fastest(self, found: Plan, limit: int) -> Plan:
         """A plan with what its program hides, or a faster one of those looked at on the way."""
@@ -394,7 +406,4 @@ class _Other(NamedTuple):
 
 def _proved(plan: Plan, bound: float) -> Plan:
     """A plan with a bound of the seconds that it counts."""
-    objective = plan.solver.objective
-    bound = min(bound, objective)
-    gap = 1 - bound / objective if objective else 0.0
-    return replace(plan, solver=replace(plan.solver, bound=bound, gap=gap))
+    return replace(plan, solver=plan.solver.proved(bound))

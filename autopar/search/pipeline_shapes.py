@@ -15,6 +15,7 @@ from autopar.errors import AutoparError, ConstraintError
 from autopar.search.shape_bounds import CLOSEST, OWN_TURNS, ShapeBounds, is_bound_of
 from autopar.search.stage_planning import StagePlanner
 from autopar.solver.discrete.ilp import Infeasible
+from autopar.solver.discrete.time_limit import check_time
 from autopar.solver.pipelines.balanced_cuts import expected_seconds
 from autopar.solver.pipelines.pipeline_shape import PipelineShape
 from autopar.solver.pipelines.turn import WIDE
@@ -189,6 +190,7 @@ class Shapes(ShapeBounds):
 
     def closer(self, shape: PipelineShape) -> None:
         """Raise the bound of a shape."""
+        check_time()
         known = self.known[shape]
         known.level += 1
         try:

@@ -9,6 +9,7 @@ was listed is the bound of the plan: nothing that the search ranges over is fast
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 
@@ -25,6 +26,7 @@ from autopar.search.one_piece import OnePiece
 from autopar.search.pipeline_shapes import Shapes
 from autopar.search.stage_planning import StagePlanner, on_the_clock
 from autopar.search.step_limits import StepLimits
+from autopar.solver.discrete.time_limit import OutOfTime, lacks_plan, plan_found, time_limit
 from autopar.solver.pipelines.pipeline_shape import PipelineShape
 from autopar.solver.solve import fits
 
@@ -48,6 +50,7 @@ def plan_step(
     memory_limit: int | None = None,
     optimizer: object = "adamw",
     fusion: Fusion | None = None,
+    seconds: float | None = None,
 ) -> Plan:
     """The fastest plan of a step that was found, in microbatches and with a pipeline or without.
 
@@ -58,21 +61,33 @@ def plan_step(
         memory_limit: bytes per device; default: the device's memory.
         optimizer: whose states count in memory.
         fusion: the kernels that ops will be fused in, and are priced in; default: none.
+        seconds: after which the best plan that is known is taken, if there is one.
 
     Raises:
         ConstraintError: a pinned pipeline is not possible, or other pins cannot hold.
         InfeasiblePlanError: nothing fits.
     """
     known = StepLimits(traced, cluster, constraints, optimizer, fusion)
-    return plan_within(known, cluster.memory_bytes if memory_limit is None else int(memory_limit))
+    limit = cluster.memory_bytes if memory_limit is None else int(memory_limit)
+    return plan_within(known, limit, seconds)
 
 
 @paused_collector()
-def plan_within(known: StepLimits, limit: int) -> Plan:
-    """`plan_step` for a step that is planned under several limits, in bytes per device."""
+def plan_within(known: StepLimits, limit: int, seconds: float | None = None) -> Plan:
+    """`plan_step` for a step that is planned under several limits, in bytes per device.
+
+    Args:
+        known: what plans under other limits have told.
+        limit: bytes per device.
+        seconds: as of `plan_step`.
+    """
     search = _Search(known, limit)
     pin = known.constraints.pipeline
-    return search.unasked() if pin is None else search.asked(pin)
+    try:
+        with time_limit(seconds):
+            return search.unasked() if pin is None else search.asked(pin)
+    except OutOfTime:
+        return search.so_far()
 
 
 class _Search:
@@ -85,6 +100,9 @@ class _Search:
         self.limit = limit
         self.refused: AutoparError | None = None
         self.pipeline: Plan | None = None  # the fastest that was climbed to
+        self.noted: Plan | None = None  # the fastest in microbatches or stages that fits
+        self.shapes: Shapes | None = None  # of which plans are weighed
+        self.alone_s = 0.0  # that no plan in one piece is below, as far as is known
 
     @cached_property
     def planner(self) -> StagePlanner:
@@ -103,10 +121,11 @@ class _Search:
     # --- which plan ----------------------------------------------------------------------------
     def unasked(self) -> Plan:
         """The best plan in one piece, unless microbatches or a pipeline are faster."""
+        self._hurry()
         if not self.known.holds_parameters(self.limit) or not self._may_pipeline():
             return self._plain()
-        shapes = Shapes(self.planner, PipelinePin(), short=True)
-        alone_s = self._alone_s(shapes.least_s() / _FAR)
+        shapes = self.shapes = Shapes(self.planner, PipelinePin(), short=True)
+        alone_s = self.alone_s = self._alone_s(shapes.least_s() / _FAR)
         found: Plan | None = None
         first = shapes.most_promising(_FAR * alone_s, planned=False) is not None
         if first:
@@ -117,7 +136,7 @@ class _Search:
         small = fits(free, self.cluster, self.limit)
         plain = replace(free, memory_limit_bytes=self.limit) if small else None
         if not first:
-            shapes = Shapes(self.planner, PipelinePin(), short=not small)
+            shapes = self.shapes = Shapes(self.planner, PipelinePin(), short=not small)
         for shape in shapes.known:
             if shape.size == 1:  # more turns, and else the same
                 shapes.raised(shape, free.solver.bound)
@@ -165,12 +184,14 @@ class _Search:
     def asked(self, pin: PipelinePin) -> Plan:
         """The best plan with what is pinned of a pipeline."""
         if pin == NO_PIPELINE:
+            self._hurry()
             return self._plain()
-        shapes = Shapes(self.planner, pin, short=True)
+        shapes = self.shapes = Shapes(self.planner, pin, short=True)
         best = self._best_of(shapes)
         if not shapes.known and pin.microbatches is None and pin.size != 1:
             # what cannot be split, such as batch normalisation, may still be cut into stages
             whole = Shapes(self.planner, replace(pin, microbatches=1), short=True)
+            self.shapes = whole
             best = self._best_of(whole)
             shapes = whole if best is not None else shapes
         best = self._suited(_or_raise(best, self.refused or shapes.refused))
@@ -186,12 +207,37 @@ class _Search:
             if found is not None:
                 found = self._with_schedule(shape, found, _seconds(best), shapes)
                 shapes.planned(shape, found)
-            best = _faster(best, found)
+            best = _faster(best, self._note(found))
         return best
 
     def _plain(self, plan: Plan | None = None) -> Plan:
         """The plan in one piece, maybe the given one."""
         return self.whole.best(self.limit, plan)
+
+    def _hurry(self) -> None:
+        """Under a time limit, look first for a plan that the search can end with."""
+        if lacks_plan():
+            with suppress(ConstraintError, InfeasiblePlanError):
+                self.whole.soon(self.limit)
+
+    def _note(self, found: Plan | None) -> Plan | None:
+        """The plan, which the search can end with."""
+        if found is not None and found.pipeline is not None:
+            self.noted = _faster(self.noted, found)
+            plan_found()
+        return found
+
+    def so_far(self) -> Plan:
+        """The best plan that is known when the time is up, and what is proved by then."""
+        known = self.whole.within(self.limit)
+        plain = min(known, key=lambda p: p.predicted.step_time_s, default=None)
+        pinned = self.constraints.pipeline is not None
+        limit_s = _seconds(plain) if pinned else _limit(plain)
+        best = _or_raise(self.noted if _seconds(self.noted) < limit_s else plain, None)
+        alone_s = max(self.alone_s, self.known.free_bound_s())
+        best = replace(best, solver=replace(best.solver.proved(alone_s), out_of_time=True))
+        # without shapes no pipeline was thought of
+        return best if self.shapes is None else self._reported(best, self.shapes, alone_s)
 
     def _may_pipeline(self) -> bool:
         """A training step, and devices that no pin speaks of."""
@@ -212,11 +258,12 @@ class _Search:
                 break
             found = self.cuts.fitting(shape, shapes, min(limit_s, _seconds(best)) * _UNSUITED)
             if found is not None:
+                self._note(found)
                 found = self._suited(self._with_schedule(shape, found, limit_s, shapes))
                 shapes.planned(shape, found)
             # also one that is given up
             planned += shape not in self.cuts.large and not shapes.is_open(shape)
-            best = _faster(best, found)
+            best = _faster(best, self._note(found))
         if best is None and self.cuts.large:
             known_s = limit_s
             if not fits(self.known.free(self.limit), self.cluster, self.limit):
@@ -264,7 +311,7 @@ class _Search:
         fast = [shape for shape in self.cuts.large if _seconds(free[shape]) < below_s]
         for shape in sorted(fast, key=lambda s: free[s].predicted.peak_memory_bytes):
             self.cuts.large.remove(shape)
-            found = self._planned(shape, shapes)
+            found = self._note(self._planned(shape, shapes))
             if found is not None:
                 shapes.planned(shape, found)
                 return found
@@ -299,12 +346,11 @@ class _Search:
             bound_s = min(report.bound, report.objective / max(1.0, ahead))
             limit_s = _limit(plan)
         else:
-            bound_s = min(shapes.least_s(), plain_bound_s, report.objective)
+            bound_s = min(shapes.least_s(), plain_bound_s)
             limit_s = _seconds(plan)
-        gap = max(0.0, 1 - bound_s / report.objective) if report.objective else 0.0
-        report = replace(report, bound=bound_s, gap=gap)
         others = shapes.considered(chosen, limit_s)
-        return replace(plan, solver=report, considered=others, fusion=self.kernels)
+        proved = report.proved(bound_s)
+        return replace(plan, solver=proved, considered=others, fusion=self.kernels)
 
 
 def _is_free(plan: Plan) -> bool:

@@ -32,6 +32,7 @@ from autopar.search.own_orders import fastest_orders, least_held
 from autopar.search.pipeline_stages import Pipeliner
 from autopar.search.stage_bounds import StageBounds
 from autopar.search.stage_menus import Aim
+from autopar.solver.discrete.time_limit import check_time
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.offers import Offers
 from autopar.solver.pipelines.balanced_cuts import balanced_cuts
@@ -102,6 +103,7 @@ class StagePlanner(StageBounds):
             ConstraintError: the model cannot be split or cut so.
             InfeasiblePlanError: a stage does not fit.
         """
+        check_time()
         cluster = self.rank_cluster(shape.size)
         orders: Orders
         if shape.schedule == AUTOMATIC:

@@ -81,6 +81,10 @@ class StepLimits:
             self._free = proved, self.whole.plan(UNLIMITED, proved_within=proved)
         return self._free[1]
 
+    def free_bound_s(self) -> float:
+        """Seconds that no plan in one piece counts less than, as far as is known yet."""
+        return 0.0 if self._free is None else self._free[1].solver.bound
+
     def free_program(self, limit: int) -> Plan:
         """The best plan in one piece without a limit, as its program is simulated."""
         if self._program is None:

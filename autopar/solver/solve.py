@@ -315,17 +315,16 @@ def _as_plan(
 def _report(best: Fit, bound: float, exposed: float) -> SolverReport:
     report = best.solution
     objective = report.objective if exposed == 1.0 else counted_seconds(best.price, exposed)
-    bound = min(bound, objective)
     return SolverReport(
         objective=objective,
-        bound=bound,
-        gap=max(0.0, 1 - bound / objective) if objective else 0.0,
+        bound=objective,
+        gap=0.0,
         seconds=report.seconds,
         variables=report.variables,
         constraints=report.constraints,
         exposed=exposed,
         waits=best.price.pricing.step.waits,
-    )
+    ).proved(bound)
 
 
 def _buckets(planned: Cluster) -> tuple[BucketBytes, ...]:

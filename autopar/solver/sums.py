@@ -14,6 +14,7 @@ from typing import NamedTuple
 from autopar.core.blocks import Block
 from autopar.cost_model import Offloaded, offload_seconds
 from autopar.errors import ConstraintError
+from autopar.solver.discrete.time_limit import check_time
 from autopar.solver.exclude import Excluded, exclude
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.hiding_mixture import between
@@ -173,6 +174,7 @@ class SumSearch:
                 break  # the least bound of all is below that
             if any(held is which for which in done):
                 continue
+            check_time()
             if isinstance(held, Offloaded) and tried and _no_offload_beats(tried, held):
                 break
             found = given.make(weights, held, checkpoint)

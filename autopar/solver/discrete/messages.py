@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.solver.discrete.problem import Array, ChoiceProblem, Indices, evaluate
+from autopar.solver.discrete.time_limit import check_time
 
 __all__ = ["Bounds", "MessagePassing"]
 
@@ -336,6 +337,7 @@ class MessagePassing:
             tolerance: relative gap at which to stop.
         """
         while self._sweeps < sweeps and self._stalled < _STALLED and not self._met(tolerance):
+            check_time()
             self._messages.sweep(forward=True)
             self._messages.sweep(forward=False)
             self._sweeps += 1

@@ -1,0 +1,113 @@
+"""A time limit: the best plan by then, which fits and computes the same, and says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.core.plan import Plan
+from autopar.cost_model import Cluster
+from autopar.errors import AutoparError, InfeasiblePlanError
+from autopar.solver.discrete.time_limit import OutOfTime, check_time, plan_found, time_limit
+
+NOW = 1e-9
+FOUR = Cluster.from_profile("a100-80g", devices_per_node=4)
+
+
+class Blocks(nn.Module):
+    def __init__(self, width: int = 64, depth: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(depth)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+X = (torch.ones(8, 16, 64, dtype=torch.float64),)
+
+
+def planned(**asked: Any) -> Plan:
+    return autopar.plan(Blocks().double(), FOUR, X, cache=False, **asked)
+
+
+def test_nothing_ends_before_a_plan_is_known() -> None:
+    with time_limit(NOW):
+        check_time()
+        with pytest.raises(OutOfTime):
+            plan_found()
+            check_time()
+    check_time()
+
+
+@pytest.mark.parametrize(
+    "constraints",
+    [{}, {"pipeline": {"size": 2, "microbatches": 4}}, {"pipeline": {"microbatches": 2}}],
+    ids=["free", "pipeline", "microbatches"],
+)
+@pytest.mark.parametrize("share", [2.0, 0.45])
+def test_the_best_plan_by_then_fits_and_computes_the_same(
+    constraints: dict[str, Any], share: float
+) -> None:
+    whole = planned(constraints={"data": 4, "zero": 0}).predicted.peak_memory_bytes
+    limit = int(share * whole)
+    found = planned(constraints=constraints, memory_limit=limit, time_limit=NOW)
+    assert found.predicted.peak_memory_bytes <= found.memory_limit_bytes == limit
+    best = planned(constraints=constraints, memory_limit=limit)
+    assert not best.solver.out_of_time
+    # what is done before the time is asked for is done
+    assert found.solver.out_of_time or found.solver.objective == best.solver.objective
+    assert found.solver.out_of_time or constraints
+    # no bound that is told is above what the whole search finds
+    assert found.solver.bound <= best.solver.objective * (1 + 1e-9)
+    assert found.solver.bound <= found.solver.objective
+    assert found.solver.gap >= best.solver.gap - 1e-9
+    assert found.constraints == best.constraints
+    assert autopar.verify(found, Blocks().double(), X).worst[1] < 1e-9
+
+
+def test_a_limit_that_is_not_reached_changes_nothing() -> None:
+    found, best = planned(time_limit=3600), planned()
+    assert found.nodes == best.nodes
+    assert found.solver == best.solver or found.solver.objective == best.solver.objective
+    assert not found.solver.out_of_time
+
+
+def test_what_fits_nowhere_is_refused_as_ever() -> None:
+    with pytest.raises(InfeasiblePlanError):
+        planned(memory_limit=1000, time_limit=NOW)
+
+
+def test_the_plan_tells_that_time_ended_the_search(tmp_path: Path) -> None:
+    found = planned(time_limit=NOW)
+    assert "the time limit ended the search" in " ".join(found.summary().split())
+    found.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").solver.out_of_time
+    assert "time limit" not in planned().summary()
+
+
+def test_a_cached_plan_of_a_whole_search_serves_under_a_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))
+    hasty = autopar.plan(Blocks().double(), FOUR, X, time_limit=NOW)
+    assert hasty.solver.out_of_time
+    assert autopar.plan(Blocks().double(), FOUR, X, time_limit=NOW).digest() == hasty.digest()
+    whole = autopar.plan(Blocks().double(), FOUR, X)
+    assert not whole.solver.out_of_time
+    assert not autopar.plan(Blocks().double(), FOUR, X, time_limit=NOW).solver.out_of_time
+
+
+@pytest.mark.parametrize("given", [0, -1.0, float("nan"), float("inf"), True, "60"])
+def test_a_limit_is_a_number_of_seconds(given: object) -> None:
+    with pytest.raises(AutoparError, match=r"time_limit=.* must be a number of seconds"):
+        planned(time_limit=given)
