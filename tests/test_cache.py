@@ -47,7 +47,7 @@ def test_the_same_question_is_not_solved_twice(
     first = autopar.plan(Net(), TWO, X)
     assert len(list(folder.glob("*.json"))) == 1
     assert not list(folder.glob("*.part"))
-    monkeypatch.setattr("autopar.search.one_piece.StepSearch", forbid)
+    monkeypatch.setattr("autopar.search.mesh_searches.StepSearch", forbid)
     assert autopar.plan(Net(), TWO, X) == first
     with pytest.raises(AssertionError, match="solved again"):
         autopar.plan(Net(), TWO, X, cache=False)

@@ -232,7 +232,7 @@ def test_a_limit_is_looked_at_first_where_the_free_step_is_fastest(
         batch = (torch.empty(1 << 15, 2048), torch.empty(1 << 15, 2048))
     traced = trace(model, batch, loss_fn=nn.functional.mse_loss)
     cluster = Cluster.from_profile("h100-sxm", nodes=4, devices_per_node=8, mesh_shape=(4, 8))
-    whole = OnePiece(traced, cluster, Constraints(), "adamw", Offers(cluster), ())
+    whole = OnePiece(traced, cluster, Constraints(), "adamw", Offers(cluster))
     seen: list[tuple[int, ...]] = []
 
     class Recorded(StepSearch):
@@ -240,7 +240,7 @@ def test_a_limit_is_looked_at_first_where_the_free_step_is_fastest(
             seen.append(self.planned.mesh_shape)
             return super().glance(below_s)
 
-    monkeypatch.setattr("autopar.search.one_piece.StepSearch", Recorded)
+    monkeypatch.setattr("autopar.search.mesh_searches.StepSearch", Recorded)
     free = whole.plan(UNLIMITED)
     assert seen == [(32,), (4, 8)]
     assert set(whole.free_s) == set(seen)
@@ -261,7 +261,7 @@ def _two_products(mesh_shape: tuple[int, ...]) -> OnePiece:
         batch = (torch.empty(1 << 12, 2048), torch.empty(1 << 12, 2048))
     traced = trace(model, batch, loss_fn=nn.functional.mse_loss)
     cluster = Cluster.from_profile("h100-sxm", devices_per_node=8, mesh_shape=mesh_shape)
-    return OnePiece(traced, cluster, Constraints(), "adamw", Offers(cluster), ())
+    return OnePiece(traced, cluster, Constraints(), "adamw", Offers(cluster))
 
 
 def _programs_take(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[Plan], float]) -> None:
@@ -292,7 +292,7 @@ def test_all_is_counted_where_the_rule_is_in_doubt(
                 proved.add(self.exposed)
             return super().run(*given)
 
-    monkeypatch.setattr("autopar.search.one_piece.StepSearch", Recorded)
+    monkeypatch.setattr("autopar.search.mesh_searches.StepSearch", Recorded)
     monkeypatch.setattr(OnePiece, "_hidden", lambda self, plan: hidden)
     plan = whole.best(limit)
     assert plan.predicted.peak_memory_bytes <= limit
@@ -356,7 +356,7 @@ def test_many_axes_are_searched_last_under_a_limit(monkeypatch: pytest.MonkeyPat
             ran.append((self.planned.mesh_shape, self.exposed))
             return super().run(*given)
 
-    monkeypatch.setattr("autopar.search.one_piece.StepSearch", Recorded)
+    monkeypatch.setattr("autopar.search.mesh_searches.StepSearch", Recorded)
     monkeypatch.setattr(OnePiece, "_hidden", lambda self, plan: 0.5)
     soon = whole.soon(limit)
     assert soon is not None
@@ -386,7 +386,7 @@ def test_all_is_counted_where_programs_without_a_limit_hide_nothing(
             seen.add(self.exposed)
             return super().run(*given)
 
-    monkeypatch.setattr("autopar.search.one_piece.StepSearch", Recorded)
+    monkeypatch.setattr("autopar.search.mesh_searches.StepSearch", Recorded)
     plan = whole.best(round(0.95 * free.predicted.peak_memory_bytes))
     assert seen == {1.0}
     assert plan.solver.exposed == 1.0
@@ -705,7 +705,7 @@ def test_where_no_limit_binds_others_are_planned_without_it(
             super().__init__(*given, **more)
             limits.add(self.limit)
 
-    monkeypatch.setattr("autopar.search.one_piece.StepSearch", Recorded)
+    monkeypatch.setattr("autopar.search.mesh_searches.StepSearch", Recorded)
     monkeypatch.setattr(OnePiece, "_hidden", lambda self, plan: 0.5)
     plan = whole.best(limit, replace(free, memory_limit_bytes=limit))
     assert plan.memory_limit_bytes == limit

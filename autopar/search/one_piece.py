@@ -20,23 +20,22 @@ import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from autopar.core.collector import collect_many
-from autopar.core.constraints import Constraints, assign_mesh
-from autopar.core.graph import TracedModel
+from autopar.core.constraints import assign_mesh
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.errors import ConstraintError, InfeasiblePlanError
 from autopar.search.doubts import DOUBTED, Doubts, hoped_s, unseen_s
+from autopar.search.mesh_searches import ALL_EXPOSED, MeshSearches, Searches
 from autopar.search.scheduling import scheduled
 from autopar.solver.discrete.time_limit import check_time, plan_found
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.meshes import meshes
 from autopar.solver.met_plans import CLOSE
-from autopar.solver.offers import Offers
 from autopar.solver.overlap import EXPOSED, NotBelow
-from autopar.solver.solve import KnownVariants, Solved, StepSearch, fits
+from autopar.solver.solve import Solved, StepSearch, fits
 
 __all__ = ["OnePiece"]
 
@@ -47,37 +46,37 @@ _SLOWER = 0.01  # than the bound: more, and other programs are looked at
 _NEAR = 0.01  # of what counts least: less, and a plan on another mesh may be faster
 _UNSEEN = 0.03  # of the step: what is not counted, that other programs are thought to have as well
 _AS_FAST = 3e-3  # of a step: programs that differ by less
-_FEW = 2  # axes
-_ALL = 1.0  # of what may hide, exposed
 _STAGES = (0, 1, 3)  # of ZeRO
 _TOLD = ("solver", "constraints", "memory_limit_bytes")  # what it does not
 _CHOICES = ("mesh_shape", "checkpoint", "offload", "parameters", "nodes")  # what a program follows
 
 
-_Searches: TypeAlias = list[tuple[Cluster, StepSearch]]
-
-
 @dataclass(frozen=True, slots=True)
-class OnePiece:
-    """Plans a step on the whole batch, as `plan_step` has it; `kernels` as of `Plan.fusion`.
+class OnePiece(MeshSearches):
+    """Plans a step on the whole batch, as `plan_step` has it.
 
-    With `only`, on meshes of these shapes. What searches have told is kept for the next ones: the
-    least seconds without a limit (`free_s`) and t of the greatest sum (`told_t`), by mesh; and
-    searches that have `begun`, by what `plan` asks for.
+    Attributes:
+        kernels: as of `Plan.fusion`.
+        begun: searches on each mesh that have begun, by what `plan` asks for.
+        programs: plans, and what they are as their programs were simulated.
     """
 
-    traced: TracedModel
-    cluster: Cluster
-    constraints: Constraints
-    optimizer: object
-    offers: Offers
-    kernels: tuple[str, ...]
-    searches: KnownVariants | None = None
-    only: tuple[tuple[int, ...], ...] | None = None
-    free_s: dict[tuple[int, ...], float] = field(default_factory=dict)
-    told_t: dict[tuple[int, ...], float] = field(default_factory=dict)
-    begun: dict[object, _Searches] = field(default_factory=dict)
+    kernels: tuple[str, ...] = ()
+    begun: dict[object, Searches] = field(default_factory=dict)
     programs: list[tuple[Plan, Plan]] = field(default_factory=list)
+
+    def hasty(self, limit: int) -> Plan | None:
+        """A plan within a limit on the mesh of the fewest axes that has one, if it is soon seen.
+
+        Raises:
+            ConstraintError: the constraints cannot hold.
+        """
+        for cluster in sorted(self._meshes(), key=lambda c: len(c.mesh_shape)):
+            with suppress(InfeasiblePlanError):
+                found = self._search(cluster, limit, EXPOSED, UNLIMITED).hasty()
+                if found is not None:
+                    return self._program(self._finished(found))
+        return None
 
     def soon(self, limit: int) -> Plan | None:
         """A plan within a limit that is soon found, with what its program hides, if there is one.
@@ -141,7 +140,7 @@ class OnePiece:
             if limit >= UNLIMITED and exposed <= EXPOSED:
                 # less memory, more pins and more that is exposed make no step faster
                 self.free_s[cluster.mesh_shape] = known_s
-            if exposed < _ALL:
+            if exposed < ALL_EXPOSED:
                 self.told_t[cluster.mesh_shape] = t
         if best is None and math.isfinite(bound):
             raise NotBelow(bound)
@@ -173,7 +172,7 @@ class OnePiece:
         # searches that count otherwise go on with what is known, if not those of other limits
         known = self if self.searches is not None else replace(self, searches={})
         doubts = Doubts(self._hidden)
-        counted = _ALL if plan is None and self._hides_nothing() else EXPOSED
+        counted = ALL_EXPOSED if plan is None and self._hides_nothing() else EXPOSED
         first = plan or known.plan(limit, counted, doubts=doubts)
         best = known._fastest_of_others(limit, first, counted, roomy=plan is not None)
         best = replace(best, constraints=self.constraints.to_dict())
@@ -207,7 +206,7 @@ class OnePiece:
                 # soon found where no limit binds; of what is not counted they have half, or more
                 most_s = (now_s - missed_s / 2) / (1 - CLOSE)
             # no more than half of what runs on two streams is hidden
-            below_s = min(most_s, now_s if exposed < _ALL else 2 * now_s)
+            below_s = min(most_s, now_s if exposed < ALL_EXPOSED else 2 * now_s)
             proved = UNLIMITED if roomy and exposed != counted else None
             with suppress(ConstraintError, InfeasiblePlanError, NotBelow):
                 found = other.planner._within(limit, roomy, exposed, below_s, proved)
@@ -253,7 +252,7 @@ class OnePiece:
             shapes = [shape for shape in shapes if len(shape) <= len(first.mesh_shape)]
         few = replace(self, only=tuple(shapes))
         if is_doubtful:
-            yield _Other(few, _ALL)
+            yield _Other(few, ALL_EXPOSED)
         if hidden < _HIDDEN and not (is_doubtful and hidden < _NEXT_TO_NONE):
             yield _Other(few, 1 - (1 - EXPOSED) * hidden)
         near_s = (1 + _NEAR) * first.solver.objective
@@ -331,55 +330,6 @@ class OnePiece:
         """What a plan's program hides, of what the search counted on."""
         meant_s = hoped_s(plan)
         return self._program(plan).predicted.hidden_time_s / meant_s if meant_s > 0 else 1.0
-
-    def _begun(
-        self,
-        limit: int,
-        exposed: float,
-        below_s: float,
-        proved_within: int | None,
-        glance: bool = False,
-    ) -> _Searches:
-        """A search on each mesh, that first which says what others must beat.
-
-        Few axes are soon searched. Under a limit, that goes first where a plan that is soon found
-        is the fastest; with `glance`, one is looked for where there is but one mesh, too.
-        """
-        found: list[tuple[float, Cluster, StepSearch]] = []
-        given = list(reversed(meshes(self.cluster, self.constraints)))
-        given = [c for c in given if self.only is None or c.mesh_shape in self.only]
-        least_s = below_s
-        free_s = {c.mesh_shape: self.free_s.get(c.mesh_shape, 0.0) for c in given}
-        # many axes are soon done with once they must be below what few have
-        given.sort(key=lambda c: (len(c.mesh_shape) > _FEW, free_s[c.mesh_shape]))
-        for cluster in given:
-            search = StepSearch(
-                self.traced,
-                cluster,
-                constraints=replace(self.constraints, pipeline=None),
-                memory_limit=limit,
-                optimizer=self.optimizer,
-                offers=self.offers,
-                exposed=exposed,
-                known=None if limit >= UNLIMITED else self.searches,
-                proved_within=proved_within,
-                # neither a limit nor a share that is exposed moves the greatest sum far
-                first=self.told_t.get(cluster.mesh_shape, 0.0) if exposed < _ALL else 0.0,
-            )
-            seconds = free_s[cluster.mesh_shape]
-            # many axes take long: where few have a plan, that is searched first in any case
-            if len(cluster.mesh_shape) > _FEW and least_s < below_s:
-                seconds = math.inf
-            elif limit < UNLIMITED and (glance or len(given) > 1) and seconds < least_s:
-                try:
-                    seconds = search.glance(least_s)
-                except (InfeasiblePlanError, NotBelow):
-                    seconds = math.inf
-                least_s = min(least_s, seconds)
-            found.append((seconds, cluster, search))
-        if limit < UNLIMITED:
-            found.sort(key=lambda row: row[0])
-        return [(cluster, search) for _, cluster, search in found]
 
     def _solved(
         self, search: StepSearch, below_s: float, doubts: Doubts | None, enough_s: float

@@ -215,9 +215,10 @@ class _Search:
         return self.whole.best(self.limit, plan)
 
     def _hurry(self) -> None:
-        """Under a time limit, look first for a plan that the search can end with."""
+        """Under a time limit, look first for plans that the search can end with."""
         if lacks_plan():
             with suppress(ConstraintError, InfeasiblePlanError):
+                self.whole.hasty(self.limit)
                 self.whole.soon(self.limit)
 
     def _note(self, found: Plan | None) -> Plan | None:

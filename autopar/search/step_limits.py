@@ -59,7 +59,7 @@ class StepLimits:
         self._several = several
         searches: KnownVariants | None = {} if several else None
         self.whole = OnePiece(
-            traced, cluster, constraints, optimizer, self.offers, self.kernels, searches
+            traced, cluster, constraints, optimizer, self.offers, searches, kernels=self.kernels
         )
 
     def planner(self, limit: int) -> StagePlanner:

@@ -181,6 +181,15 @@ class StepSearch:
         self._has_glanced = self.counts_all
         self._slow: NotBelow | None = None  # what a glance has told
 
+    def hasty(self) -> Plan | None:
+        """The first plan that is found, without a bound, if there is one.
+
+        Raises:
+            InfeasiblePlanError: see `run`.
+        """
+        found = self.search.first(ALL if self.counts_all else weights_at(self.first, self.exposed))
+        return None if found is None else self._as_plan(found, 0.0)
+
     def glance(self, below_s: float = math.inf) -> float:
         """Seconds of a plan that is soon found (`soon`); infinite if none is.
 

@@ -61,6 +61,16 @@ class SumSearch:
     _known: dict[Weights, list[Variant]] = field(default_factory=dict, repr=False)  # begun
     _told: list[_Told] = field(default_factory=list, repr=False)
 
+    def first(self, weights: Weights) -> Variant | None:
+        """The first plan that is found, if there is one; later searches know nothing of it.
+
+        Raises:
+            ConstraintError, InfeasiblePlanError: see `__call__`.
+        """
+        tried = self._begun(weights, math.inf, math.inf)
+        found = min(tried, key=lambda f: f.seconds)
+        return None if found.search.memory.best is None else found
+
     def soon(self, weights: Weights, below_s: float = math.inf) -> Variant | None:
         """The best plan of a sum with which its search begins, if there is one.
 
