@@ -22,7 +22,8 @@ from autopar.core.plan import BucketBytes, Plan
 from autopar.search.pipelining import plan_step
 from autopar.search.scheduling import scheduled
 from autopar.tracer.trace import trace
-from benchmarks.planner import ROWS, Row, fusion_of
+from benchmarks.planner import fusion_of
+from benchmarks.planner_rows import ROWS, Row
 
 DEFAULT = [
     *("gpt2-1.5b@8", "gpt2-1.5b@32x8", "gpt2-1.5b@64x8", "gpt2-1.5b@16x8x8"),

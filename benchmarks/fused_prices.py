@@ -28,7 +28,8 @@ from autopar.solver.fit import UNLIMITED
 from autopar.solver.offers import Offers
 from autopar.solver.solve import solve
 from benchmarks.plan_quality import trace_row
-from benchmarks.planner import ROWS, fusion_of
+from benchmarks.planner import fusion_of
+from benchmarks.planner_rows import ROWS
 
 DEFAULT = ["gpt2-1.5b@8", "llama3-8b@8", "llama3-8b@32x8", "llama3-70b@32x8", "gpt3-175b@32x8"]
 PINS: dict[str, Any] = {"checkpoint": "none"}

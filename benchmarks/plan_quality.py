@@ -22,7 +22,8 @@ from autopar.core.graph import TracedModel
 from autopar.search.pipelining import plan_step
 from autopar.search.scheduling import scheduled
 from autopar.tracer.trace import trace
-from benchmarks.planner import ROWS, Row, fusion_of
+from benchmarks.planner import fusion_of
+from benchmarks.planner_rows import ROWS, Row
 from benchmarks.provenance import provenance
 
 DEFAULT = [

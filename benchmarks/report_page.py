@@ -22,7 +22,7 @@ import torch
 
 import autopar
 from autopar.report.page import render_page
-from benchmarks.planner import ROWS
+from benchmarks.planner_rows import ROWS
 from tests.browser import browser, inspect
 
 _TURNS = 5

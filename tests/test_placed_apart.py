@@ -40,7 +40,7 @@ from autopar.solver.solve import StepSearch, solve
 from autopar.solver.sums import SumSearch
 from autopar.solver.variant import Variant
 from autopar.tracer.trace import trace
-from benchmarks.planner import ROWS
+from benchmarks.planner_rows import ROWS
 from tests.dist import run_ranks
 from tests.test_folding import TEXT, cluster, gemma, gpt2, llama
 

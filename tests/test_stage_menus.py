@@ -24,7 +24,8 @@ from autopar.solver.pipelines.pipeline_shape import PipelineShape
 from autopar.solver.pipelines.stage_mixture import StageLoad, best_mixture
 from autopar.tracer.trace import trace
 from autopar.verification import verify
-from benchmarks.planner import ROWS, fusion_of
+from benchmarks.planner import fusion_of
+from benchmarks.planner_rows import ROWS
 from tests.test_critical_stages import near_ranks, planner_of, tied
 
 

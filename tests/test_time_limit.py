@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, InfeasiblePlanError
 from autopar.solver.discrete.time_limit import OutOfTime, check_time, plan_found, time_limit
+from tests.dist import run_ranks
 
 NOW = 1e-9
 FOUR = Cluster.from_profile("a100-80g", devices_per_node=4)
@@ -111,3 +113,18 @@ def test_a_cached_plan_of_a_whole_search_serves_under_a_time_limit(
 def test_a_limit_is_a_number_of_seconds(given: object) -> None:
     with pytest.raises(AutoparError, match=r"time_limit=.* must be a number of seconds"):
         planned(time_limit=given)
+
+
+def _a_step(rank: int) -> tuple[bool, float]:
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    model = autopar.parallelize(Blocks().double(), mesh, X, cache=False, time_limit=NOW)
+    return model.plan.solver.out_of_time, float(model.train_step(*X))
+
+
+def test_ranks_train_with_what_the_first_of_them_knew() -> None:
+    torch.manual_seed(0)
+    loss = float(Blocks().double()(*X))
+    for ended, found in run_ranks(_a_step, 2):
+        assert ended
+        assert found == pytest.approx(loss, rel=1e-12)

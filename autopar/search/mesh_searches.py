@@ -50,6 +50,9 @@ class MeshSearches:
     free_s: dict[tuple[int, ...], float] = field(default_factory=dict)
     told_t: dict[tuple[int, ...], float] = field(default_factory=dict)
 
+    def _glanced(self, search: StepSearch) -> None:
+        """Called with a search that has a plan, or none, that is soon found."""
+
     def _begun(
         self,
         limit: int,
@@ -80,6 +83,8 @@ class MeshSearches:
                     seconds = search.glance(least_s)
                 except (InfeasiblePlanError, NotBelow):
                     seconds = math.inf
+                else:
+                    self._glanced(search)
                 least_s = min(least_s, seconds)
             found.append((seconds, cluster, search))
         if limit < UNLIMITED:

@@ -30,7 +30,7 @@ from autopar.errors import ConstraintError, InfeasiblePlanError
 from autopar.search.doubts import DOUBTED, Doubts, hoped_s, unseen_s
 from autopar.search.mesh_searches import ALL_EXPOSED, MeshSearches, Searches
 from autopar.search.scheduling import scheduled
-from autopar.solver.discrete.time_limit import check_time, plan_found
+from autopar.solver.discrete.time_limit import check_time, is_timed, plan_found
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.meshes import meshes
 from autopar.solver.met_plans import CLOSE
@@ -330,6 +330,12 @@ class OnePiece(MeshSearches):
         """What a plan's program hides, of what the search counted on."""
         meant_s = hoped_s(plan)
         return self._program(plan).predicted.hidden_time_s / meant_s if meant_s > 0 else 1.0
+
+    def _glanced(self, search: StepSearch) -> None:
+        # what a search can end with before others have begun
+        found = search.soon() if is_timed() else None
+        if found is not None:
+            self._program(self._finished(found))
 
     def _solved(
         self, search: StepSearch, below_s: float, doubts: Doubts | None, enough_s: float

@@ -26,7 +26,7 @@ from autopar.search.one_piece import OnePiece
 from autopar.search.pipeline_shapes import Shapes
 from autopar.search.stage_planning import StagePlanner, on_the_clock
 from autopar.search.step_limits import StepLimits
-from autopar.solver.discrete.time_limit import OutOfTime, lacks_plan, plan_found, time_limit
+from autopar.solver.discrete.time_limit import OutOfTime, is_timed, plan_found, time_limit
 from autopar.solver.pipelines.pipeline_shape import PipelineShape
 from autopar.solver.solve import fits
 
@@ -216,7 +216,7 @@ class _Search:
 
     def _hurry(self) -> None:
         """Under a time limit, look first for plans that the search can end with."""
-        if lacks_plan():
+        if is_timed():
             with suppress(ConstraintError, InfeasiblePlanError):
                 self.whole.hasty(self.limit)
                 self.whole.soon(self.limit)

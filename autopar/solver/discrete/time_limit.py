@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-__all__ = ["OutOfTime", "check_time", "lacks_plan", "plan_found", "time_limit"]
+__all__ = ["OutOfTime", "check_time", "is_timed", "plan_found", "time_limit"]
 
 
 class OutOfTime(Exception):
@@ -43,10 +43,9 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         _LIMIT.reset(token)
 
 
-def lacks_plan() -> bool:
-    """True inside of a time limit while no plan is known."""
-    limit = _LIMIT.get()
-    return limit is not None and not limit.has_plan
+def is_timed() -> bool:
+    """True inside of a time limit."""
+    return _LIMIT.get() is not None
 
 
 def plan_found() -> None:
