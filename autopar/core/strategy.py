@@ -37,12 +37,14 @@ class Communication(NamedTuple):
     """A collective inside an op, over the axis of its row.
 
     `kind` as in `CollectiveKind`; the buffer has the bytes of the local part of operand `tensor`
-    (or of output `~tensor` where negative), times `times`.
+    (or of output `~tensor` where negative), times `times`. A `nested` one is made anew for each
+    rank on the axes before with a row of the same variant: rings go around inside of rings.
     """
 
     kind: str
     tensor: int
     times: float = 1.0
+    nested: bool = False
 
 
 class AxisStrategy(NamedTuple):

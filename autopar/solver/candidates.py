@@ -96,12 +96,20 @@ def expand(call: OpCall, mesh_shape: Sequence[int]) -> list[Candidate]:
         comm = tuple(
             InnerCollective(c.kind, axis, c.times * _local_bytes(call, inputs, outputs, c, mesh))
             for axis, row in enumerate(rows)
-            for c in row.comm
+            for c in row.comm * _rounds(rows, axis, mesh)
         )
         copied = max((row.copied for row in rows), key=len, default=())  # once for all axes
         each = Candidate(inputs, outputs, variants, comm, copied)
         found.setdefault((inputs, outputs, variants), each)
     return list(found.values())
+
+
+def _rounds(rows: Sequence[AxisStrategy], axis: int, mesh: tuple[int, ...]) -> int:
+    """How often the collectives of an axis are made inside of those of the axes before."""
+    if not any(c.nested for c in rows[axis].comm):
+        return 1
+    same = (row.variant == rows[axis].variant for row in rows[:axis])
+    return math.prod(size for size, nests in zip(mesh, same, strict=False) if nests)
 
 
 def _with_size(call: OpCall, size: int) -> OpCall:

@@ -73,7 +73,7 @@ def heads_nest(call: OpCall, rows: Sequence[AxisStrategy], mesh: Sequence[int]) 
 
 
 def _ring_comm(tensors: tuple[int, ...], axis_size: int) -> tuple[Communication, ...]:
-    return tuple(Communication("send_recv", t) for t in tensors) * (axis_size - 1)
+    return tuple(Communication("send_recv", t, nested=True) for t in tensors) * (axis_size - 1)
 
 
 @rule(torch.ops.autopar.attention.default)
