@@ -96,6 +96,10 @@ class Cells:
 
     def no_cut(self, name: str, names: Sequence[str]) -> ConstraintError:
         """What is wrong with a cut, of a model of which all cells are given."""
+        if not names:
+            return ConstraintError(
+                f"pipeline cut {name!r}: no parameter reaches a block of the model in a microbatch"
+            )
         known = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
         if name not in self._line.first:
             return ConstraintError(

@@ -144,7 +144,8 @@ class _Stage:
         runs: dict[str, tuple[int, int]] = {}
         inner = True
         counts: dict[tuple[str, int], int] = {}
-        begins = block_of(names[0], repeats)
+        first = names[0] if names else ""  # all blocks may run before the microbatches
+        begins = block_of(first, repeats)
         for name in names:
             block = block_of(name, repeats)
             repeat = repeats.get(block.container) if block is not None else None
@@ -164,7 +165,7 @@ class _Stage:
                     "together: a pipeline cannot be cut between them"
                 )
         number = begins.number if begins is not None else 0
-        return cls(names[0], number, runs, inner and len(runs) == 1)
+        return cls(first, number, runs, inner and len(runs) == 1)
 
     def equals(self, other: _Stage) -> bool:
         if not (self.inner and other.inner and self.runs.keys() == other.runs.keys()):

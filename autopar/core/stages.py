@@ -114,6 +114,13 @@ class _Cutter:
         self._collect()
         transfers = self._transfers()
         models = tuple(self._model(s, transfers) for s in range(self.count))
+        for number, model in enumerate(models):
+            if not op_nodes(model.graph.nodes):
+                raise ConstraintError(
+                    f"stage {number} of {self.count} of the pipeline has nothing to run: no "
+                    "parameter reaches the blocks that it consists of. Use fewer stages, or cut "
+                    "at other blocks"
+                )
         return Stages(models=models, transfers=tuple(transfers))
 
     # --- which stage runs what -----------------------------------------------------------------

@@ -245,7 +245,8 @@ class Floors:
 
     def _places(self, blocks: Sequence[str]) -> tuple[list[set[str]], dict[str, int]]:
         """Names of what is in each block, and the number of the block that an op is with."""
-        inside = [{n.name for n in self.cells.members[block]} for block in blocks]
+        # a block that no parameter reaches runs before the microbatches
+        inside = [{n.name for n in self.cells.members.get(block, ())} for block in blocks]
         place = owners_of(self.body, self.cells, blocks, self.step)
         place |= {n: i for i, names in enumerate(inside) for n in names}
         for name in self._of_several(place):

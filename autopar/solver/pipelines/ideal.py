@@ -185,6 +185,8 @@ def owners_of(traced: TracedModel, cells: Cells, held: Sequence[str], step: Step
 
     What stands around the blocks goes with the one before, a backward with its forward.
     """
+    if not held:
+        return {}
     number = {name: i for i, name in enumerate(held)}
     nodes = traced.nodes()
     owners: dict[str, int] = {}
