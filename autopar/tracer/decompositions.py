@@ -73,7 +73,7 @@ from autopar.tracer.randomness import (
 )
 from autopar.tracer.spectrograms import istft, stft
 
-__all__ = ["REPLACEMENTS", "decomposition_table", "token_loss"]
+__all__ = ["REPLACEMENTS", "as_copied", "decomposition_table", "token_loss"]
 
 aten = torch.ops.aten
 
@@ -129,9 +129,14 @@ def _rms_norm(
     return out if weight is None else out * weight
 
 
+def as_copied(x: Tensor, source: Tensor) -> Tensor:
+    """What `x` is after `x.copy_(source)`; export gives a buffer's new value as the source."""
+    return source.to(x.dtype).expand(x.shape)
+
+
 def _copy(rng: RandomContext, x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """What a functionalised `x.copy_(source)` yields; ATen has no derivative for it."""
-    return source.to(x.dtype).expand(x.shape).clone()
+    return as_copied(x, source).clone()
 
 
 def _adaptive_avg_pool(rng: RandomContext, x: Tensor, output_size: Sequence[int]) -> Tensor:

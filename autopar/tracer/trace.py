@@ -38,7 +38,7 @@ from autopar.tracer.cleanup import (
     renamed_outputs,
     tied_parameters,
 )
-from autopar.tracer.decompositions import REPLACEMENTS, decomposition_table
+from autopar.tracer.decompositions import REPLACEMENTS, as_copied, decomposition_table
 from autopar.tracer.derivatives import derived, no_silent_ends
 from autopar.tracer.diagnose import (
     explain_backward,
@@ -217,6 +217,8 @@ class _JointTrace:
         with torch.set_grad_enabled(self.with_grad or bool(replay.leaves)):
             results = replay.run(*flat)
         user_outputs, updates = self._sort_outputs(list(results))
+        buffers = {s.target: x for s, x in zip(specs, flat, strict=True) if s.kind == "buffer"}
+        updates = [(name, as_copied(buffers[name], value)) for name, value in updates]
         self.marks += replay.marks
         outputs = [r for _, r in user_outputs]
         gradients = self._gradients(replay, specs, flat, outputs) if self.with_grad else []
