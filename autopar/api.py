@@ -89,9 +89,11 @@ def plan(
         reduce_dtype: "fp32", "bf16" or "fp16", the dtype in which gradients are summed over
             devices; None lets the solver choose between compute's and the parameter's.
         fusion: which fused kernels will run, as for `parallelize`; ops are priced accordingly.
-        time_limit: seconds of searching after which the best plan that is known is taken, and what
-            is proved of it by then; not before there is one. Default: the search runs to its end,
-            which gives the same plan each time.
+        time_limit: seconds of searching after which the best plan that is known is taken, with the
+            bound that is proved by then; where none is known yet, the search goes on to the first.
+            Tracing is not counted. Default: the search runs to its end, which gives the same plan
+            each time; one that ends before a limit may give another, as it looks for plans that it
+            could end with first.
 
     Returns:
         The plan: placements of every tensor, predicted seconds and bytes, and the solver's proof.

@@ -35,10 +35,15 @@ _BASE = 16  # blocks
 def measured() -> dict[str, dict[int, dict[str, Any]]]:
     """What `planner` says of each model and number of blocks."""
     options = argparse.Namespace(unfused=False, time_limit=None, timeout=900.0)
-    return {
+    found = {
         f"{name}@{mesh}": {n: in_child(f"{name}-{n}-layers@{mesh}", options) for n in DEPTHS}
         for name, (_, mesh, _) in DEEP.items()
     }
+    for name, rows in found.items():
+        for depth, row in rows.items():
+            if row["result"] != "plan":
+                raise SystemExit(f"{depth} blocks of {name}: {row['result']}")
+    return found
 
 
 def plot(found: dict[str, dict[int, dict[str, Any]]], path: Path) -> None:
@@ -61,8 +66,9 @@ def plot(found: dict[str, dict[int, dict[str, Any]]], path: Path) -> None:
 def main() -> None:
     """Print the seconds, keep them and plot them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path, default=_RESULTS / "planner_depth.json")
-    parser.add_argument("--plot", type=Path, default=_RESULTS / "planner_depth.png")
+    add = parser.add_argument
+    add("--json", type=Path, default=_RESULTS / "planner_depth.json", help="default: %(default)s")
+    add("--plot", type=Path, default=_RESULTS / "planner_depth.png", help="default: %(default)s")
     options = parser.parse_args()
     found = measured()
     table = Table("blocks of", "blocks", *_PHASES.values(), "of 16 blocks'", "pipeline")

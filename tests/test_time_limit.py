@@ -11,10 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar.core.constraints import Constraints
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, InfeasiblePlanError
+from autopar.search.one_piece import OnePiece
+from autopar.search.step_limits import StepLimits
 from autopar.solver.discrete.time_limit import OutOfTime, check_time, plan_found, time_limit
+from autopar.tracer.trace import trace
 from tests.dist import run_ranks
 
 NOW = 1e-9
@@ -73,15 +77,42 @@ def test_the_best_plan_by_then_fits_and_computes_the_same(
     assert found.solver.bound <= best.solver.objective * (1 + 1e-9)
     assert found.solver.bound <= found.solver.objective
     assert found.solver.gap >= best.solver.gap - 1e-9
+    if constraints:  # shapes have bounds before any has a plan
+        assert found.solver.bound > 0
     assert found.constraints == best.constraints
     assert autopar.verify(found, Blocks().double(), X).worst[1] < 1e-9
 
 
-def test_a_limit_that_is_not_reached_changes_nothing() -> None:
+@pytest.mark.parametrize("share", [0.5, 0.3])
+def test_a_first_plan_is_soon_found_where_memory_is_short(share: float) -> None:
+    whole = planned(constraints={"data": 4, "zero": 0}).predicted.peak_memory_bytes
+    limit = int(share * whole)
+    traced = trace(Blocks().double(), X, fold=True)
+    known = StepLimits(traced, FOUR, Constraints())
+    found = known.whole.hasty(limit)
+    assert found is not None
+    assert found.predicted.peak_memory_bytes <= limit
+
+
+def test_what_is_proved_of_plans_in_one_piece_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    pins = {"pipeline": "none"}
+    whole = planned(constraints={"data": 4, "zero": 0}).predicted.peak_memory_bytes
+    best = planned(constraints=pins, memory_limit=whole // 2)
+
+    def ended(*_: object, **__: object) -> None:
+        raise OutOfTime
+
+    # the search has a plan and its bound, and is about to look at others
+    monkeypatch.setattr(OnePiece, "_fastest_of_others", ended)
+    found = planned(constraints=pins, memory_limit=whole // 2, time_limit=3600)
+    assert found.solver.out_of_time
+    assert 0 < found.solver.bound <= best.solver.objective * (1 + 1e-9)
+
+
+def test_a_search_that_ends_before_its_limit_says_nothing_of_it() -> None:
     found, best = planned(time_limit=3600), planned()
-    assert found.nodes == best.nodes
-    assert found.solver == best.solver or found.solver.objective == best.solver.objective
     assert not found.solver.out_of_time
+    assert found.predicted.step_time_s <= best.predicted.step_time_s * (1 + 1e-9)
 
 
 def test_what_fits_nowhere_is_refused_as_ever() -> None:
@@ -109,7 +140,7 @@ def test_a_cached_plan_of_a_whole_search_serves_under_a_time_limit(
     assert not autopar.plan(Blocks().double(), FOUR, X, time_limit=NOW).solver.out_of_time
 
 
-@pytest.mark.parametrize("given", [0, -1.0, float("nan"), float("inf"), True, "60"])
+@pytest.mark.parametrize("given", [0, -1.0, float("nan"), float("inf"), 10**400, True, "60"])
 def test_a_limit_is_a_number_of_seconds(given: object) -> None:
     with pytest.raises(AutoparError, match=r"time_limit=.* must be a number of seconds"):
         planned(time_limit=given)

@@ -108,7 +108,7 @@ class SolverReport:
         return "optimal" if self.gap <= _ROUNDING else "bounded"
 
     def proved(self, bound: float) -> SolverReport:
-        """The report with a bound of the seconds that the plan counts."""
+        """The report with another bound, which is the objective at most, and its gap."""
         bound = min(bound, self.objective)
         gap = max(0.0, 1 - bound / self.objective) if self.objective else 0.0
         return replace(self, bound=bound, gap=gap)

@@ -13,6 +13,7 @@ __all__ = ["format_bytes", "format_seconds", "parse_bytes", "parse_seconds", "wi
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
+_AGES_S = 1e12  # no search takes so long
 _ROUNDING_S = 1e-12  # less than any clock tells: what sums of seconds are off by
 _ROUNDING = 1e-8  # relative: stored seconds have nine digits
 
@@ -69,7 +70,6 @@ def parse_seconds(given: object) -> float | None:
     """
     if given is None:
         return None
-    seconds = float(given) if isinstance(given, Real) and not isinstance(given, bool) else math.nan
-    if not 0 < seconds < math.inf:
-        raise AutoparError(f"time_limit={given!r} must be a number of seconds above 0, or None")
-    return seconds
+    if isinstance(given, (int, float)) and not isinstance(given, bool) and 0 < given < _AGES_S:
+        return float(given)
+    raise AutoparError(f"time_limit={given!r} must be a number of seconds above 0, or None")

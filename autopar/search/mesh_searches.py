@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -50,9 +51,6 @@ class MeshSearches:
     free_s: dict[tuple[int, ...], float] = field(default_factory=dict)
     told_t: dict[tuple[int, ...], float] = field(default_factory=dict)
 
-    def _glanced(self, search: StepSearch) -> None:
-        """Called with a search that has a plan, or none, that is soon found."""
-
     def _begun(
         self,
         limit: int,
@@ -60,11 +58,13 @@ class MeshSearches:
         below_s: float,
         proved_within: int | None,
         glance: bool = False,
+        glanced: Callable[[StepSearch], None] | None = None,
     ) -> Searches:
         """A search on each mesh, that first which says what others must beat.
 
         Few axes are soon searched. Under a limit, that goes first where a plan that is soon found
-        is the fastest; with `glance`, one is looked for where there is but one mesh, too.
+        is the fastest; with `glance`, one is looked for where there is but one mesh, too. `glanced`
+        is called with each search that was looked at.
         """
         found: list[tuple[float, Cluster, StepSearch]] = []
         given = self._meshes()
@@ -84,7 +84,8 @@ class MeshSearches:
                 except (InfeasiblePlanError, NotBelow):
                     seconds = math.inf
                 else:
-                    self._glanced(search)
+                    if glanced is not None:
+                        glanced(search)
                 least_s = min(least_s, seconds)
             found.append((seconds, cluster, search))
         if limit < UNLIMITED:

@@ -59,11 +59,13 @@ class OnePiece(MeshSearches):
         kernels: as of `Plan.fusion`.
         begun: searches on each mesh that have begun, by what `plan` asks for.
         programs: plans, and what they are as their programs were simulated.
+        proved_s: seconds that no plan within a limit is below, by the limit.
     """
 
     kernels: tuple[str, ...] = ()
     begun: dict[object, Searches] = field(default_factory=dict)
     programs: list[tuple[Plan, Plan]] = field(default_factory=list)
+    proved_s: dict[int, float] = field(default_factory=dict)
 
     def hasty(self, limit: int) -> Plan | None:
         """A plan within a limit on the mesh of the fewest axes that has one, if it is soon seen.
@@ -71,9 +73,10 @@ class OnePiece(MeshSearches):
         Raises:
             ConstraintError: the constraints cannot hold.
         """
+        alone = replace(self, searches=None)  # other searches are to go their own way
         for cluster in sorted(self._meshes(), key=lambda c: len(c.mesh_shape)):
             with suppress(InfeasiblePlanError):
-                found = self._search(cluster, limit, EXPOSED, UNLIMITED).hasty()
+                found = alone._search(cluster, limit, EXPOSED, UNLIMITED).hasty()
                 if found is not None:
                     return self._program(self._finished(found))
         return None
@@ -89,7 +92,9 @@ class OnePiece(MeshSearches):
         given = limit, EXPOSED, math.inf, UNLIMITED
         key = (*given, self.only)
         if key not in self.begun:
-            self.begun[key] = self._begun(*given, glance=True)
+            self.begun[key] = self._begun(
+                *given, glance=True, glanced=self._simulated if is_timed() else None
+            )
         first = self.begun[key][0][1].soon()
         return None if first is None else self._program(self._finished(first))
 
@@ -142,6 +147,8 @@ class OnePiece(MeshSearches):
                 self.free_s[cluster.mesh_shape] = known_s
             if exposed < ALL_EXPOSED:
                 self.told_t[cluster.mesh_shape] = t
+        if self.only is None and exposed <= EXPOSED and math.isfinite(bound):
+            self.proved_s[limit] = max(self.proved_s.get(limit, 0.0), bound)
         if best is None and math.isfinite(bound):
             raise NotBelow(bound)
         if best is None:
@@ -280,7 +287,13 @@ class OnePiece(MeshSearches):
             # searches of other constraints are of other problems
             known_t = dict(self.told_t)
             yield replace(
-                self, constraints=pinned, searches=None, free_s={}, told_t=known_t, begun={}
+                self,
+                constraints=pinned,
+                searches=None,
+                free_s={},
+                told_t=known_t,
+                begun={},
+                proved_s={},
             )
 
     def _program(self, plan: Plan, like: Plan | None = None, below_s: float = math.inf) -> Plan:
@@ -301,6 +314,10 @@ class OnePiece(MeshSearches):
         if plan.memory_limit_bytes < UNLIMITED:
             plan_found()
         return found
+
+    def bound_s(self, limit: int) -> float:
+        """Seconds that no plan within a limit counts less than, as far as is known yet."""
+        return max((s for of, s in self.proved_s.items() if of >= limit), default=0.0)
 
     def within(self, limit: int) -> list[Plan]:
         """Plans whose programs were simulated, as plans of this search under a limit that fits."""
@@ -331,9 +348,9 @@ class OnePiece(MeshSearches):
         meant_s = hoped_s(plan)
         return self._program(plan).predicted.hidden_time_s / meant_s if meant_s > 0 else 1.0
 
-    def _glanced(self, search: StepSearch) -> None:
-        # what a search can end with before others have begun
-        found = search.soon() if is_timed() else None
+    def _simulated(self, search: StepSearch) -> None:
+        """Simulate what a glance has found: the search can end with it before others have begun."""
+        found = search.soon()
         if found is not None:
             self._program(self._finished(found))
 

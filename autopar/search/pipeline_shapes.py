@@ -280,19 +280,22 @@ class Shapes(ShapeBounds):
             if other.size == shape.size and other.microbatches < shape.microbatches:
                 self.settle(other, f"with {shape.microbatches} microbatches it {need}")
 
-    def considered(self, chosen: tuple[int, int], limit_s: float) -> tuple[Considered, ...]:
+    def considered(
+        self, chosen: tuple[int, int], limit_s: float, out_of_time: bool = False
+    ) -> tuple[Considered, ...]:
         """The most promising shapes that were not chosen, and why.
 
         Args:
             chosen: ranks and microbatches of the plan.
             limit_s: seconds that another one would have had to stay below.
+            out_of_time: the search ended before all that looked promising was planned.
         """
         rows = [
             Considered(
                 shape=str(shape),
                 bound_s=known.bound_s,
                 step_s=known.step_s,
-                why=known.why or _not_planned(known.bound_s, limit_s),
+                why=known.why or _not_planned(known.bound_s, limit_s, out_of_time),
             )
             for shape, known in self.known.items()
             if (shape.size, shape.microbatches) != chosen
@@ -307,7 +310,8 @@ def _fewest(microbatches: int, listed: Collection[int]) -> int:
     return min((n for n in listed if n > 1 and microbatches % n == 0), default=1)
 
 
-def _not_planned(bound_s: float, limit_s: float) -> str:
+def _not_planned(bound_s: float, limit_s: float, out_of_time: bool) -> str:
     if bound_s >= limit_s:
         return f"bound {format_seconds(bound_s)} ≥ {format_seconds(limit_s)}"
-    return f"not planned: others looked better, its bound is {format_seconds(bound_s)}"
+    why = "the time was up" if out_of_time else "others looked better"
+    return f"not planned: {why}, its bound is {format_seconds(bound_s)}"

@@ -27,6 +27,7 @@ from autopar.search.pipeline_shapes import Shapes
 from autopar.search.stage_planning import StagePlanner, on_the_clock
 from autopar.search.step_limits import StepLimits
 from autopar.solver.discrete.time_limit import OutOfTime, is_timed, plan_found, time_limit
+from autopar.solver.fit import UNLIMITED
 from autopar.solver.pipelines.pipeline_shape import PipelineShape
 from autopar.solver.solve import fits
 
@@ -81,7 +82,7 @@ def plan_within(known: StepLimits, limit: int, seconds: float | None = None) -> 
         limit: bytes per device.
         seconds: as of `plan_step`.
     """
-    search = _Search(known, limit)
+    search = _Search(known, min(limit, UNLIMITED - 1))  # that is no limit of a user's
     pin = known.constraints.pipeline
     try:
         with time_limit(seconds):
@@ -103,6 +104,7 @@ class _Search:
         self.noted: Plan | None = None  # the fastest in microbatches or stages that fits
         self.shapes: Shapes | None = None  # of which plans are weighed
         self.alone_s = 0.0  # that no plan in one piece is below, as far as is known
+        self.may_cut = True  # microbatches and pipelines are in question
 
     @cached_property
     def planner(self) -> StagePlanner:
@@ -121,8 +123,9 @@ class _Search:
     # --- which plan ----------------------------------------------------------------------------
     def unasked(self) -> Plan:
         """The best plan in one piece, unless microbatches or a pipeline are faster."""
+        self.may_cut = self.known.holds_parameters(self.limit) and self._may_pipeline()
         self._hurry()
-        if not self.known.holds_parameters(self.limit) or not self._may_pipeline():
+        if not self.may_cut:
             return self._plain()
         shapes = self.shapes = Shapes(self.planner, PipelinePin(), short=True)
         alone_s = self.alone_s = self._alone_s(shapes.least_s() / _FAR)
@@ -184,6 +187,7 @@ class _Search:
     def asked(self, pin: PipelinePin) -> Plan:
         """The best plan with what is pinned of a pipeline."""
         if pin == NO_PIPELINE:
+            self.may_cut = False
             self._hurry()
             return self._plain()
         shapes = self.shapes = Shapes(self.planner, pin, short=True)
@@ -195,6 +199,7 @@ class _Search:
             best = self._best_of(whole)
             shapes = whole if best is not None else shapes
         best = self._suited(_or_raise(best, self.refused or shapes.refused))
+        self._note(best)
         binds = best.pipeline is not None and not _is_free(best)
         shapes.close_least(_seconds(best) * (1 - _PROVED), short=binds)
         return self._reported(best, shapes, math.inf)
@@ -205,9 +210,11 @@ class _Search:
         while (shape := shapes.most_promising(_seconds(best))) is not None:
             found = self._planned(shape, shapes)
             if found is not None:
+                self._note(found)
                 found = self._with_schedule(shape, found, _seconds(best), shapes)
                 shapes.planned(shape, found)
-            best = _faster(best, self._note(found))
+                self._note(found)
+            best = _faster(best, found)
         return best
 
     def _plain(self, plan: Plan | None = None) -> Plan:
@@ -217,27 +224,29 @@ class _Search:
     def _hurry(self) -> None:
         """Under a time limit, look first for plans that the search can end with."""
         if is_timed():
+            # what is wrong the search itself says
             with suppress(ConstraintError, InfeasiblePlanError):
                 self.whole.hasty(self.limit)
                 self.whole.soon(self.limit)
 
-    def _note(self, found: Plan | None) -> Plan | None:
-        """The plan, which the search can end with."""
-        if found is not None and found.pipeline is not None:
+    def _note(self, found: Plan) -> None:
+        """Note a plan that the search can end with; those in one piece are noted elsewhere."""
+        if found.pipeline is not None:
             self.noted = _faster(self.noted, found)
             plan_found()
-        return found
 
     def so_far(self) -> Plan:
         """The best plan that is known when the time is up, and what is proved by then."""
         known = self.whole.within(self.limit)
         plain = min(known, key=lambda p: p.predicted.step_time_s, default=None)
-        pinned = self.constraints.pipeline is not None
-        limit_s = _seconds(plain) if pinned else _limit(plain)
+        asked = self.constraints.pipeline is not None
+        limit_s = _seconds(plain) if asked else _limit(plain)  # unasked, a pipeline must save more
         best = _or_raise(self.noted if _seconds(self.noted) < limit_s else plain, None)
-        alone_s = max(self.alone_s, self.known.free_bound_s())
+        alone_s = max(self.alone_s, self.known.free_bound_s(), self.whole.bound_s(self.limit))
+        if self.may_cut and (asked or self.shapes is None):
+            # plans in one piece are among the shapes that are asked for
+            alone_s = 0.0 if self.shapes is None else self.shapes.least_s()
         best = replace(best, solver=replace(best.solver.proved(alone_s), out_of_time=True))
-        # without shapes no pipeline was thought of
         return best if self.shapes is None else self._reported(best, self.shapes, alone_s)
 
     def _may_pipeline(self) -> bool:
@@ -262,9 +271,10 @@ class _Search:
                 self._note(found)
                 found = self._suited(self._with_schedule(shape, found, limit_s, shapes))
                 shapes.planned(shape, found)
+                self._note(found)
             # also one that is given up
             planned += shape not in self.cuts.large and not shapes.is_open(shape)
-            best = _faster(best, self._note(found))
+            best = _faster(best, found)
         if best is None and self.cuts.large:
             known_s = limit_s
             if not fits(self.known.free(self.limit), self.cluster, self.limit):
@@ -312,9 +322,10 @@ class _Search:
         fast = [shape for shape in self.cuts.large if _seconds(free[shape]) < below_s]
         for shape in sorted(fast, key=lambda s: free[s].predicted.peak_memory_bytes):
             self.cuts.large.remove(shape)
-            found = self._note(self._planned(shape, shapes))
+            found = self._planned(shape, shapes)
             if found is not None:
                 shapes.planned(shape, found)
+                self._note(found)
                 return found
         return None
 
@@ -349,7 +360,7 @@ class _Search:
         else:
             bound_s = min(shapes.least_s(), plain_bound_s)
             limit_s = _seconds(plan)
-        others = shapes.considered(chosen, limit_s)
+        others = shapes.considered(chosen, limit_s, report.out_of_time)
         proved = report.proved(bound_s)
         return replace(plan, solver=proved, considered=others, fusion=self.kernels)
 

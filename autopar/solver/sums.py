@@ -6,6 +6,7 @@ A sum counts the seconds of compute and those of what may hide (`overlap.Weights
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -62,12 +63,12 @@ class SumSearch:
     _told: list[_Told] = field(default_factory=list, repr=False)
 
     def first(self, weights: Weights) -> Variant | None:
-        """The first plan that is found, if there is one; later searches know nothing of it.
+        """The plan of the first variant that has one, if there is one.
 
         Raises:
             ConstraintError, InfeasiblePlanError: see `__call__`.
         """
-        tried = self._begun(weights, math.inf, math.inf)
+        tried = self._begun(weights, sys.float_info.max, math.inf)
         found = min(tried, key=lambda f: f.seconds)
         return None if found.search.memory.best is None else found
 
