@@ -51,7 +51,8 @@ class InfeasiblePlanError(AutoparError):
 
     Attributes:
         memory_limit_bytes: the limit that was asked for.
-        required_bytes: the smallest limit that a plan was found for, or None if none was found.
+        required_bytes: the smallest limit that a plan was found for, which planning again finds
+            again, or None if none was found.
         stage: of the pipeline, that does not fit; None without one.
     """
 

@@ -22,6 +22,7 @@ from autopar.solver.read_step import build_step
 from autopar.solver.solve import solve
 from autopar.tracer.trace import trace
 from tests import handwritten, zoo
+from tests.program_sweep import cluster_of, random_prices
 
 MODELS = {**zoo.MODELS, "mlp": lambda: (handwritten.Mlp(), handwritten.vectors())}
 CLUSTER = Cluster.from_profile("cpu-gloo", devices_per_node=4)
@@ -170,3 +171,46 @@ def test_a_model_far_cheaper_than_its_collectives_is_split_for_memory(share: flo
     whole = solve(traced, CLUSTER, constraints=Constraints(checkpoint="none"))
     limit = int(share * whole.predicted.peak_memory_bytes)
     assert solve(traced, CLUSTER, memory_limit=limit).predicted.peak_memory_bytes <= limit
+
+
+class Sum(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = (
+            torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
+            for _ in range(4)
+        )
+        self.blocks = torch.nn.ModuleList(blocks).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("limit", [300, 8000])
+def test_the_limit_that_an_error_names_does_not_depend_on_the_one_that_was_asked_for(
+    limit: int,
+) -> None:
+    traced = trace(Sum(), (torch.randn(8, 8, dtype=torch.float64),))
+    with random_prices(0):
+        with pytest.raises(InfeasiblePlanError) as caught:
+            solve(traced, cluster_of((2, 2)), memory_limit=limit)
+        least = caught.value.required_bytes
+        found = solve(traced, cluster_of((2, 2)), memory_limit=least)
+    assert least is not None
+    assert found.predicted.peak_memory_bytes <= least
+
+
+def test_the_limit_that_an_error_names_holds_where_rows_count_more_than_plans_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By their bounds, plans just within a limit may seem to be too large."""
+    monkeypatch.setattr("autopar.solver.fit._ABSURD", 0.0)
+    traced = trace(handwritten.Mlp(), handwritten.vectors())
+    with pytest.raises(InfeasiblePlanError) as caught:
+        solve(traced, CLUSTER, memory_limit=1000)
+    least = caught.value.required_bytes
+    found = solve(traced, CLUSTER, memory_limit=least)
+    assert found.predicted.peak_memory_bytes == least
+    assert found.solver.bound <= found.solver.objective

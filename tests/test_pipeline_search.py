@@ -483,3 +483,31 @@ def test_a_pinned_pipeline_of_what_needs_the_whole_batch_runs_in_one_turn() -> N
 class Mean(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.square().mean()
+
+
+class Headed(nn.Module):
+    """A stack whose head takes most of the memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = Stack(4, 16)
+        self.head = nn.Linear(16, 4096)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.stack.layers:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_all_stages_fit_the_limit_that_an_error_names(chunks: int) -> None:
+    traced = trace(Headed().double(), (torch.randn(8, 16, dtype=torch.float64),))
+    two = Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    pin: dict[str, Any] = {"size": 2, "microbatches": 2, "chunks": chunks}
+    if chunks > 1:
+        pin["schedule"] = "interleaved"
+    with pytest.raises(InfeasiblePlanError, match=r"stage 0 of.* of all stages was found") as told:
+        planned(traced, two, 1, pipeline=pin)
+    least = told.value.required_bytes
+    assert least is not None and f"{least} bytes" in str(told.value)
+    assert planned(traced, two, least, pipeline=pin).predicted.peak_memory_bytes <= least

@@ -26,6 +26,7 @@ from autopar.search.one_piece import OnePiece
 from autopar.search.pipeline_shapes import Shapes
 from autopar.search.stage_planning import StagePlanner, on_the_clock
 from autopar.search.step_limits import StepLimits
+from autopar.search.verified_limits import with_verified_limit
 from autopar.solver.discrete.time_limit import OutOfTime, is_timed, plan_found, time_limit
 from autopar.solver.fit import UNLIMITED
 from autopar.solver.pipelines.pipeline_shape import PipelineShape
@@ -82,6 +83,15 @@ def plan_within(known: StepLimits, limit: int, seconds: float | None = None) -> 
         limit: bytes per device.
         seconds: as of `plan_step`.
     """
+    try:
+        return _searched(known, limit, seconds)
+    except InfeasiblePlanError as error:
+        if error.stage is None:
+            raise
+        raise with_verified_limit(error, lambda more: _searched(known, more, seconds)) from error
+
+
+def _searched(known: StepLimits, limit: int, seconds: float | None) -> Plan:
     search = _Search(known, min(limit, UNLIMITED - 1))  # that is no limit of a user's
     pin = known.constraints.pipeline
     try:

@@ -73,16 +73,14 @@ class MemorySearch(MetPlans):
                 return
 
     # --- least memory --------------------------------------------------------------------------
-    def least(self, told: bool = False) -> Fit:
+    def least(self) -> Fit:
         """The plan of least peak found, or the first whose peak is at most the limit.
 
-        Weights on the rows follow the plans met: those under which the lightest is heaviest.
-
-        Args:
-            told: look on where nothing fits: the least memory is what the user is told.
+        Weights on the rows follow the plans met: those under which the lightest is heaviest. With
+        a limit of 0 it is looked for to the end.
         """
         free = self.rough()
-        if self._least is not None and not (told and self._is_hopeless()):
+        if self._least is not None:
             return self._least
         self.relaxed.column(free.solution.chosen)
         weights: dict[int, float] = {}
@@ -90,7 +88,7 @@ class MemorySearch(MetPlans):
         for turn in range(0 if self._is_spent else _LEAST_ROUNDS):
             if lightest.peak <= self.limit or self.bound >= self.target:
                 break
-            if not told and self._is_hopeless():
+            if self.limit and self._is_hopeless():
                 break
             wanted = heaviest_weights(self.relaxed.columns, list(self.relaxed.rows))
             weights = {p: 0.5 * (w + weights.get(p, w)) for p, w in wanted.items()}

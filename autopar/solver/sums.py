@@ -114,7 +114,7 @@ class SumSearch:
         alike = min(tried, key=lambda f: f.seconds)
         price = max(found.search.memory.price for found in tried)
         self._told.append(_Told(weights.t, tried[0].search.memory.approximate().bound, price))
-        limited = self.variants.limit < UNLIMITED
+        uniform_kinds, limited = tuple(tried), self.variants.limit < UNLIMITED
         # stages of pipelines are solved many times, and each mixture takes a search
         apart = limited and self.variants.ports is None
         if self._may_mix and (apart or len(tried) > 1) and _fastest(tried) > enough_s:
@@ -124,7 +124,9 @@ class SumSearch:
             tried += mixtures(tried, uniform, free, make, below_s, apart)
         best = min(tried, key=lambda f: f.seconds)
         if best.search.memory.best is None:
-            raise _nothing(tried, below_s, weights.t)
+            if math.isfinite(below_s):
+                raise NotBelow(min(found.search.memory.bound for found in tried), weights.t)
+            alike = best = self._lightest(uniform_kinds)
         bound = min(found.search.memory.bound for found in tried)
         return Found(best, bound, None if alike.search.memory.best is None else alike)
 
@@ -213,6 +215,26 @@ class SumSearch:
             raise ConstraintError(f"the step has no {self.without.name}")
         return tried
 
+    def _lightest(self, tried: Sequence[Variant]) -> Variant:
+        """The variant with the plan of the least memory, where searches under the limit find none.
+
+        Raises:
+            InfeasiblePlanError: it does not fit.
+        """
+        cluster, limit = self.variants.offers.cluster, self.variants.limit
+        host = cluster.host_memory_bytes
+        found = [(variant, variant.search.lightest(self.without)) for variant in tried]
+        held = [row for row in found if host is None or row[1].price.host_bytes <= host]
+        if not held:
+            raise min(tried, key=lambda f: f.search.memory.least().peak).search.does_not_fit()
+        best, fit = min(held, key=lambda row: row[1].peak)
+        if fit.peak > limit:
+            raise best.search.does_not_fit(fit)
+        memory = best.search.memory
+        seconds = memory.seed(fit.solution.chosen).solution.objective
+        memory.bound = min(memory.bound, seconds)  # rows count a little more than plans take
+        return best
+
     def _finish(
         self, tried: Sequence[Variant], enough_s: float, below_s: float, least_s: float
     ) -> None:
@@ -225,13 +247,6 @@ class SumSearch:
             memory = found.search.memory
             memory.finish(min(below_s, _fastest(tried)), least_s)
             least_s = min(least_s, memory.bound)
-
-
-def _nothing(tried: list[Variant], below_s: float, t: float) -> Exception:
-    """What is said where no variant has a plan of use."""
-    if math.isfinite(below_s):
-        return NotBelow(min(found.search.memory.bound for found in tried), t)
-    return min(tried, key=lambda f: f.search.memory.least(told=True).peak).search.does_not_fit()
 
 
 def _fastest(tried: Sequence[Variant]) -> float:

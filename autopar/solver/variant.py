@@ -20,6 +20,7 @@ from autopar.solver.build import StepProblem, build_problem
 from autopar.solver.clash import unconnected_op
 from autopar.solver.discrete.ilp import Infeasible, Solution
 from autopar.solver.discrete.problem import Assignment, evaluate
+from autopar.solver.exclude import Excluded, exclude
 from autopar.solver.fit import UNLIMITED, Fit, MemorySearch
 from autopar.solver.liveness import HOST_ROW, Liveness
 from autopar.solver.offers import Offers
@@ -150,9 +151,24 @@ class Search:
             ) from error
         return self.memory.start(beat, price, proved_within or 0)
 
-    def does_not_fit(self) -> InfeasiblePlanError:
-        """The error, with the least memory that some plan was found to need."""
-        smallest = self.memory.least(told=True)
+    def lightest(self, without: Excluded | None = None) -> Fit:
+        """The plan of the least memory found, whatever the limit is and what seconds count.
+
+        So one that is found under a limit is found again under the limit that it needs.
+
+        Args:
+            without: a choice that it must not make.
+        """
+        step, built = replace(self.step, weights=ALL), self.built.weighted(ALL)
+        if without is not None:
+            exclude(without, step, built)
+        decide = partial(_fitted, step, self.offers, built, self.optimizer)
+        # with rows and plans of its own: those that are known depend on the limit
+        return MemorySearch(built.problem, self.memory.relaxed.liveness, decide, 0).least()
+
+    def does_not_fit(self, smallest: Fit | None = None) -> InfeasiblePlanError:
+        """The error, with the memory of the smallest plan, or that of the smallest one met."""
+        smallest = smallest or self.memory.least()
         if smallest.row == HOST_ROW:
             return host_is_short(
                 self.cluster, self.memory.limit, smallest.price.host_bytes,
