@@ -511,3 +511,37 @@ def test_all_stages_fit_the_limit_that_an_error_names(chunks: int) -> None:
     least = told.value.required_bytes
     assert least is not None and f"{least} bytes" in str(told.value)
     assert planned(traced, two, least, pipeline=pin).predicted.peak_memory_bytes <= least
+
+
+class Aside(nn.Module):
+    """Equal blocks that the loss needs, if any, and others that it does not."""
+
+    def __init__(self, live: int) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.live = nn.ModuleList(Block(8) for _ in range(live))
+        self.aside = nn.ModuleList(Block(8) for _ in range(8))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.stem(x)
+        for block in self.live:
+            x = block(x)
+        loss = x.square().mean()
+        for block in self.aside:
+            x = block(x)
+        return {"loss": loss, "hidden": x}
+
+
+@pytest.mark.parametrize(("live", "size"), [(0, 1), (8, 1), (8, 2)])
+def test_folded_blocks_that_the_loss_does_not_need_keep_their_parameters(
+    live: int, size: int
+) -> None:
+    model = Aside(live).double().train()
+    inputs = {"x": torch.randn(8, 8, dtype=torch.float64)}
+    traced = trace(model, inputs, fold=True)
+    assert {r.container for r in traced.repeats} >= {"aside"}
+    two = Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    plan = planned(traced, two, pipeline={"size": size, "microbatches": 2})
+    assert set(plan.parameters) == {name for name, _ in model.named_parameters()}
+    name, error = verify(plan, model, inputs, traced=trace(model, inputs)).worst
+    assert error <= 1e-12, name

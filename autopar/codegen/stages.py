@@ -20,7 +20,7 @@ from autopar.core.block_kinds import (
 from autopar.core.blocks import Block, Blocks, block_of, renumbered
 from autopar.core.extended_fold import extended
 from autopar.core.flights import Flight, flights, most
-from autopar.core.graph import TracedModel
+from autopar.core.graph import Repeat, TracedModel
 from autopar.core.plan import NodePlan, PipelinePlan, Plan
 from autopar.core.schedule import Orders
 from autopar.core.stage_folding import outline
@@ -168,7 +168,7 @@ def cut_body(micro: Microbatch, cuts: Sequence[str]) -> Staged:
     plan = outline(micro.body, cuts)
     stages = cut(extended(micro.body, plan.periods), plan.starts)
     models = tuple(
-        replace(model, repeats=repeats)
+        replace(model, repeats=(*repeats, *_held(model, plan.idle)))
         for model, repeats in zip(stages.models, plan.repeats, strict=True)
     )
     return Staged(
@@ -177,6 +177,12 @@ def cut_body(micro: Microbatch, cuts: Sequence[str]) -> Staged:
         kinds=plan.kinds,
         shifts=plan.shifts,
     )
+
+
+def _held(model: TracedModel, repeats: Sequence[Repeat]) -> list[Repeat]:
+    """Those whose parameters a stage holds."""
+    names = [spec.target for spec in model.parameters()]
+    return [r for r in repeats if any(name.startswith(f"{r.container}.") for name in names)]
 
 
 def flying(parts: Staged, held: Sequence[Flight], batch: int) -> Staged:

@@ -31,6 +31,7 @@ class Outline:
         starts: FQN of the block that each made stage but the first begins with.
         repeats: of each made stage.
         periods: by container, the periods that are kept.
+        idle: of blocks that no stage runs, as the loss does not need them.
     """
 
     kinds: tuple[int, ...]
@@ -38,6 +39,7 @@ class Outline:
     starts: tuple[str, ...]
     repeats: tuple[tuple[Repeat, ...], ...]
     periods: Mapping[str, tuple[int, ...]]
+    idle: tuple[Repeat, ...]
 
 
 def block_names(traced: TracedModel, cells: Cells) -> list[tuple[str, str]]:
@@ -109,6 +111,7 @@ def outline(traced: TracedModel, cuts: Sequence[str]) -> Outline:
         starts=tuple(s.first for s in made[1:]),
         repeats=tuple(s.repeats(repeats) for s in made),
         periods={name: tuple(sorted(kept)) for name, kept in periods.items()},
+        idle=tuple(r for r in traced.repeats if not any(r.container in s.runs for s in made)),
     )
 
 
