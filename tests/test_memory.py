@@ -214,3 +214,21 @@ def test_the_limit_that_an_error_names_holds_where_rows_count_more_than_plans_ta
     found = solve(traced, CLUSTER, memory_limit=least)
     assert found.predicted.peak_memory_bytes == least
     assert found.solver.bound <= found.solver.objective
+
+
+def test_the_least_limit_is_that_of_the_best_way_to_recompute() -> None:
+    """Others are not looked at to the end where their rows say that they take more."""
+    model, inputs = zoo.gpt2(layers=2)
+    traced = trace(model, inputs)
+    cluster = Cluster.from_profile("h100-sxm", devices_per_node=2)
+
+    def least(**pins: str) -> int:
+        wanted = Constraints(**pins)
+        with pytest.raises(InfeasiblePlanError) as caught:
+            solve(traced, cluster, memory_limit=1000, constraints=wanted)
+        assert caught.value.required_bytes is not None
+        return caught.value.required_bytes
+
+    each = [least(checkpoint=c, offload=o) for c in ("none", "full") for o in ("none", "optimizer")]
+    assert len(set(each)) == len(each)
+    assert least() <= min(each)

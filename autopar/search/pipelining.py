@@ -83,15 +83,6 @@ def plan_within(known: StepLimits, limit: int, seconds: float | None = None) -> 
         limit: bytes per device.
         seconds: as of `plan_step`.
     """
-    try:
-        return _searched(known, limit, seconds)
-    except InfeasiblePlanError as error:
-        if error.stage is None:
-            raise
-        raise with_verified_limit(error, lambda more: _searched(known, more, seconds)) from error
-
-
-def _searched(known: StepLimits, limit: int, seconds: float | None) -> Plan:
     search = _Search(known, min(limit, UNLIMITED - 1))  # that is no limit of a user's
     pin = known.constraints.pipeline
     try:
@@ -109,7 +100,7 @@ class _Search:
         self.constraints = known.constraints
         self.kernels = known.kernels
         self.limit = limit
-        self.refused: AutoparError | None = None
+        self.refused: tuple[PipelineShape, AutoparError] | None = None  # the first
         self.pipeline: Plan | None = None  # the fastest that was climbed to
         self.noted: Plan | None = None  # the fastest in microbatches or stages that fits
         self.shapes: Shapes | None = None  # of which plans are weighed
@@ -208,11 +199,23 @@ class _Search:
             self.shapes = whole
             best = self._best_of(whole)
             shapes = whole if best is not None else shapes
-        best = self._suited(_or_raise(best, self.refused or shapes.refused))
+        if best is None:
+            raise self._refusal(shapes)
+        best = self._suited(best)
         self._note(best)
         binds = best.pipeline is not None and not _is_free(best)
         shapes.close_least(_seconds(best) * (1 - _PROVED), short=binds)
         return self._reported(best, shapes, math.inf)
+
+    def _refusal(self, shapes: Shapes) -> AutoparError:
+        """Why no shape that was asked for has a plan."""
+        if self.refused is None:
+            assert shapes.refused is not None
+            return shapes.refused
+        shape, error = self.refused
+        if isinstance(error, InfeasiblePlanError) and error.stage is not None:
+            return with_verified_limit(error, lambda more: self.planner.under(more).plan(shape))
+        return error
 
     def _best_of(self, shapes: Shapes) -> Plan | None:
         """The fastest plan of any shape, if one has a plan."""
@@ -348,13 +351,13 @@ class _Search:
             return found if _is_free(found) else self.cuts.evened(shape, found, None)
         except ConstraintError as error:
             shapes.impossible(shape, error)
-            self.refused = self.refused or error
+            self.refused = self.refused or (shape, error)
         except InfeasiblePlanError as error:
             evened = self.cuts.evened(shape, None, error)
             if evened is not None:
                 return evened
             shapes.settle(shape, f"needs {format_bytes(error.required_bytes or 0)}")
-            self.refused = self.refused or error
+            self.refused = self.refused or (shape, error)
         return None
 
     def _reported(self, plan: Plan, shapes: Shapes, plain_bound_s: float) -> Plan:

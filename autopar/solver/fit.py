@@ -18,19 +18,27 @@ gap is left is closed by branching on the states of the nodes that weigh most (`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from autopar.solver.branch import Part, Split, branch, split_states
 from autopar.solver.discrete.ilp import Infeasible, Solution
 from autopar.solver.found import Fit
+from autopar.solver.liveness import HOST_ROW
 from autopar.solver.met_plans import CLOSE, UNLIMITED, MetPlans
 from autopar.solver.multipliers import Proposal, best_prices, heaviest_weights
 from autopar.solver.relaxed import Allowed, Column
 
-__all__ = ["UNLIMITED", "Fit", "MemorySearch"]
+__all__ = ["HEAVIER", "UNLIMITED", "Fit", "MemorySearch"]
+
+HEAVIER = 1.25
+"""Times what plans take, that rows may count: all that a stage ever holds beside one microbatch."""
+
 
 _LEAST_ROUNDS = 16
+_TIES = 1e-8  # of the peak, what the seconds of the free plan count at least
+_LIGHTER = 1e-3  # of the least peak: what it may be from the bound of all
+_SLOW = 1e3  # times as long as the unlimited plan: lighter plans are of no use
 _FIRST_ROUNDS = 4
 _ROUNDS = 20
 _PATIENCE = 3  # rounds that close the gap by less than _PROGRESS
@@ -73,11 +81,14 @@ class MemorySearch(MetPlans):
                 return
 
     # --- least memory --------------------------------------------------------------------------
-    def least(self) -> Fit:
+    def least(self, rival: float = math.inf) -> Fit:
         """The plan of least peak found, or the first whose peak is at most the limit.
 
         Weights on the rows follow the plans met: those under which the lightest is heaviest. With
         a limit of 0 it is looked for to the end.
+
+        Args:
+            rival: bytes that it must stay below to be of use.
         """
         free = self.rough()
         if self._least is not None:
@@ -85,24 +96,40 @@ class MemorySearch(MetPlans):
         self.relaxed.column(free.solution.chosen)
         weights: dict[int, float] = {}
         lightest = min(filter(None, (free, self._lightest, self.best)), key=lambda f: f.peak)
+        doubted = False  # lighter than the limit, or than a rival, there may be none
         for turn in range(0 if self._is_spent else _LEAST_ROUNDS):
             if lightest.peak <= self.limit or self.bound >= self.target:
                 break
             if self.limit and self._is_hopeless():
                 break
-            wanted = heaviest_weights(self.relaxed.columns, list(self.relaxed.rows))
-            weights = {p: 0.5 * (w + weights.get(p, w)) for p, w in wanted.items()}
+            met = min(c.peak for c in self.relaxed.columns)
+            if self.least_bytes >= min(rival * HEAVIER, met * (1 - _LIGHTER)):
+                break
+            weights = self._weights(weights)
             # a little of the seconds, so that ties in memory go to the faster plan; less each turn,
             # as what sharding costs may be any multiple of what the free plan does
-            scale = 0.1 ** min(turn + 2, 8) * lightest.peak / max(free.solution.objective, 1e-12)
+            part = _TIES if doubted else 0.1 ** (turn + 2)
+            scale = max(part, _TIES) * lightest.peak / max(free.solution.objective, 1e-12)
             column, value = self.relaxed.solve(weights, scale)
-            self.bound = max(self.bound, (value - sum(weights.values()) * self.limit) / scale)
+            self.bound = max(self.bound, (value - self.limit) / scale)
+            if not weights.get(HOST_ROW):  # its bytes are no device's
+                slow_s = _SLOW * free.solution.objective
+                self.least_bytes = max(self.least_bytes, value - scale * slow_s)
+            wanted = HEAVIER * (self.limit or rival)
+            doubted = not turn and value - scale * column.seconds > wanted
             fit = self._keep(self._plan(column.chosen))
             lightest = min(lightest, fit, key=lambda f: f.peak)
         else:
             self._is_spent = True  # no limit has been looked at
         self._least = self._lightest = lightest
         return lightest
+
+    def _weights(self, before: Mapping[int, float]) -> dict[int, float]:
+        """Weights of the rows for the lightest plan, of sum 1, smoothed towards those before."""
+        wanted = heaviest_weights(self.relaxed.columns, list(self.relaxed.rows))
+        mixed = {p: w + before.get(p, w) for p, w in wanted.items()}
+        whole = sum(mixed.values())
+        return {p: w / whole for p, w in mixed.items()}
 
     def _is_hopeless(self) -> bool:
         """True where every plan within the limit is slower than the best known, or absurdly so."""

@@ -39,6 +39,7 @@ class MetPlans:
         bound: no plan within the limit costs less seconds.
         best: the fastest plan found within the limit.
         free: the plan without any limit, if it was asked for.
+        least_bytes: no plan peaks lower by its rows, but such as take absurdly long.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class MetPlans:
         self.decide = decide
         self.limit = limit
         self.bound = 0.0
+        self.least_bytes = 0.0
         self.best: Fit | None = None
         self.free: Fit | None = None
         self.beat = math.inf

@@ -17,7 +17,7 @@ from autopar.cost_model import Offloaded, offload_seconds
 from autopar.errors import ConstraintError
 from autopar.solver.discrete.time_limit import check_time
 from autopar.solver.exclude import Excluded, exclude
-from autopar.solver.fit import UNLIMITED
+from autopar.solver.fit import UNLIMITED, Fit
 from autopar.solver.hiding_mixture import between
 from autopar.solver.known import Variants, may_leave, variants_of
 from autopar.solver.mixed_bound import least_mixed
@@ -223,8 +223,12 @@ class SumSearch:
         """
         cluster, limit = self.variants.offers.cluster, self.variants.limit
         host = cluster.host_memory_bytes
-        found = [(variant, variant.search.lightest(self.without)) for variant in tried]
-        held = [row for row in found if host is None or row[1].price.host_bytes <= host]
+        held: list[tuple[Variant, Fit]] = []
+        for variant in reversed(tried):  # the last take the least memory, mostly
+            rival = min((fit.peak for _, fit in held), default=math.inf)
+            fit = variant.search.lightest(self.without, rival)
+            if fit is not None and (host is None or fit.price.host_bytes <= host):
+                held.insert(0, (variant, fit))
         if not held:
             raise min(tried, key=lambda f: f.search.memory.least().peak).search.does_not_fit()
         best, fit = min(held, key=lambda row: row[1].peak)

@@ -21,7 +21,7 @@ from autopar.solver.clash import unconnected_op
 from autopar.solver.discrete.ilp import Infeasible, Solution
 from autopar.solver.discrete.problem import Assignment, evaluate
 from autopar.solver.exclude import Excluded, exclude
-from autopar.solver.fit import UNLIMITED, Fit, MemorySearch
+from autopar.solver.fit import HEAVIER, UNLIMITED, Fit, MemorySearch
 from autopar.solver.liveness import HOST_ROW, Liveness
 from autopar.solver.offers import Offers
 from autopar.solver.overlap import ALL, Weights
@@ -151,20 +151,26 @@ class Search:
             ) from error
         return self.memory.start(beat, price, proved_within or 0)
 
-    def lightest(self, without: Excluded | None = None) -> Fit:
+    def lightest(self, without: Excluded | None = None, rival: float = math.inf) -> Fit | None:
         """The plan of the least memory found, whatever the limit is and what seconds count.
 
         So one that is found under a limit is found again under the limit that it needs.
 
         Args:
             without: a choice that it must not make.
+            rival: bytes that it must stay below to be of use.
+
+        Returns:
+            None where none stays below.
         """
+        if self.memory.least_bytes >= rival * HEAVIER:
+            return None
         step, built = replace(self.step, weights=ALL), self.built.weighted(ALL)
         if without is not None:
             exclude(without, step, built)
         decide = partial(_fitted, step, self.offers, built, self.optimizer)
         # with rows and plans of its own: those that are known depend on the limit
-        return MemorySearch(built.problem, self.memory.relaxed.liveness, decide, 0).least()
+        return MemorySearch(built.problem, self.memory.relaxed.liveness, decide, 0).least(rival)
 
     def does_not_fit(self, smallest: Fit | None = None) -> InfeasiblePlanError:
         """The error, with the memory of the smallest plan, or that of the smallest one met."""
