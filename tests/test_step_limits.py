@@ -75,9 +75,9 @@ def test_plans_of_several_limits_keep_to_each(
             assert here.solver.objective >= apart.solver.bound * ROUNDING
 
 
-def test_a_limit_below_the_parameters_is_refused_without_a_look_at_pipelines() -> None:
+def test_a_limit_below_parameters_and_gradients_is_refused_without_a_look_at_pipelines() -> None:
     known = StepLimits(deep(), on_host(2, None), Constraints())
-    whole = sum(s.dtype.itemsize * _count(s.shape) for s in deep(False).parameters())
+    whole = 2 * sum(s.dtype.itemsize * _count(s.shape) for s in deep(False).parameters())
     assert known.holds_parameters(-(-whole // 2)) and not known.holds_parameters(whole // 2 - 1)
     with pytest.raises(InfeasiblePlanError, match="The smallest limit that a plan was found for"):
         plan_within(known, whole // 2 - 1)

@@ -92,7 +92,10 @@ class StepLimits:
         return self._program
 
     def holds_parameters(self, limit: int) -> bool:
-        """False where all devices together cannot hold the parameters, however they are split."""
+        """False where all devices cannot hold parameters and gradients, however they are split."""
         sizes = {s.target: math.prod(s.shape) * s.dtype.itemsize for s in self.traced.parameters()}
-        whole = sum(every_instance(sizes, self.traced.repeats).values())
-        return limit * self.cluster.num_devices >= whole
+        # parameters may share a gradient, which is held once
+        made = {s.node: s.target for s in self.traced.outputs if s.kind == "gradient" and s.node}
+        every = every_instance(sizes, self.traced.repeats).values()
+        gradients = every_instance({t: sizes[t] for t in made.values()}, self.traced.repeats)
+        return limit * self.cluster.num_devices >= sum(every) + sum(gradients.values())
