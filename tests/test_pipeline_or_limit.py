@@ -11,7 +11,8 @@ from autopar.core.constraints import Constraints, PipelinePin
 from autopar.core.plan import Plan
 from autopar.search.one_piece import OnePiece
 from autopar.search.pipeline_shapes import Shapes
-from autopar.search.pipelining import _Search, _seconds
+from autopar.search.pipelining import _Search
+from autopar.search.plan_seconds import counted_s
 from autopar.search.step_limits import StepLimits
 from autopar.solver.fit import UNLIMITED
 from tests.test_limited_stages import cluster, traced
@@ -25,8 +26,8 @@ def test_of_what_no_search_counts_a_pipeline_is_thought_to_have_a_little(
     """A plan in one piece that copies for a tenth of its step is no faster for that."""
     plan = free_pipeline()
     predicted = replace(plan.predicted, step_time_s=1.0, unseen_compute_s=unseen_s)
-    assert _seconds(replace(plan, predicted=predicted)) == pytest.approx(left_s)
-    assert _seconds(None) == math.inf
+    assert counted_s(replace(plan, predicted=predicted)) == pytest.approx(left_s)
+    assert counted_s(None) == math.inf
 
 
 @pytest.mark.parametrize(("share", "soon"), [(0.9, False), (0.97, True), (1.2, True)])
@@ -67,6 +68,6 @@ def test_a_pipeline_that_was_too_slow_for_one_look_counts_in_the_next() -> None:
     for shape in list(shapes.known):
         shapes.settle(shape, "planned")
     search.pipeline = free_pipeline()
-    took_s = _seconds(search.pipeline)
+    took_s = counted_s(search.pipeline)
     assert search._climb(shapes, 0.9 * took_s) is None
     assert search._climb(shapes, 1.1 * took_s) is free_pipeline()

@@ -24,6 +24,7 @@ from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError
 from autopar.search.fitting_cuts import FittingCuts
 from autopar.search.one_piece import OnePiece
 from autopar.search.pipeline_shapes import Shapes
+from autopar.search.plan_seconds import GAIN, counted_s, faster, to_beat_s
 from autopar.search.stage_planning import StagePlanner, on_the_clock
 from autopar.search.step_limits import StepLimits
 from autopar.search.verified_limits import with_verified_limit
@@ -34,13 +35,11 @@ from autopar.solver.solve import fits
 
 __all__ = ["plan_step", "plan_within"]
 
-_GAIN = 0.05  # what a pipeline must save unasked: stage programs overlap less than others
 _SCHEDULE_GAIN = 0.01  # what a schedule other than 1F1B must promise to be planned
 _MOST = 4  # shapes that are planned unasked
 _UNSUITED = 1.1  # times what a pipeline may take before its stages are suited to its schedule
 _LARGE = 4  # shapes that turn out not to fit, before no more are tried
 _FAR = 0.75  # of what a plan in one piece takes at least: faster pipelines are planned without it
-_UNSEEN = 0.03  # of the step: what is not counted, that a pipeline is thought to have as well
 _PROVED = 0.01  # shapes whose bounds are nearer to the best plan are not planned
 
 
@@ -134,7 +133,7 @@ class _Search:
         first = shapes.most_promising(_FAR * alone_s, planned=False) is not None
         if first:
             found = self._climb(shapes, math.inf)
-            if found is not None and _seconds(found) < _FAR * alone_s:
+            if found is not None and counted_s(found) < _FAR * alone_s:
                 return self._reported(found, shapes, alone_s)
         free = self.known.free(self.limit)
         small = fits(free, self.cluster, self.limit)
@@ -144,7 +143,7 @@ class _Search:
         for shape in shapes.known:
             if shape.size == 1:  # more turns, and else the same
                 shapes.raised(shape, free.solver.bound)
-        if found is not None and _seconds(found) < _FAR * free.solver.bound:
+        if found is not None and counted_s(found) < _FAR * free.solver.bound:
             return self._reported(found, shapes, free.solver.bound)
         if plain is not None:
             plain = self._plain(plain)
@@ -152,11 +151,11 @@ class _Search:
             free_s = free.solver.objective  # a limit makes no step faster
             if plain is None:
                 found = self._climb(shapes, free_s)
-            if _seconds(found) >= free_s * (1 - _GAIN):
-                found = self._climb(shapes, _limit(plain or self.whole.soon(self.limit)))
-        elif _seconds(found) >= _limit(plain):
+            if counted_s(found) >= free_s * (1 - GAIN):
+                found = self._climb(shapes, to_beat_s(plain or self.whole.soon(self.limit)))
+        elif counted_s(found) >= to_beat_s(plain):
             found = None
-        if not small and (found is None or _seconds(found) >= free.solver.bound * (1 - _GAIN)):
+        if not small and (found is None or counted_s(found) >= free.solver.bound * (1 - GAIN)):
             return self._against_limited(found, shapes)
         return self._reported(_or_raise(found or plain, None), shapes, free.solver.bound)
 
@@ -172,17 +171,18 @@ class _Search:
     def _against_limited(self, found: Plan | None, shapes: Shapes) -> Plan:
         """A pipeline, or the plan in one piece that fits the limit."""
         # a limit makes no step faster: what is slower without one is not searched with it
-        if found is not None and _seconds(found) < _limit(self.known.free_program(self.limit)):
+        if found is not None and counted_s(found) < to_beat_s(self.known.free_program(self.limit)):
             return self._reported(found, shapes, self.known.free(self.limit).solver.bound)
         try:
             plain = self._plain()
         except InfeasiblePlanError as error:
             found = found or self._limited(shapes, math.inf)
             return self._reported(_or_raise(found, error), shapes, math.inf)
-        found = found or self._limited(shapes, _limit(plain))
-        best = found if found is not None and _seconds(found) < _limit(plain) else plain
+        found = found or self._limited(shapes, to_beat_s(plain))
+        best = found if found is not None and counted_s(found) < to_beat_s(plain) else plain
         share = min(1 - _PROVED, 1 - plain.solver.gap)  # beyond which the other bound is the lower
-        shapes.close_least(share * (_limit(best) if best is plain else _seconds(best)), short=True)
+        best_s = to_beat_s(best) if best is plain else counted_s(best)
+        shapes.close_least(share * best_s, short=True)
         return self._reported(best, shapes, plain.solver.bound)
 
     def asked(self, pin: PipelinePin) -> Plan:
@@ -204,7 +204,7 @@ class _Search:
         best = self._suited(best)
         self._note(best)
         binds = best.pipeline is not None and not _is_free(best)
-        shapes.close_least(_seconds(best) * (1 - _PROVED), short=binds)
+        shapes.close_least(counted_s(best) * (1 - _PROVED), short=binds)
         return self._reported(best, shapes, math.inf)
 
     def _refusal(self, shapes: Shapes) -> AutoparError:
@@ -220,14 +220,14 @@ class _Search:
     def _best_of(self, shapes: Shapes) -> Plan | None:
         """The fastest plan of any shape, if one has a plan."""
         best: Plan | None = None
-        while (shape := shapes.most_promising(_seconds(best))) is not None:
+        while (shape := shapes.most_promising(counted_s(best))) is not None:
             found = self._planned(shape, shapes)
             if found is not None:
                 self._note(found)
-                found = self._with_schedule(shape, found, _seconds(best), shapes)
+                found = self._with_schedule(shape, found, counted_s(best), shapes)
                 shapes.planned(shape, found)
                 self._note(found)
-            best = _faster(best, found)
+            best = faster(best, found)
         return best
 
     def _plain(self, plan: Plan | None = None) -> Plan:
@@ -245,7 +245,7 @@ class _Search:
     def _note(self, found: Plan) -> None:
         """Note a plan that the search can end with; those in one piece are noted elsewhere."""
         if found.pipeline is not None:
-            self.noted = _faster(self.noted, found)
+            self.noted = faster(self.noted, found)
             plan_found()
 
     def so_far(self) -> Plan:
@@ -253,8 +253,9 @@ class _Search:
         known = self.whole.within(self.limit)
         plain = min(known, key=lambda p: p.predicted.step_time_s, default=None)
         asked = self.constraints.pipeline is not None
-        limit_s = _seconds(plain) if asked else _limit(plain)  # unasked, a pipeline must save more
-        best = _or_raise(self.noted if _seconds(self.noted) < limit_s else plain, None)
+        # unasked, a pipeline must save more
+        limit_s = counted_s(plain) if asked else to_beat_s(plain)
+        best = _or_raise(self.noted if counted_s(self.noted) < limit_s else plain, None)
         alone_s = max(self.alone_s, self.known.free_bound_s(), self.whole.bound_s(self.limit))
         if self.may_cut and (asked or self.shapes is None):
             # plans in one piece are among the shapes that are asked for
@@ -275,11 +276,11 @@ class _Search:
         """Plans the most promising shapes, while that may help; None above the limit."""
         best, planned = self.pipeline, 0
         while planned < _MOST and len({shape.size for shape in self.cuts.large}) < _LARGE:
-            below_s = min(limit_s, _seconds(best) * (1 - _PROVED))
+            below_s = min(limit_s, counted_s(best) * (1 - _PROVED))
             shape = shapes.most_promising(below_s)
             if shape is None:
                 break
-            found = self.cuts.fitting(shape, shapes, min(limit_s, _seconds(best)) * _UNSUITED)
+            found = self.cuts.fitting(shape, shapes, min(limit_s, counted_s(best)) * _UNSUITED)
             if found is not None:
                 self._note(found)
                 found = self._suited(self._with_schedule(shape, found, limit_s, shapes))
@@ -287,17 +288,17 @@ class _Search:
                 self._note(found)
             # also one that is given up
             planned += shape not in self.cuts.large and not shapes.is_open(shape)
-            best = _faster(best, found)
+            best = faster(best, found)
         if best is None and self.cuts.large:
             known_s = limit_s
             if not fits(self.known.free(self.limit), self.cluster, self.limit):
                 # what is slower than the plan in one piece without a limit is weighed with it
-                known_s = min(limit_s, _limit(self.known.free_program(self.limit)))
+                known_s = min(limit_s, to_beat_s(self.known.free_program(self.limit)))
             best = self._limited(shapes, known_s)
         self.pipeline = best
-        far_s = min(limit_s, _seconds(best) * (1 - _PROVED))
+        far_s = min(limit_s, counted_s(best) * (1 - _PROVED))
         shapes.close_least(far_s, short=self.cuts.is_short)
-        return best if _seconds(best) < limit_s else None
+        return best if counted_s(best) < limit_s else None
 
     def _with_schedule(
         self, shape: PipelineShape, first: Plan, limit_s: float, shapes: Shapes
@@ -311,15 +312,15 @@ class _Search:
         promised = {s: on_the_clock(s, first) for s in same}
         (now_s,) = (t for s, t in promised.items() if s.schedule == first.pipeline.schedule)
         least = min(promised, key=promised.__getitem__)
-        hoped_s = _seconds(first) - (now_s - promised[least])
-        if hoped_s >= min(limit_s, _seconds(first) * (1 - _SCHEDULE_GAIN)):
+        hoped_s = counted_s(first) - (now_s - promised[least])
+        if hoped_s >= min(limit_s, counted_s(first) * (1 - _SCHEDULE_GAIN)):
             return first
         try:
             found = self.planner.plan(least, free=shapes.pin == PipelinePin())
         except (ConstraintError, InfeasiblePlanError):
             return first
         small = fits(found, self.cluster, self.limit)
-        return found if small and _seconds(found) < _seconds(first) else first
+        return found if small and counted_s(found) < counted_s(first) else first
 
     def _suited(self, plan: Plan) -> Plan:
         """The plan, or that with stages for what their schedule waits for, if that is faster."""
@@ -332,7 +333,7 @@ class _Search:
         Those that take `below_s` seconds or more without a limit stay for later.
         """
         free = {shape: self.planner.plan(shape, free=True) for shape in self.cuts.large}
-        fast = [shape for shape in self.cuts.large if _seconds(free[shape]) < below_s]
+        fast = [shape for shape in self.cuts.large if counted_s(free[shape]) < below_s]
         for shape in sorted(fast, key=lambda s: free[s].predicted.peak_memory_bytes):
             self.cuts.large.remove(shape)
             found = self._planned(shape, shapes)
@@ -367,12 +368,12 @@ class _Search:
         if p is None and shapes.pin == PipelinePin():
             # a pipeline must save more: those that do not are no rivals; its seconds are a step's,
             # those of the objective are longer by what is hidden
-            ahead = _limit(plan) / shapes.least_s()
+            ahead = to_beat_s(plan) / shapes.least_s()
             bound_s = min(report.bound, report.objective / max(1.0, ahead))
-            limit_s = _limit(plan)
+            limit_s = to_beat_s(plan)
         else:
             bound_s = min(shapes.least_s(), plain_bound_s)
-            limit_s = _seconds(plan)
+            limit_s = counted_s(plan)
         others = shapes.considered(chosen, limit_s, report.out_of_time)
         proved = report.proved(bound_s)
         return replace(plan, solver=proved, considered=others, fusion=self.kernels)
@@ -382,23 +383,6 @@ def _is_free(plan: Plan) -> bool:
     """True for a pipeline that neither recomputes nor offloads; a limit may bind its layouts."""
     assert plan.pipeline is not None
     return all(p.checkpoint == "none" and p.offload == "none" for p in plan.pipeline.stages)
-
-
-def _seconds(plan: Plan | None) -> float:
-    """Seconds of a step, less what no search counts and a pipeline, not written yet, has too."""
-    if plan is None:
-        return math.inf
-    step_s = plan.predicted.step_time_s
-    return step_s - min(plan.predicted.unseen_compute_s, _UNSEEN * step_s)
-
-
-def _limit(plain: Plan | None) -> float:
-    """Seconds that a pipeline must stay below."""
-    return _seconds(plain) * (1 - _GAIN)
-
-
-def _faster(a: Plan | None, b: Plan | None) -> Plan | None:
-    return b if _seconds(b) < _seconds(a) else a
 
 
 def _or_raise(plan: Plan | None, error: AutoparError | None) -> Plan:
