@@ -17,6 +17,7 @@ from autopar.solver.discrete.ilp import Solution, solve_problem, solve_whole
 from autopar.solver.discrete.problem import ChoiceProblem, Row, evaluate
 from autopar.solver.discrete.reduce import reduce_problem
 from autopar.solver.fit import Fit, MemorySearch
+from autopar.solver.row_at import RowAt
 
 
 def random_problem(rng: np.random.Generator, nodes: int) -> ChoiceProblem:
@@ -55,9 +56,10 @@ def search(
     def decide(solution: Solution) -> Fit:
         sizes = [round(row.value(solution.chosen)) for row in rows]
         peak = SimpleNamespace(peak_bytes=max(sizes), index=int(np.argmax(sizes)))
-        return Fit(solution, cast(Any, None), cast(Any, SimpleNamespace(peak=peak)))
+        fake = SimpleNamespace(peak=peak, peak_at=RowAt(peak.index))
+        return Fit(solution, cast(Any, None), cast(Any, fake))
 
-    liveness = SimpleNamespace(row=lambda position: rows[position])
+    liveness = SimpleNamespace(row=lambda at: rows[at.position])
     return MemorySearch(problem, cast(Any, liveness), decide, limit, known)
 
 

@@ -23,7 +23,7 @@ from autopar.cost_model.toml_text import to_toml
 from autopar.errors import InfeasiblePlanError
 from autopar.report.summary import facts
 from autopar.search.pipelining import plan_step
-from autopar.solver.liveness import HOST_ROW
+from autopar.solver.row_at import HOST_ROW
 from autopar.solver.solve import StepSearch
 from autopar.tracer.trace import trace
 from tests.test_host_recompute import deep, devices

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from autopar.solver.discrete.problem import Array
 from autopar.solver.relaxed import Allowed, Column, Relaxation
+from autopar.solver.row_at import RowAt
 
 __all__ = ["Part", "Split", "branch", "split_states"]
 
@@ -37,7 +38,7 @@ class Part:
     """
 
     allowed: Allowed
-    prices: Mapping[int, float]
+    prices: Mapping[RowAt, float]
     bound: float
     latest: Column
 
@@ -122,7 +123,7 @@ def _split_one(part: Part, weights: Mapping[Hashable, Array]) -> Split | None:
     return best
 
 
-def _priced_bytes(relaxed: Relaxation, prices: Mapping[int, float]) -> dict[Hashable, Array]:
+def _priced_bytes(relaxed: Relaxation, prices: Mapping[RowAt, float]) -> dict[Hashable, Array]:
     """Seconds that the prices put on each state of each node with bytes."""
     found: dict[Hashable, Array] = {}
     for position, price in prices.items():

@@ -24,15 +24,15 @@ from dataclasses import replace
 from autopar.solver.branch import Part, Split, branch, split_states
 from autopar.solver.discrete.ilp import Infeasible, Solution
 from autopar.solver.found import Fit
-from autopar.solver.liveness import HOST_ROW
 from autopar.solver.met_plans import CLOSE, UNLIMITED, MetPlans
 from autopar.solver.multipliers import Proposal, best_prices, heaviest_weights
 from autopar.solver.relaxed import Allowed, Column
+from autopar.solver.row_at import HOST_ROW, RowAt
 
 __all__ = ["HEAVIER", "UNLIMITED", "Fit", "MemorySearch"]
 
-HEAVIER = 1.25
-"""Times what plans take, that rows may count: all that a stage ever holds beside one microbatch."""
+HEAVIER = 1.1
+"""Times what plans take, that rows may count: they are of any choices together."""
 
 
 _LEAST_ROUNDS = 16
@@ -94,7 +94,7 @@ class MemorySearch(MetPlans):
         if self._least is not None:
             return self._least
         self.relaxed.column(free.solution.chosen)
-        weights: dict[int, float] = {}
+        weights: dict[RowAt, float] = {}
         lightest = min(filter(None, (free, self._lightest, self.best)), key=lambda f: f.peak)
         doubted = False  # lighter than the limit, or than a rival, there may be none
         for turn in range(0 if self._is_spent else _LEAST_ROUNDS):
@@ -124,7 +124,7 @@ class MemorySearch(MetPlans):
         self._least = self._lightest = lightest
         return lightest
 
-    def _weights(self, before: Mapping[int, float]) -> dict[int, float]:
+    def _weights(self, before: Mapping[RowAt, float]) -> dict[RowAt, float]:
         """Weights of the rows for the lightest plan, of sum 1, smoothed towards those before."""
         wanted = heaviest_weights(self.relaxed.columns, list(self.relaxed.rows))
         mixed = {p: w + before.get(p, w) for p, w in wanted.items()}

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from autopar.solver.discrete.ilp import Solution
 from autopar.solver.discrete.problem import Assignment
-from autopar.solver.liveness import HOST_ROW
 from autopar.solver.price import Decision, Price
+from autopar.solver.row_at import HOST_ROW, RowAt
 
 __all__ = ["Fit", "Met"]
 
@@ -32,10 +32,9 @@ class Fit:
         return max(self.price.peak.peak_bytes, self._on_host)
 
     @property
-    def row(self) -> int:
-        """Position of the row that is the peak."""
-        index = self.price.peak.index
-        return HOST_ROW if self._on_host > self.price.peak.peak_bytes else index
+    def row(self) -> RowAt:
+        """The moment of the peak."""
+        return HOST_ROW if self._on_host > self.price.peak.peak_bytes else self.price.peak_at
 
     @property
     def _on_host(self) -> int:

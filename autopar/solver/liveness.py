@@ -5,6 +5,8 @@
 Node terms are storage, states and buffers born by then and still needed; edge terms are copies
 that a redistribution makes. A buffer counts until the last use of anything that shows it, so a row
 is never below what `price` finds at that op, but for what some cut kernels keep (`kernels.py`).
+Of a step in microbatches, the first one makes the sums of gradients, and others wait meanwhile that
+later ones do not find: there are rows of each (`footprint`).
 
 Bytes in host memory are a row too, `HOST_ROW`, linear in the same choices. It is scaled such that
 the host's limit is the device's, so that whoever keeps rows below the limit keeps both.
@@ -17,6 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autopar.core.flights import ALL, INPUT, Others
 from autopar.core.placement import Layout, shard_factor
 from autopar.core.redistribute import packing_fraction, path
 from autopar.core.strategy import TensorSpec
@@ -36,12 +39,10 @@ from autopar.solver.order import (
     sums_of_turns,
     turning_sends,
 )
+from autopar.solver.row_at import HOST_ROW, RowAt
 from autopar.solver.step import Op, Step, Value
 
-__all__ = ["HOST_ROW", "Liveness"]
-
-HOST_ROW = -(1 << 30)
-"""Position of the row of host memory: of no op."""
+__all__ = ["Liveness"]
 
 
 class Liveness:
@@ -90,9 +91,8 @@ class Liveness:
         self.spans = folded_spans(step, self.order)
         self.batch = input_bytes(step, built, self.mesh)
         self.residents = self._residents()
-        # what is held while hoisted ops run, then by part, then when all is done
-        parts = [self._of_others(part) for part in range(3)] if step.in_turns else [Row()] * 3
-        self.others = (Row(), *parts, Row())
+        self.sums = self._sums()
+        self._others: dict[tuple[int, int], Row] = {}
 
     def _read_ends(self) -> None:
         """Last reads of all values."""
@@ -133,17 +133,22 @@ class Liveness:
             self._between_turns(row)
         return row
 
-    def _between_turns(self, row: Row) -> None:
-        """Sums of gradients, what goes between stages, and hoisted values of folded blocks."""
-        step, blocks = self.step, self.step.blocks
-        sums = sums_of_turns(step)
+    def _sums(self) -> list[tuple[int, str, Array]]:
+        """Sums of gradients: the position of the op that makes them, its class, and the bytes."""
+        step, sums = self.step, sums_of_turns(self.step)
         values = (*step.gradients.values(), *(s.value for s in step.sends))
+        found: list[tuple[int, str, Array]] = []
         for value in dict.fromkeys(values):
             if value[0] in sums and value[0] in step.ops:
                 owner = self.built.classes[value[0]]
                 layouts = [c.outputs[value[1]] for c in self.built.candidates[owner]]
-                sizes = self._bytes(step.specs[value], layouts)
-                row.add(owner, sizes * blocks.copies(value[0]))
+                sizes = self._bytes(step.specs[value], layouts) * step.blocks.copies(value[0])
+                found.append((self.position[value[0]], owner, sizes))
+        return found
+
+    def _between_turns(self, row: Row) -> None:
+        """What goes between stages, and hoisted values of folded blocks."""
+        step, blocks = self.step, self.step.blocks
         for name, spec in step.ports.items():
             if (name, 0) in step.specs:
                 row.add(name, self._bytes(spec, self.built.storages[name]))
@@ -152,10 +157,19 @@ class Liveness:
             if blocks.copies(op.name) > 1:
                 self._held_by_others(row, op, blocks.copies(op.name) - 1, backward)
 
-    def _of_others(self, part: int) -> Row:
-        """At most what is held of other microbatches while a part of one runs."""
+    def _of_others(self, part: int, sums: int) -> Row:
+        """What is held of other microbatches while a part of one runs that found some sums."""
+        if (part, sums) not in self._others:
+            self._others[part, sums] = self._held_of_others(part, sums)
+        return self._others[part, sums]
+
+    def _held_of_others(self, part: int, sums: int) -> Row:
         row, step = Row(), self.step
-        flight = step.blocks.traced.flight.part(part)
+        if not step.in_turns or part not in range(3):
+            return row  # hoisted ops run, or all is done
+        # weight gradients find the sums of input gradients
+        begun = max(sums, INPUT) if part == 2 else sums
+        flight = step.blocks.traced.flight.rows[begun][part] or Others()
         for send, is_late in turning_sends(step):
             number = flight.down if is_late else flight.up
             if number:
@@ -223,17 +237,18 @@ class Liveness:
             out[index] = known
         return out
 
-    def row(self, position: int) -> Row:
-        """Live bytes while the op at `position` of the order runs; before all if negative.
-
-        That of `HOST_ROW` is the scaled bytes in host memory.
-        """
-        if position == HOST_ROW:
+    def row(self, at: RowAt) -> Row:
+        """Live bytes at a moment; that of `HOST_ROW` is the scaled bytes in host memory."""
+        if at == HOST_ROW:
             return self._on_host()
-        row = Row()
+        row, position = Row(), at.position
         row.add_row(self.batch)
         row.add_row(self.residents)
-        row.add_row(self.others[self._part(position)])
+        weight = part_starts(self.step, self.order)[2]
+        for made, owner, sizes in self.sums:
+            if at.sums == ALL or (at.sums == INPUT and made < weight) or made <= position:
+                row.add(owner, sizes)
+        row.add_row(self._of_others(self._part(position), at.sums))
         for born, op in enumerate(self.order[: position + 1]):
             view = op.view
             if not view:
@@ -243,7 +258,7 @@ class Liveness:
             for name in self.born[op.name]:
                 self._gradient(row, name, just=born == position)
         for span in self.spans:
-            self._others(row, span, position)
+            self._instances(row, span, position)
         if self.step.in_turns and position >= len(self.order):
             self._finishing(row, position - len(self.order))
         return row
@@ -254,6 +269,8 @@ class Liveness:
         Without the batch, and what only one microbatch holds.
         """
         row = Row(0.0, dict(self.residents.nodes), dict(self.residents.edges))
+        for _, owner, sizes in self.sums:
+            row.add(owner, sizes)
         for born, op in enumerate(self.order):
             if not self.step.is_hoisted(op.name):
                 continue
@@ -310,11 +327,11 @@ class Liveness:
             row.add_pair(self.built.classes[value[0]], owner, sizes)
 
     def _part(self, position: int) -> int:
-        """Index in `others` of what is held while an op runs."""
+        """Part of a microbatch that an op runs in; -1: in front of it, 3: behind all."""
         starts = (*part_starts(self.step, self.order), len(self.order))
-        return sum(position >= start for start in starts)
+        return sum(position >= start for start in starts) - 1
 
-    def _others(self, row: Row, span: FoldedSpan, position: int) -> None:
+    def _instances(self, row: Row, span: FoldedSpan, position: int) -> None:
         """What the instances that are not in the graph keep; see `footprint`."""
         if span.first <= position <= span.last:
             for name in span.saved:

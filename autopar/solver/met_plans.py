@@ -13,6 +13,7 @@ from autopar.solver.discrete.reduce import reduce_problem
 from autopar.solver.found import Fit, Met
 from autopar.solver.liveness import Liveness
 from autopar.solver.relaxed import Column, Relaxation
+from autopar.solver.row_at import RowAt
 
 __all__ = ["CLOSE", "UNLIMITED", "MetPlans"]
 
@@ -63,7 +64,7 @@ class MetPlans:
         self._rough: Fit | None = None
         self._least: Fit | None = None
         self._lightest: Fit | None = None  # under any limit
-        self._prices: dict[int, float] = {}
+        self._prices: dict[RowAt, float] = {}
 
     def renew(self, limit: int, decide: Callable[[Solution], Fit], host_scale: float) -> None:
         """Search within another limit, with the rows, plans and bounds that are known."""

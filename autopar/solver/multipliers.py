@@ -22,6 +22,7 @@ import pulp
 from autopar.solver.discrete.highs import HiGHS
 from autopar.solver.discrete.ilp import Infeasible
 from autopar.solver.relaxed import Column
+from autopar.solver.row_at import RowAt
 
 __all__ = ["Proposal", "best_prices", "heaviest_weights"]
 
@@ -30,13 +31,13 @@ __all__ = ["Proposal", "best_prices", "heaviest_weights"]
 class Proposal:
     """Prices in seconds per byte, the bound they could reach, and the share of each plan in it."""
 
-    prices: dict[int, float]
+    prices: dict[RowAt, float]
     reachable: float
     shares: list[float]
 
 
 def best_prices(
-    columns: Sequence[Column], positions: Sequence[int], limit: float, cap: float
+    columns: Sequence[Column], positions: Sequence[RowAt], limit: float, cap: float
 ) -> Proposal:
     """Prices that maximise the least priced cost of the plans met.
 
@@ -64,7 +65,7 @@ def best_prices(
     return Proposal(prices, float(reach.value() or 0.0), [abs(float(r.pi or 0.0)) for r in rows])
 
 
-def heaviest_weights(columns: Sequence[Column], positions: Sequence[int]) -> dict[int, float]:
+def heaviest_weights(columns: Sequence[Column], positions: Sequence[RowAt]) -> dict[RowAt, float]:
     """Weights of the rows, of sum 1, for which the lightest of the plans is heaviest."""
     unit = max(column.peak for column in columns)
     master = pulp.LpProblem("weights", pulp.LpMaximize)

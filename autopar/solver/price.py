@@ -30,6 +30,7 @@ from autopar.solver.offers import Offers
 from autopar.solver.order import parts_of_turns, sums_of_turns, waits_of_parts
 from autopar.solver.overlap import Weights
 from autopar.solver.packing import alike, packing_seconds
+from autopar.solver.row_at import RowAt
 from autopar.solver.step import ALONE, Bucket, Op, Step, Value
 
 __all__ = ["Decision", "Price", "Pricing", "price"]
@@ -100,6 +101,12 @@ class Price:
     def peak(self) -> PeakMemory:
         """The moment at which most bytes are live; looked for when it is asked for."""
         return self.footprint.peak
+
+    @property
+    def peak_at(self) -> RowAt:
+        """That moment."""
+        schedule, peak = self.footprint.highest
+        return RowAt(peak.index, schedule.sums)
 
 
 class Pricing:

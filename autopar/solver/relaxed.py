@@ -24,7 +24,8 @@ from autopar.solver.discrete.descent import descend
 from autopar.solver.discrete.ilp import Prepared, solve_among, solve_problem, solve_whole
 from autopar.solver.discrete.problem import Assignment, ChoiceProblem, Row, evaluate
 from autopar.solver.discrete.reduce import Reduced, reduce_problem
-from autopar.solver.liveness import HOST_ROW, Liveness
+from autopar.solver.liveness import Liveness
+from autopar.solver.row_at import HOST_ROW, RowAt
 
 __all__ = ["Allowed", "Column", "Relaxation"]
 
@@ -43,7 +44,7 @@ class _Asked(NamedTuple):
     """Prices that the problem was solved with, by row, and the scale of its seconds."""
 
     scale: float
-    prices: frozenset[tuple[int, float]]
+    prices: frozenset[tuple[RowAt, float]]
 
     @property
     def on_host(self) -> bool:
@@ -57,7 +58,7 @@ class Column:
 
     chosen: Assignment
     seconds: float
-    num_bytes: dict[int, float]
+    num_bytes: dict[RowAt, float]
 
     @property
     def peak(self) -> float:
@@ -74,7 +75,7 @@ class _Core:
     """What is left of the problem and of its rows when nodes without bytes are folded."""
 
     reduced: Reduced
-    rows: dict[int, Row]
+    rows: dict[RowAt, Row]
     touched: tuple[Hashable, ...]
 
     def inward(self, chosen: Assignment) -> dict[Hashable, int] | None:
@@ -103,12 +104,12 @@ class Relaxation:
     ) -> None:
         self.problem = problem
         self.liveness = liveness
-        self.rows: dict[int, Row] = {}
+        self.rows: dict[RowAt, Row] = {}
         self.columns: list[Column] = []
         if known is not None:
             self._take_over(known)
         self._core: _Core | None = None
-        self._recombined: set[tuple[tuple[int, ...], ...]] = set()
+        self._recombined: set[tuple[tuple[object, ...], ...]] = set()
         self._solved: dict[_Asked, tuple[Column, float]] = {}  # plans and bounds of priced costs
 
     def _take_over(self, known: Relaxation) -> None:
@@ -142,13 +143,13 @@ class Relaxation:
         )
         return max(told, default=0.0)
 
-    def add_row(self, position: int) -> bool:
-        """The row of the op at a position; False if it is known."""
-        if position in self.rows:
+    def add_row(self, at: RowAt) -> bool:
+        """The row of a moment; False if it is known."""
+        if at in self.rows:
             return False
-        row = self.rows[position] = self.liveness.row(position)
+        row = self.rows[at] = self.liveness.row(at)
         for column in self.columns:
-            column.num_bytes[position] = row.value(column.chosen)
+            column.num_bytes[at] = row.value(column.chosen)
         self._core = None
         return True
 
@@ -172,7 +173,7 @@ class Relaxation:
         return self._core
 
     def solve(
-        self, prices: Mapping[int, float], scale: float = 1.0, allowed: Allowed | None = None
+        self, prices: Mapping[RowAt, float], scale: float = 1.0, allowed: Allowed | None = None
     ) -> tuple[Column, float]:
         """A plan near the least priced cost, and a bound of that cost.
 
@@ -198,7 +199,7 @@ class Relaxation:
         return column, value
 
     def _nearest(
-        self, prices: Mapping[int, float], scale: float, allowed: Allowed
+        self, prices: Mapping[RowAt, float], scale: float, allowed: Allowed
     ) -> list[dict[Hashable, int]]:
         """Of the plans known, those of least priced cost, as states of the core."""
 
@@ -209,7 +210,7 @@ class Relaxation:
         inward = (self.core.inward(column.chosen) for column in within)
         return list(islice((states for states in inward if states is not None), _JOINED))
 
-    def repair(self, column: Column, prices: Mapping[int, float], limit: float) -> Column | None:
+    def repair(self, column: Column, prices: Mapping[RowAt, float], limit: float) -> Column | None:
         """A plan near another one whose rows keep to the limit; None if local search finds none.
 
         Local search first follows growing prices until the rows fit, then the seconds.
@@ -247,7 +248,7 @@ class Relaxation:
         chosen, bound = solve_whole(reduced.problem, rows, limit, gap, below - offset)
         return (None if chosen is None else self.column(reduced.expand(chosen))), bound + offset
 
-    def near(self, prices: Mapping[int, float], limit: float) -> list[Column]:
+    def near(self, prices: Mapping[RowAt, float], limit: float) -> list[Column]:
         """Unlike plans: the lightest, the fastest, those near a limit, and the least priced."""
         columns = self.columns
 
@@ -290,7 +291,7 @@ def _unlike(columns: Sequence[Column], step: float) -> list[Column]:
     return list(known.values())
 
 
-def _priced(problem: ChoiceProblem, prices: Mapping[int, float], rows: Mapping[int, Row],
+def _priced(problem: ChoiceProblem, prices: Mapping[RowAt, float], rows: Mapping[RowAt, Row],
            scale: float = 1.0) -> ChoiceProblem:  # fmt: skip
     """`scale` · problem plus the rows at their prices."""
     costs = {node: cost * scale for node, cost in problem.costs.items()}

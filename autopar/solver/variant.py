@@ -22,12 +22,13 @@ from autopar.solver.discrete.ilp import Infeasible, Solution
 from autopar.solver.discrete.problem import Assignment, evaluate
 from autopar.solver.exclude import Excluded, exclude
 from autopar.solver.fit import HEAVIER, UNLIMITED, Fit, MemorySearch
-from autopar.solver.liveness import HOST_ROW, Liveness
+from autopar.solver.liveness import Liveness
 from autopar.solver.offers import Offers
 from autopar.solver.overlap import ALL, Weights
 from autopar.solver.pins import Pins
 from autopar.solver.price import Decision, price
 from autopar.solver.read_step import build_step
+from autopar.solver.row_at import HOST_ROW
 from autopar.solver.step import Step
 
 __all__ = ["Search", "Variant", "host_is_short"]
