@@ -16,6 +16,7 @@ from autopar.core.redistribute import packing_fraction
 from autopar.core.work import is_away, lays_out_contiguously
 from autopar.cost_model import ScheduledOp
 from autopar.solver.candidates import has_scratch, scratch_bytes
+from autopar.solver.fetched import fetched_ahead
 from autopar.solver.kernels import PlannedKernels
 from autopar.solver.order import (
     leaving,
@@ -254,12 +255,15 @@ class Buffers:
         ending = defaultdict(list)
         arriving = {p: self.received(p) for p in {self.first, self.backward}}
         received = {buffer for found in arriving.values() for buffer, _ in found}
+        ahead = self._fetched_ahead()
         for value, position in self.last_use.items():
             is_ours = value[0] in self.step.ops or self.id(value) in received
             if is_ours and value not in self.lasting:
                 if self.step.is_hoisted(value[0]):  # nothing reads it when gradients are reduced
                     position = min(position, len(self.order) - 1)
                 ending[position].append(self.id(value))
+                if value in ahead:
+                    ending[position].append(_ahead(value))
         read = {self.id(value) for value in self.last_use}
         schedule: list[ScheduledOp] = []
         for position, op in enumerate(self.order):
@@ -269,13 +273,29 @@ class Buffers:
             schedule.append(
                 ScheduledOp(
                     name=op.name,
-                    alloc=(*given, *alloc, *self._reduced_gradients(op)),
+                    alloc=(
+                        *given,
+                        *alloc,
+                        *ahead.get((op.name, 0), ()),
+                        *self._reduced_gradients(op),
+                    ),
                     free=tuple(dict.fromkeys((*ending[position], *unread))),
                     transient_bytes=self._transient(op),
                     arriving_bytes=self._arriving(op),
                 )
             )
         return tuple(schedule)
+
+    def _fetched_ahead(self) -> dict[Value, Sizes]:
+        """What comes from host memory meanwhile, by the value that a block reads first."""
+        found: dict[Value, Sizes] = {}
+        for name, meanwhile in fetched_ahead(self.step, self.order).items():
+            values = [(other, 0) for other in meanwhile]
+            size = sum(self.pricing.local_bytes(v, self.pricing.layout(v)) for v in values)
+            if (name, 0) in self.last_use:
+                found[name, 0] = [(_ahead((name, 0)), size)]
+                self.kinds[_ahead((name, 0))] = "backward"
+        return found
 
     @cached_property
     def twins(self) -> tuple[Twins, ...]:
@@ -394,3 +414,8 @@ class Buffers:
 
     def _port(self, send: Send) -> Layout:
         return self.pricing.decision.storages[send.port]
+
+
+def _ahead(value: Value) -> str:
+    """Name of the buffer of what comes from host memory while a value is read that came before."""
+    return f"ahead of {Buffers.id(value)}"

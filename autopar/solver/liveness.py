@@ -28,6 +28,7 @@ from autopar.cost_model import host_state_bytes, optimizer_state_bytes
 from autopar.solver.build import StepProblem
 from autopar.solver.candidates import has_scratch, scratch_bytes
 from autopar.solver.discrete.problem import Array, Row
+from autopar.solver.fetched import fetched_ahead
 from autopar.solver.input_layouts import input_bytes
 from autopar.solver.kernels import KernelRows
 from autopar.solver.order import (
@@ -89,6 +90,7 @@ class Liveness:
         self._sizes: dict[tuple[int, Layout], float] = {}
         self._fractions: dict[tuple[Layout, Layout], float] = {}
         self.spans = folded_spans(step, self.order)
+        self.ahead = fetched_ahead(step, self.order)
         self.batch = input_bytes(step, built, self.mesh)
         self.residents = self._residents()
         self.sums = self._sums()
@@ -368,6 +370,10 @@ class Liveness:
                 self.inside.add(row, value, 1, position)
             else:
                 row.add(owner, self._bytes(spec, [c.outputs[index] for c in candidates]))
+                for other in self.ahead.get(op.name, ()):
+                    meanwhile = self.built.classes[other]
+                    outputs = [c.outputs[0] for c in self.built.candidates[meanwhile]]
+                    row.add(meanwhile, self._bytes(self.step.specs[other, 0], outputs))
                 if position > born:
                     self._let_go(row, value, 1, position)
 

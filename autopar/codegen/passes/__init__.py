@@ -34,6 +34,7 @@ from autopar.codegen.passes.lifetimes import LITTLE, Lifetimes
 from autopar.codegen.passes.order import reorder
 from autopar.codegen.passes.overlap import (
     fetch_ahead,
+    fetched_bytes,
     follow_later,
     issue_early,
     prefetch,
@@ -83,7 +84,6 @@ def run_passes(
     *,
     sizes: Mapping[tuple[int, str], int],
     block_of: Callable[[str], Hashable],
-    spare: int = 0,
     resident: Mapping[str, int] | None = None,
     pieces: Mapping[Key, int] | None = None,
     calls: Collection[Key] = (),
@@ -95,7 +95,6 @@ def run_passes(
         names: out of `PASSES` and `OPTIONAL_PASSES`; None for `PASSES`.
         sizes: bytes that close a bucket, by axis and kind.
         block_of: block of a node of the traced graph, by name; None outside of blocks.
-        spare: bytes by which the peak may grow.
         resident: bytes that live beside the graph's own, by phase.
         pieces: of collectives that are cut, by origin, axis and kind.
         calls: of collectives that become one call with their products, where that pass runs.
@@ -108,7 +107,7 @@ def run_passes(
     if in_place:
         mark_in_place(graph, phase_of)
     given, lifetimes = graph, Lifetimes(graph, resident)
-    budget = lifetimes.peak_bytes + spare
+    budget = lifetimes.peak_bytes
 
     def block(node: fx.Node) -> Hashable:
         return block_of(str(node.meta.get("origin", "")))
@@ -123,19 +122,20 @@ def run_passes(
         if in_place:
             mark_in_place(graph, phase_of)
     moves: dict[str, Callable[[Lifetimes], None]] = {
-        "prefetch": lambda now: _prefetch(
-            graph, now, block, int((1 - _SCRATCH) * budget), resident
-        ),
+        "prefetch": lambda now: _prefetch(graph, now, block, budget, room, resident),
         "early": lambda now: _early(graph, now, budget, resident),
         "late": lambda now: wait_late(graph, now, budget),
     }
     joined = Lifetimes(graph, resident)
     if joined.peak_bytes <= budget * (1 + LITTLE):  # as buckets may, which no move makes less
         budget = max(budget, joined.peak_bytes)
+    room = budget + fetched_bytes(joined, block)
     now: Lifetimes | None = joined
     for name, move in moves.items():
         if name in chosen:
-            now = _moved_within(graph, move, now or Lifetimes(graph, resident), budget, resident)
+            most = room if name == "prefetch" else budget
+            now = _moved_within(graph, move, now or Lifetimes(graph, resident), most, resident)
+            budget = budget if now is None else max(budget, now.peak_bytes)
     if "late" in chosen and resident is None:  # parts in microbatches end with their own waits
         tell_last(graph, budget)
     return graph
@@ -175,10 +175,11 @@ def _prefetch(
     now: Lifetimes,
     block_of: Callable[[fx.Node], Hashable],
     budget: int,
+    room: int,
     resident: Mapping[str, int] | None,
 ) -> None:
-    prefetch(graph, now, block_of, budget)
-    fetch_ahead(graph, block_of, budget, resident)
+    prefetch(graph, now, block_of, int((1 - _SCRATCH) * budget))
+    fetch_ahead(graph, block_of, room, resident)
 
 
 def _early(

@@ -3,7 +3,7 @@
 Copies from host memory begin early, too; they are waited for where their value is read.
 
 Each pass only moves nodes. What lives longer as a result must fit in `budget`, the peak of the
-program before the passes plus what may be added to it (except for the few numbers of `tell_last`),
+program before the passes (except for what `fetched_bytes` adds and the few numbers of `tell_last`),
 so a pass never raises the peak beyond what is allowed:
 
     live(i) + bytes ≤ budget    for every position i that a buffer is kept over
@@ -31,6 +31,7 @@ from autopar.core.work import is_view
 __all__ = [
     "begin_early",
     "fetch_ahead",
+    "fetched_bytes",
     "follow_later",
     "issue_early",
     "prefetch",
@@ -131,6 +132,18 @@ def fetch_ahead(
         elif node.target is ARRIVED and not arrived:
             arrived = index + 1
     reorder(graph, keys)
+
+
+def fetched_bytes(lifetimes: Lifetimes, block_of: Callable[[fx.Node], Hashable]) -> int:
+    """Bytes that come back from host memory for one block at most.
+
+    So much may be on its way for the next one, which a plan's memory counts.
+    """
+    found: dict[Hashable, int] = defaultdict(int)
+    for node in lifetimes.nodes:
+        if node.target is FROM_HOST:
+            found[node.meta.get("phase"), block_of(node)] += lifetimes.created(node)
+    return max(found.values(), default=0)
 
 
 def issue_early(graph: fx.Graph, lifetimes: Lifetimes, budget: int) -> None:
