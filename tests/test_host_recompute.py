@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
@@ -422,3 +422,35 @@ def test_a_saved_plan_says_it_again_and_reports_it(tmp_path: Path) -> None:
     assert found.name
     assert "on the host between forward and backward" in render_page(plan)
     assert "host" in render_differences(plan, uniform()["full"], 200)
+
+
+class Early(nn.Module):
+    """What comes into a block is read when that is recomputed, and by nothing behind."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x.relu()).relu())
+
+
+def test_a_plan_counts_what_comes_back_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Early() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x.square().mean()
+
+    traced = trace(Stack(), (torch.randn(4096, 64),))
+    plan = planned(traced, devices(1), checkpoint="host")
+    programs = [emit(traced, plan, [0], passes=p).joint.graph for p in ((), ("prefetch",))]
+    before, after = (Lifetimes(graph).peak_bytes for graph in programs)
+    for module in ("buffers", "liveness"):
+        monkeypatch.setattr(f"autopar.solver.{module}.fetched_ahead", lambda step, order: [])
+    less = planned(traced, devices(1), checkpoint="host").predicted.peak_memory_bytes
+    assert 0 < after - before <= plan.predicted.peak_memory_bytes - less

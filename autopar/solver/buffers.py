@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -255,15 +256,18 @@ class Buffers:
         ending = defaultdict(list)
         arriving = {p: self.received(p) for p in {self.first, self.backward}}
         received = {buffer for found in arriving.values() for buffer, _ in found}
-        ahead = self._fetched_ahead()
+        ahead: dict[str, Sizes] = defaultdict(list)
+        for fetched in fetched_ahead(self.step, self.order):
+            begin, buffer = self.order[fetched.first].name, f"ahead of {fetched.copies[0]}"
+            ahead[begin].append((buffer, self._size_of(fetched.copies)))
+            self.kinds[buffer] = "backward"
+            ending[fetched.last].append(buffer)
         for value, position in self.last_use.items():
             is_ours = value[0] in self.step.ops or self.id(value) in received
             if is_ours and value not in self.lasting:
                 if self.step.is_hoisted(value[0]):  # nothing reads it when gradients are reduced
                     position = min(position, len(self.order) - 1)
                 ending[position].append(self.id(value))
-                if value in ahead:
-                    ending[position].append(_ahead(value))
         read = {self.id(value) for value in self.last_use}
         schedule: list[ScheduledOp] = []
         for position, op in enumerate(self.order):
@@ -276,7 +280,7 @@ class Buffers:
                     alloc=(
                         *given,
                         *alloc,
-                        *ahead.get((op.name, 0), ()),
+                        *ahead[op.name],
                         *self._reduced_gradients(op),
                     ),
                     free=tuple(dict.fromkeys((*ending[position], *unread))),
@@ -286,16 +290,10 @@ class Buffers:
             )
         return tuple(schedule)
 
-    def _fetched_ahead(self) -> dict[Value, Sizes]:
-        """What comes from host memory meanwhile, by the value that a block reads first."""
-        found: dict[Value, Sizes] = {}
-        for name, meanwhile in fetched_ahead(self.step, self.order).items():
-            values = [(other, 0) for other in meanwhile]
-            size = sum(self.pricing.local_bytes(v, self.pricing.layout(v)) for v in values)
-            if (name, 0) in self.last_use:
-                found[name, 0] = [(_ahead((name, 0)), size)]
-                self.kinds[_ahead((name, 0))] = "backward"
-        return found
+    def _size_of(self, names: Sequence[str]) -> int:
+        """Bytes of the first outputs of some ops."""
+        values = [(name, 0) for name in names]
+        return sum(self.pricing.local_bytes(v, self.pricing.layout(v)) for v in values)
 
     @cached_property
     def twins(self) -> tuple[Twins, ...]:
@@ -414,8 +412,3 @@ class Buffers:
 
     def _port(self, send: Send) -> Layout:
         return self.pricing.decision.storages[send.port]
-
-
-def _ahead(value: Value) -> str:
-    """Name of the buffer of what comes from host memory while a value is read that came before."""
-    return f"ahead of {Buffers.id(value)}"

@@ -96,7 +96,7 @@ class MemorySearch(MetPlans):
         self.relaxed.column(free.solution.chosen)
         weights: dict[RowAt, float] = {}
         lightest = min(filter(None, (free, self._lightest, self.best)), key=lambda f: f.peak)
-        doubted = False  # lighter than the limit, or than a rival, there may be none
+        doubted = False  # the second round tells if anything is lighter than the limit, or a rival
         for turn in range(0 if self._is_spent else _LEAST_ROUNDS):
             if lightest.peak <= self.limit or self.bound >= self.target:
                 break

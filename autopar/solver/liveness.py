@@ -28,7 +28,7 @@ from autopar.cost_model import host_state_bytes, optimizer_state_bytes
 from autopar.solver.build import StepProblem
 from autopar.solver.candidates import has_scratch, scratch_bytes
 from autopar.solver.discrete.problem import Array, Row
-from autopar.solver.fetched import fetched_ahead
+from autopar.solver.fetched import Ahead, fetched_ahead
 from autopar.solver.input_layouts import input_bytes
 from autopar.solver.kernels import KernelRows
 from autopar.solver.order import (
@@ -259,6 +259,9 @@ class Liveness:
                 self._copies(row, op, just=born == position)
             for name in self.born[op.name]:
                 self._gradient(row, name, just=born == position)
+        for fetched in self.ahead:
+            if fetched.first <= position <= fetched.last:
+                self._add_ahead(row, fetched)
         for span in self.spans:
             self._instances(row, span, position)
         if self.step.in_turns and position >= len(self.order):
@@ -353,6 +356,13 @@ class Liveness:
                     sizes = self._bytes(whole, self.built.storages[owner])
                     row.add(owner, (span.times - 1) * sizes)
 
+    def _add_ahead(self, row: Row, fetched: Ahead) -> None:
+        """What comes from host memory before the block runs that reads it."""
+        for name in fetched.copies:
+            owner = self.built.classes[name]
+            outputs = [c.outputs[0] for c in self.built.candidates[owner]]
+            row.add(owner, self._bytes(self.step.specs[name, 0], outputs))
+
     def _outputs(self, row: Row, op: Op, born: int, position: int) -> None:
         if is_away(op.call.target):
             return
@@ -370,10 +380,6 @@ class Liveness:
                 self.inside.add(row, value, 1, position)
             else:
                 row.add(owner, self._bytes(spec, [c.outputs[index] for c in candidates]))
-                for other in self.ahead.get(op.name, ()):
-                    meanwhile = self.built.classes[other]
-                    outputs = [c.outputs[0] for c in self.built.candidates[meanwhile]]
-                    row.add(meanwhile, self._bytes(self.step.specs[other, 0], outputs))
                 if position > born:
                     self._let_go(row, value, 1, position)
 

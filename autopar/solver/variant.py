@@ -21,7 +21,7 @@ from autopar.solver.clash import unconnected_op
 from autopar.solver.discrete.ilp import Infeasible, Solution
 from autopar.solver.discrete.problem import Assignment, evaluate
 from autopar.solver.exclude import Excluded, exclude
-from autopar.solver.fit import HEAVIER, UNLIMITED, Fit, MemorySearch
+from autopar.solver.fit import UNLIMITED, Fit, MemorySearch
 from autopar.solver.liveness import Liveness
 from autopar.solver.offers import Offers
 from autopar.solver.overlap import ALL, Weights
@@ -32,6 +32,8 @@ from autopar.solver.row_at import HOST_ROW
 from autopar.solver.step import Step
 
 __all__ = ["Search", "Variant", "host_is_short"]
+
+_SURELY = 1.5  # times what a plan takes, rows never count
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,7 @@ class Search:
         Returns:
             None where none stays below.
         """
-        if self.memory.least_bytes >= rival * HEAVIER:
+        if self.memory.least_bytes >= _SURELY * rival:
             return None
         step, built = replace(self.step, weights=ALL), self.built.weighted(ALL)
         if without is not None:
