@@ -84,6 +84,7 @@ def run_passes(
     *,
     sizes: Mapping[tuple[int, str], int],
     block_of: Callable[[str], Hashable],
+    spare: int = 0,
     resident: Mapping[str, int] | None = None,
     pieces: Mapping[Key, int] | None = None,
     calls: Collection[Key] = (),
@@ -95,6 +96,7 @@ def run_passes(
         names: out of `PASSES` and `OPTIONAL_PASSES`; None for `PASSES`.
         sizes: bytes that close a bucket, by axis and kind.
         block_of: block of a node of the traced graph, by name; None outside of blocks.
+        spare: bytes by which the peak may grow.
         resident: bytes that live beside the graph's own, by phase.
         pieces: of collectives that are cut, by origin, axis and kind.
         calls: of collectives that become one call with their products, where that pass runs.
@@ -107,7 +109,7 @@ def run_passes(
     if in_place:
         mark_in_place(graph, phase_of)
     given, lifetimes = graph, Lifetimes(graph, resident)
-    budget = lifetimes.peak_bytes
+    budget = lifetimes.peak_bytes + spare
 
     def block(node: fx.Node) -> Hashable:
         return block_of(str(node.meta.get("origin", "")))

@@ -3,8 +3,8 @@
 Copies from host memory begin early, too; they are waited for where their value is read.
 
 Each pass only moves nodes. What lives longer as a result must fit in `budget`, the peak of the
-program before the passes (except for what `fetched_bytes` adds and the few numbers of `tell_last`),
-so a pass never raises the peak beyond what is allowed:
+program before the passes plus what may be added to it (except for what `fetched_bytes` adds and the
+few numbers of `tell_last`), so a pass never raises the peak beyond what is allowed:
 
     live(i) + bytes ≤ budget    for every position i that a buffer is kept over
 
