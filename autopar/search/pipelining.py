@@ -99,7 +99,7 @@ class _Search:
         self.constraints = known.constraints
         self.kernels = known.kernels
         self.limit = limit
-        self.refused: tuple[PipelineShape, AutoparError] | None = None
+        self.refused: tuple[PipelineShape, AutoparError] | None = None  # the first
         self.pipeline: Plan | None = None  # the fastest that was climbed to
         self.noted: Plan | None = None  # the fastest in microbatches or stages that fits
         self.shapes: Shapes | None = None  # of which plans are weighed
@@ -358,8 +358,7 @@ class _Search:
             if evened is not None:
                 return evened
             shapes.settle(shape, f"needs {format_bytes(error.required_bytes or 0)}")
-            if self.refused is None or _needs_less(error, self.refused[1]):
-                self.refused = shape, error
+            self.refused = self.refused or (shape, error)
         return None
 
     def _reported(self, plan: Plan, shapes: Shapes, plain_bound_s: float) -> Plan:
@@ -384,12 +383,6 @@ def _is_free(plan: Plan) -> bool:
     """True for a pipeline that neither recomputes nor offloads; a limit may bind its layouts."""
     assert plan.pipeline is not None
     return all(p.checkpoint == "none" and p.offload == "none" for p in plan.pipeline.stages)
-
-
-def _needs_less(error: InfeasiblePlanError, other: AutoparError) -> bool:
-    if not isinstance(other, InfeasiblePlanError) or other.required_bytes is None:
-        return False
-    return error.required_bytes is not None and error.required_bytes < other.required_bytes
 
 
 def _or_raise(plan: Plan | None, error: AutoparError | None) -> Plan:
