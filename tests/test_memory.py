@@ -16,8 +16,9 @@ from autopar.core.flights import flights
 from autopar.core.schedule import actions
 from autopar.cost_model import Cluster
 from autopar.errors import InfeasiblePlanError
-from autopar.solver.build import build_problem
+from autopar.solver.build import StepProblem, build_problem
 from autopar.solver.discrete.ilp import solve_problem
+from autopar.solver.discrete.problem import Assignment
 from autopar.solver.liveness import Liveness
 from autopar.solver.microbatch import split_in_time
 from autopar.solver.pins import Pins
@@ -25,6 +26,7 @@ from autopar.solver.price import Decision, price
 from autopar.solver.read_step import build_step
 from autopar.solver.row_at import RowAt
 from autopar.solver.solve import solve
+from autopar.solver.step import Step
 from autopar.tracer.trace import trace
 from tests import handwritten, zoo
 from tests.program_sweep import cluster_of, random_prices
@@ -59,6 +61,15 @@ def test_impossible_limit_names_one_that_does(name: str, checkpoint: str | None)
     assert middle.solver.objective <= found.solver.objective * (1 + 1e-9)
     for plan in (free, middle, found):
         assert plan.solver.bound <= plan.solver.objective * (1 + 1e-9)
+
+
+def decided(step: Step, built: StepProblem, chosen: Assignment) -> Decision:
+    """What the states that are chosen say of each op and parameter."""
+    states = {n: chosen[built.classes[n]] for n in (*step.ops, *step.parameters)}
+    return Decision(
+        {n: built.candidates[built.classes[n]][states[n]] for n in step.ops},
+        {n: built.storages[built.classes[n]][states[n]] for n in step.parameters},
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,14 +107,7 @@ def test_rows_are_never_below_the_priced_peak(
         }
         noisy = type(built.problem)(costs, built.problem.edges)
         chosen = solve_problem(noisy, exact=False).chosen
-        decision = Decision(
-            {n: built.candidates[built.classes[n]][chosen[built.classes[n]]] for n in step.ops},
-            {
-                n: built.storages[built.classes[n]][chosen[built.classes[n]]]
-                for n in step.parameters
-            },
-        )
-        priced = price(step, cluster, decision, "adamw")
+        priced = price(step, cluster, decided(step, built, chosen), "adamw")
         row = liveness.row(priced.peak_at).value(chosen)
         assert priced.peak.peak_bytes <= row <= 1.5 * priced.peak.peak_bytes
         reduced = [
@@ -131,12 +135,7 @@ def test_rows_of_few_microbatches_do_not_count_all_at_once(schedule: str, turns:
     built = build_problem(step, CLUSTER, pins, "sgd")
     liveness = Liveness(step, built, "sgd", CLUSTER.device.allocation_granularity_bytes)
     chosen = solve_problem(built.problem, exact=False).chosen
-    choice = {n: chosen[built.classes[n]] for n in (*step.ops, *step.parameters)}
-    decision = Decision(
-        {n: built.candidates[built.classes[n]][choice[n]] for n in step.ops},
-        {n: built.storages[built.classes[n]][choice[n]] for n in step.parameters},
-    )
-    footprint = price(step, CLUSTER, decision, "sgd").footprint
+    footprint = price(step, CLUSTER, decided(step, built, chosen), "sgd").footprint
     seen = set()
     for schedule_of in footprint.schedules:
         for part, top in schedule_of.tops.items():
@@ -177,12 +176,7 @@ def test_rows_count_what_views_of_copies_hold(mesh: tuple[int, ...]) -> None:
         costs = {n: np.where(np.isfinite(c), rng.random(len(c)), np.inf)
                  for n, c in built.problem.costs.items()}  # fmt: skip
         chosen = solve_problem(type(built.problem)(costs, free), exact=False).chosen
-        names = {n: chosen[built.classes[n]] for n in (*step.ops, *step.parameters)}
-        decision = Decision(
-            {n: built.candidates[built.classes[n]][names[n]] for n in step.ops},
-            {n: built.storages[built.classes[n]][names[n]] for n in step.parameters},
-        )
-        priced = price(step, cluster, decision, "adamw")
+        priced = price(step, cluster, decided(step, built, chosen), "adamw")
         row = liveness.row(priced.peak_at).value(chosen)
         assert priced.peak.peak_bytes <= row <= 1.2 * priced.peak.peak_bytes
 

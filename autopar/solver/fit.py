@@ -29,15 +29,12 @@ from autopar.solver.multipliers import Proposal, best_prices, heaviest_weights
 from autopar.solver.relaxed import Allowed, Column
 from autopar.solver.row_at import HOST_ROW, RowAt
 
-__all__ = ["HEAVIER", "UNLIMITED", "Fit", "MemorySearch"]
-
-HEAVIER = 1.1
-"""Times what plans take, that rows may count: they are of any choices together."""
-
+__all__ = ["UNLIMITED", "Fit", "MemorySearch"]
 
 _LEAST_ROUNDS = 16
 _TIES = 1e-8  # of the peak, what the seconds of the free plan count at least
 _LIGHTER = 1e-3  # of the least peak: what it may be from the bound of all
+_HEAVIER = 1.1  # times what plans take, rows hardly ever count
 _SLOW = 1e3  # times as long as the unlimited plan: lighter plans are of no use
 _FIRST_ROUNDS = 4
 _ROUNDS = 20
@@ -103,7 +100,7 @@ class MemorySearch(MetPlans):
             if self.limit and self._is_hopeless():
                 break
             met = min(c.peak for c in self.relaxed.columns)
-            if self.least_bytes >= min(rival * HEAVIER, met * (1 - _LIGHTER)):
+            if self.least_bytes >= min(rival * _HEAVIER, met * (1 - _LIGHTER)):
                 break
             weights = self._weights(weights)
             # a little of the seconds, so that ties in memory go to the faster plan; less each turn,
@@ -115,7 +112,7 @@ class MemorySearch(MetPlans):
             if not weights.get(HOST_ROW):  # its bytes are no device's
                 slow_s = _SLOW * free.solution.objective
                 self.least_bytes = max(self.least_bytes, value - scale * slow_s)
-            wanted = HEAVIER * (self.limit or rival)
+            wanted = _HEAVIER * (self.limit or rival)
             doubted = not turn and value - scale * column.seconds > wanted
             fit = self._keep(self._plan(column.chosen))
             lightest = min(lightest, fit, key=lambda f: f.peak)
