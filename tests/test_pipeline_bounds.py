@@ -27,6 +27,7 @@ from autopar.errors import ConstraintError, InfeasiblePlanError
 from autopar.report.summary import render_summary
 from autopar.search.pipeline_shapes import Shapes
 from autopar.search.pipelining import _Search, plan_step
+from autopar.search.shape_bounds import CLOSEST
 from autopar.search.stage_planning import StagePlanner
 from autopar.search.step_limits import StepLimits
 from autopar.solver.fit import UNLIMITED
@@ -547,6 +548,32 @@ def test_whole_runs_are_bounded_in_what_tells() -> None:
     assert shapes._bound(shape, known.level) <= known.bound_s * (1 + 1e-2)
 
 
+def test_each_level_of_a_bound_tells_more() -> None:
+    traced, cluster = stack(14)[2], near_ranks(4, 1e9)
+    planner = StagePlanner(traced, cluster, Constraints(), None, "adamw", Offers(cluster))
+    shapes = Shapes(planner, PipelinePin(size=4, microbatches=4), short=False)
+    (shape,) = shapes.known
+    found = [shapes.known[shape].bound_s]
+    while not shapes.is_close(shape):
+        shapes.closer(shape)
+        found.append(shapes.known[shape].bound_s)
+    assert found == sorted(found)
+    assert len(set(found)) == CLOSEST + 1
+
+
+def test_of_shapes_to_be_ruled_out_that_of_the_fewest_turns_comes_first(monkeypatch) -> None:
+    traced, cluster = stack(14)[2], near_ranks(4, 1e9)
+    planner = StagePlanner(traced, cluster, Constraints(), None, "adamw", Offers(cluster))
+    shapes = Shapes(planner, PipelinePin(size=4), short=False)
+    asked: list[PipelineShape] = []
+    closer = shapes.closer
+    monkeypatch.setattr(shapes, "closer", lambda shape: (asked.append(shape), closer(shape))[1])
+    first = min(shapes.known, key=lambda s: shapes.known[s].bound_s)
+    shapes.most_promising(1.2 * shapes.known[first].bound_s)
+    assert asked[0].microbatches == min(s.microbatches for s in shapes.known)
+    assert asked[0].microbatches < first.microbatches
+
+
 def test_sums_found_behind_those_of_whole_steps_are_those_found_with_them(monkeypatch) -> None:
     traced, cluster = stack(14)[2], near_ranks(4, 1e9)
     shape = PipelineShape(size=4, microbatches=16, schedule="1f1b")
@@ -555,7 +582,7 @@ def test_sums_found_behind_those_of_whole_steps_are_those_found_with_them(monkey
         for _ in range(2)
     )
     whole = once.turn(shape)
-    few = planner.turn(shape, parts=False)
+    few = planner.turn(shape, ("step",))
     assert np.array_equal(few.step, whole.step)
     assert all((few.found[name] <= seconds).all() for name, seconds in whole.found.items())
     assert any((few.found[name] < seconds).any() for name, seconds in whole.found.items())

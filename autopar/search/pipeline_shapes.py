@@ -12,7 +12,7 @@ from autopar.core.constraints import PipelinePin
 from autopar.core.plan import Plan
 from autopar.core.units import format_bytes, format_seconds
 from autopar.errors import AutoparError, ConstraintError
-from autopar.search.shape_bounds import CLOSEST, OWN_TURNS, ShapeBounds, is_bound_of
+from autopar.search.shape_bounds import CLOSEST, ShapeBounds, is_bound_of
 from autopar.search.stage_planning import StagePlanner
 from autopar.solver.discrete.ilp import Infeasible
 from autopar.solver.discrete.time_limit import check_time
@@ -104,7 +104,7 @@ class Shapes(ShapeBounds):
         found = [s for s, k in self.known.items() if not k.why and k.bound_s < limit_s]
         return sorted(found, key=lambda s: (self.known[s].bound_s, s.size, s.microbatches))
 
-    def most_promising(self, limit_s: float, *, planned: bool = True) -> PipelineShape | None:
+    def most_promising(self, limit_s: float) -> PipelineShape | None:
         """The shape to plan next, that is expected to take less than some seconds, if there is one.
 
         Bounds are made closer until no shape but one with its closest bound looks better, or enough
@@ -112,7 +112,6 @@ class Shapes(ShapeBounds):
 
         Args:
             limit_s: above which a shape is of no use.
-            planned: some plan takes about as long, so that many shapes are to be ruled out.
         """
         while True:
             found = [s for s, k in self.known.items() if not k.why and k.expected_s < limit_s]
@@ -124,10 +123,11 @@ class Shapes(ShapeBounds):
             best = min(found, key=lambda s: (self.known[s].expected_s, s.size, s.microbatches))
             if self.is_close(best):
                 return best
-            self.closer(self._tells_of(best, found) if planned and limit_s < math.inf else best)
+            # where many are to be ruled out, one of fewer turns first: it also bounds those of more
+            self.closer(best if math.isinf(limit_s) else self._tells_of(best, found))
 
     def _tells_of(self, shape: PipelineShape, found: Sequence[PipelineShape]) -> PipelineShape:
-        """The shape to bound more closely first: one of fewer turns also bounds this one."""
+        """The shape to bound more closely first: this one, or one that it has a bound from."""
         return min(
             (s for s in found if is_bound_of(s, shape) and not self.is_close(s)),
             key=lambda s: s.microbatches,
@@ -199,9 +199,8 @@ class Shapes(ShapeBounds):
                 turn = self._turn(shape, CLOSEST, self.planner.rank_cluster(shape.size).num_devices)
                 expected_s = expected_seconds(self.planner.work, shape, turn)
                 known.expected_s = max(known.bound_s, expected_s)
-            if known.level >= OWN_TURNS:
-                for other in [s for s in self.known if s != shape and is_bound_of(shape, s)]:
-                    self.raised(other, self._bound(other, self.known[other].level))
+            for other in [s for s in self.known if s != shape and is_bound_of(shape, s)]:
+                self.raised(other, self._bound(other, self.known[other].level))
         except Infeasible:
             return  # planning says what is wrong
         except ConstraintError as error:

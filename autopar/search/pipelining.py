@@ -130,7 +130,7 @@ class _Search:
         shapes = self.shapes = Shapes(self.planner, PipelinePin(), short=True)
         alone_s = self.alone_s = self._alone_s(shapes.least_s() / _FAR)
         found: Plan | None = None
-        first = shapes.most_promising(_FAR * alone_s, planned=False) is not None
+        first = shapes.most_promising(_FAR * alone_s) is not None
         if first:
             found = self._climb(shapes, math.inf)
             if found is not None and counted_s(found) < _FAR * alone_s:

@@ -1,11 +1,11 @@
 """Bounds of the shapes of pipelines that a search ranges over.
 
 A shape is bounded four times, each time closer: by the work of its ops alone, with the
-communication of blocks in one turn (as no step gets cheaper by being run in more), with that of
-whole steps in its own turns, and of all sums of their parts (`functionals`). All cuts are allowed
-for, and every schedule that the search may take: one stage a rank in any order that begins with no
-more than 2 (p - r) - 1 forwards, such as 1F1B, zero-bubble and automatic orders, and two chunks a
-rank interleaved, cut as they would be.
+communication of whole steps, of what is not in front of their turns, and of all sums of their parts
+(`functionals`). As no step gets cheaper by being run in more turns, each also bounds those of more.
+All cuts are allowed for, and every schedule that the search may take: one stage a rank in any order
+that begins with no more than 2 (p - r) - 1 forwards, such as 1F1B, zero-bubble and automatic
+orders, and two chunks a rank interleaved, cut as they would be.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from autopar.solver.pipelines.pipeline_shape import PipelineShape, least_seconds
 from autopar.solver.pipelines.turn import Turn, hoped
 from autopar.solver.pipelines.windows import WindowKind
 
-__all__ = ["CLOSEST", "OWN_TURNS", "ShapeBounds", "is_bound_of"]
+__all__ = ["CLOSEST", "ShapeBounds", "is_bound_of"]
 
 CLOSEST = 3  # level of the closest bound of a shape that is planned
-OWN_TURNS = 2  # level of the first that is of the shape's own turns
+_SUMS = {1: ("step",), 2: ("step", "end"), CLOSEST: None}  # that are found by level; None: all
 _HIGHER = 0.05  # by which sums of whole runs are taken to be higher, to see which of them tell
 _OF_ALL_TURNS = ("step", "end")  # what is not less in more turns
 
@@ -97,12 +97,10 @@ class ShapeBounds:
     def _turn(self, shape: PipelineShape, level: int, devices: int) -> Turn:
         ahead = self.planner.ahead(shape.size)
         turn = Turn.ideal(self.planner.work, shape.microbatches, ahead, devices)
-        if level:
-            turn = turn.above(self.planner.one_turn(shape))
         for coarser in self.planner.coarser(shape):
             turn = turn.above(coarser)
-        if level >= OWN_TURNS:
-            turn = turn.above(self.planner.turn(shape, parts=level == CLOSEST))
+        if level:
+            turn = turn.above(self.planner.turn(shape, _SUMS[level]))
         within: dict[str, Array] = {}
         for other, tells in self.weighed.items():
             if tells and is_bound_of(other, shape):

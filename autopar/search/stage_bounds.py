@@ -60,7 +60,8 @@ class StageBounds:
         self._refused: dict[int, ConstraintError] = {}  # numbers of microbatches
         self._micros: dict[int, tuple[dict[str, NodePlan], Microbatch]] = {}
         self._turns: dict[tuple[int, int], Turn] = {}
-        # of the last shape with no sum but "step": of many it would be much to hold
+        self._alone: dict[tuple[int, ...], Turn] = {}  # of the step in one piece, by mesh
+        # of the last shape without all sums: of many it would be much to hold
         self._begun: dict[tuple[int, int], Floors] = {}
         self._wide: dict[tuple[int, int], Floors] = {}
         self._within: dict[tuple[int, int, int], Mapping[str, Array]] = {}
@@ -110,12 +111,12 @@ class StageBounds:
         automatic = pin is None or pin.schedule in (None, AUTOMATIC)
         return 2 * size - 1 if automatic else size
 
-    def turn(self, shape: PipelineShape, *, parts: bool = True) -> Turn:
+    def turn(self, shape: PipelineShape, sums: Collection[str] | None = None) -> Turn:
         """Lower bounds of all blocks on a rank of a pipeline, communication included.
 
         Args:
             shape: of the pipeline.
-            parts: of all sums; else of whole steps at least, which is soon found.
+            sums: names of `functionals` of which they are found; default: all.
 
         Raises:
             ConstraintError: the model cannot be split into such microbatches.
@@ -123,13 +124,14 @@ class StageBounds:
         key = (shape.size, shape.microbatches)
         known = self._turns.get(key)
         every = functionals(shape.microbatches, self.ahead(shape.size))
-        names = (every.keys() if parts else {"step"}) - (known.beside.keys() if known else set())
+        wanted = every.keys() if sums is None else every.keys() & set(sums)
+        names = wanted - (known.beside.keys() if known else set())
         if known is None or names:
             floors = self._begun.pop(key, None)
             if floors is None:
                 floors = self._floors(self.micro(shape.microbatches)[1].body, shape, parts=True)
             self._turns[key] = self._floored(floors, shape, names, known)
-            self._begun = {} if parts else {key: floors}
+            self._begun = {} if sums is None else {key: floors}
         return self._turns[key]
 
     def widen(self, shape: PipelineShape, kind: WindowKind) -> None:
@@ -181,21 +183,16 @@ class StageBounds:
             self._within[key] = runs_within(held, shape.size, self.limit)
         return self._within[key]
 
-    def one_turn(self, shape: PipelineShape) -> Turn:
-        """The same from the step in one turn, for any number of turns: soon found, and lower."""
-        if (shape.size, 0) not in self._turns:
-            whole = replace(shape, microbatches=1)
-            floors = self._floors(self.traced, whole, parts=False)
-            self._turns[shape.size, 0] = self._floored(floors, whole, {"step"})
-        return self._turns[shape.size, 0].in_turns(shape.microbatches)
-
     def coarser(self, shape: PipelineShape) -> list[Turn]:
         """The same from steps in fewer turns whose bounds are known."""
-        return [
-            turn.in_turns(shape.microbatches)
+        known = [
+            turn
             for (size, turns), turn in self._turns.items()
-            if size == shape.size and turns and shape.microbatches % turns == 0
+            if size == shape.size and shape.microbatches % turns == 0
         ]
+        if shape.size == 1 and self.whole.mesh_shape in self._alone:
+            known.append(self._alone[self.whole.mesh_shape])
+        return [turn.in_turns(shape.microbatches) for turn in known]
 
     def least_alone_s(self, enough_s: float = 0.0) -> float:
         """Seconds that no plan in one piece is below, on any of its meshes, whatever it hides.
@@ -211,11 +208,10 @@ class StageBounds:
         # few axes are soon searched
         given = meshes(self.whole, self.constraints)
         for cluster in sorted(given, key=lambda cluster: len(cluster.mesh_shape)):
-            if cluster.mesh_shape == self.whole.mesh_shape:
-                turn = self.one_turn(whole)
-            else:
+            turn = self._alone.get(cluster.mesh_shape)
+            if turn is None:
                 floors = self._floors(self.traced, whole, parts=False, cluster=cluster)
-                turn = self._floored(floors, whole, {"step"})
+                turn = self._alone[cluster.mesh_shape] = self._floored(floors, whole, {"step"})
             least_s = min(least_s, float(turn.step.sum()) * least_share(EXPOSED))
             if least_s <= enough_s:
                 break
