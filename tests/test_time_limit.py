@@ -17,6 +17,7 @@ from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, InfeasiblePlanError
 from autopar.search.one_piece import OnePiece
 from autopar.search.step_limits import StepLimits
+from autopar.solver.discrete import time_limit as timing
 from autopar.solver.discrete.time_limit import OutOfTime, check_time, plan_found, time_limit
 from autopar.tracer.trace import trace
 from tests.dist import run_ranks
@@ -53,6 +54,21 @@ def test_nothing_ends_before_a_plan_is_known() -> None:
             plan_found()
             check_time()
     check_time()
+
+
+def test_a_search_that_takes_long_says_once_how_to_end_it(monkeypatch, caplog) -> None:
+    def told() -> list[str]:
+        return [r.getMessage() for r in caplog.records if r.name == "autopar"]
+
+    planned()
+    assert not told()
+    monkeypatch.setattr(timing, "_LONG_S", 0.0)
+    planned(time_limit=600)
+    check_time()  # outside of a search
+    assert not told()
+    planned()
+    (message,) = told()
+    assert "time_limit=" in message
 
 
 @pytest.mark.parametrize(
