@@ -15,16 +15,15 @@ the host's limit is the device's, so that whoever keeps rows below the limit kee
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 
 import numpy as np
 
 from autopar.core.flights import ALL, INPUT, Others
-from autopar.core.placement import Layout, shard_factor
-from autopar.core.redistribute import packing_fraction, path
+from autopar.core.placement import shard_factor
 from autopar.core.strategy import TensorSpec
 from autopar.core.work import is_away
 from autopar.cost_model import host_state_bytes, optimizer_state_bytes
+from autopar.solver.buffer_sizes import BufferSizes
 from autopar.solver.build import StepProblem
 from autopar.solver.candidates import has_scratch, scratch_bytes
 from autopar.solver.discrete.problem import Array, Row
@@ -68,7 +67,7 @@ class Liveness:
         self.step = step
         self.built = built
         self.optimizer = optimizer
-        self.granularity = granularity_bytes
+        self.sizes = BufferSizes(built.moves, granularity_bytes)
         self.host_scale = host_scale
         self.mesh = built.moves.cluster.mesh_shape
         self.order = ordered(step)
@@ -87,8 +86,6 @@ class Liveness:
         self.born: dict[str, list[str]] = defaultdict(list)
         for name, value in kept.items():
             self.born[value[0]].append(name)
-        self._sizes: dict[tuple[int, Layout], float] = {}
-        self._fractions: dict[tuple[Layout, Layout], float] = {}
         self.spans = folded_spans(step, self.order)
         self.ahead = fetched_ahead(step, self.order)
         self.batch = input_bytes(step, built, self.mesh)
@@ -144,7 +141,7 @@ class Liveness:
             if value[0] in sums and value[0] in step.ops:
                 owner = self.built.classes[value[0]]
                 layouts = [c.outputs[value[1]] for c in self.built.candidates[owner]]
-                sizes = self._bytes(step.specs[value], layouts) * step.blocks.copies(value[0])
+                sizes = self.sizes.of(step.specs[value], layouts) * step.blocks.copies(value[0])
                 found.append((self.position[value[0]], owner, sizes))
         return found
 
@@ -153,7 +150,7 @@ class Liveness:
         step, blocks = self.step, self.step.blocks
         for name, spec in step.ports.items():
             if (name, 0) in step.specs:
-                row.add(name, self._bytes(spec, self.built.storages[name]))
+                row.add(name, self.sizes.of(spec, self.built.storages[name]))
         first, backward, _ = part_starts(step, self.order)
         for op in self.order[:first]:
             if blocks.copies(op.name) > 1:
@@ -176,13 +173,13 @@ class Liveness:
             number = flight.down if is_late else flight.up
             if number:
                 layouts = self.built.storages[send.port]
-                row.add(send.port, number * self._bytes(step.ports[send.port], layouts))
+                row.add(send.port, number * self.sizes.of(step.ports[send.port], layouts))
         for name, spec in step.ports.items():
             if (name, 0) in step.specs and not step.is_hoisted(name):
                 is_late = step.blocks.traced.info[name].phase == "backward"
                 number = flight.delayed + (0 if is_late else flight.waiting)
                 if number:
-                    row.add(name, number * self._bytes(spec, self.built.storages[name]))
+                    row.add(name, number * self.sizes.of(spec, self.built.storages[name]))
         first, backward, weight = part_starts(step, self.order)
         for times, cut in ((flight.waiting, backward), (flight.delayed, weight)):
             for op in self.order[first:cut] if times else ():
@@ -203,7 +200,7 @@ class Liveness:
                 continue
             owner = self.built.classes[op.name]
             layouts = [c.outputs[index] for c in self.built.candidates[owner]]
-            row.add(owner, times * self._bytes(spec, layouts))
+            row.add(owner, times * self.sizes.of(spec, layouts))
             self._let_go(row, (op.name, index), times, cut)
 
     def _shown_until(self, op: Op) -> int:
@@ -222,22 +219,10 @@ class Liveness:
         spec, owner = self.step.specs[value], self.built.classes[value[0]]
         viewer = self.built.classes[showing[0].name]
         wanted = [c.inputs[0] for c in self.built.candidates[viewer]]
-        moved = self._moved(sources, wanted, spec)
+        moved = self.sizes.moved(sources, wanted, spec)
         if moved.any():
-            sizes = np.where(moved, self._bytes(spec, sources)[:, None], 0.0)
+            sizes = np.where(moved, self.sizes.of(spec, sources)[:, None], 0.0)
             row.add_pair(owner, viewer, -times * sizes)
-
-    def _bytes(self, spec: TensorSpec, layouts: Sequence[Layout]) -> Array:
-        out = np.empty(len(layouts))
-        for index, layout in enumerate(layouts):
-            key = (spec.num_bytes, layout)
-            known = self._sizes.get(key)
-            if known is None:
-                share = spec.num_bytes / shard_factor(layout, self.mesh)
-                known = -(-share // self.granularity) * self.granularity
-                self._sizes[key] = known
-            out[index] = known
-        return out
 
     def row(self, at: RowAt) -> Row:
         """Live bytes at a moment; that of `HOST_ROW` is the scaled bytes in host memory."""
@@ -324,11 +309,11 @@ class Liveness:
             whole = TensorSpec(spec.shape, spec.dtype)
             owner, copies = self.built.classes[name], self.step.blocks.copies(name)
             storages = self.built.storages[owner]
-            share = self._bytes(whole, storages)[None, :]
-            sizes = copies * np.maximum(share - self._bytes(whole, sources)[:, None], 0.0)
+            share = self.sizes.of(whole, storages)[None, :]
+            sizes = copies * np.maximum(share - self.sizes.of(whole, sources)[:, None], 0.0)
             if index == turn:
-                sizes = sizes + share + self._packed(sources, storages, whole)
-            sizes = np.where(self._moved(sources, storages, whole), sizes, 0.0)
+                sizes = sizes + share + self.sizes.packed(sources, storages, whole)
+            sizes = np.where(self.sizes.moved(sources, storages, whole), sizes, 0.0)
             row.add_pair(self.built.classes[value[0]], owner, sizes)
 
     def _part(self, position: int) -> int:
@@ -353,7 +338,7 @@ class Liveness:
                     owner = self.built.classes[name]
                     given = self.step.parameters[name]
                     whole = TensorSpec(given.shape, given.dtype)
-                    sizes = self._bytes(whole, self.built.storages[owner])
+                    sizes = self.sizes.of(whole, self.built.storages[owner])
                     row.add(owner, (span.times - 1) * sizes)
 
     def _add_ahead(self, row: Row, fetched: Ahead) -> None:
@@ -361,7 +346,7 @@ class Liveness:
         for name in fetched.copies:
             owner = self.built.classes[name]
             outputs = [c.outputs[0] for c in self.built.candidates[owner]]
-            row.add(owner, self._bytes(self.step.specs[name, 0], outputs))
+            row.add(owner, self.sizes.of(self.step.specs[name, 0], outputs))
 
     def _outputs(self, row: Row, op: Op, born: int, position: int) -> None:
         if is_away(op.call.target):
@@ -379,7 +364,7 @@ class Liveness:
             if end < position and not written:
                 self.inside.add(row, value, 1, position)
             else:
-                row.add(owner, self._bytes(spec, [c.outputs[index] for c in candidates]))
+                row.add(owner, self.sizes.of(spec, [c.outputs[index] for c in candidates]))
                 if position > born:
                     self._let_go(row, value, 1, position)
 
@@ -393,32 +378,13 @@ class Liveness:
                 continue
             wanted = [c.inputs[index] for c in targets]
             spec = self.step.specs[value]
-            sizes = np.where(self._moved(sources, wanted, spec), self._bytes(spec, wanted), 0.0)
+            sizes = np.where(
+                self.sizes.moved(sources, wanted, spec), self.sizes.of(spec, wanted), 0.0
+            )
             if just:
-                sizes = sizes + self._packed(sources, wanted, spec)
+                sizes = sizes + self.sizes.packed(sources, wanted, spec)
             if sizes.any():
                 row.add_pair(self.built.classes[value[0]], consumer, sizes * times)
-
-    def _packed(
-        self, sources: Sequence[Layout], wanted: Sequence[Layout], spec: TensorSpec
-    ) -> Array:
-        """Bytes that a redistribution packs into another order on its way."""
-        rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(wanted))
-        small = np.array([[self._fraction(s, t) for t in columns] for s in rows])
-        at = np.ix_([rows.index(s) for s in sources], [columns.index(t) for t in wanted])
-        return np.asarray(small[at] * spec.num_bytes)
-
-    def _fraction(self, src: Layout, dst: Layout) -> float:
-        key = (src, dst)
-        if key not in self._fractions:
-            self._fractions[key] = packing_fraction(path(src, dst, self.mesh) or ())
-        return self._fractions[key]
-
-    def _moved(
-        self, sources: Sequence[Layout], wanted: Sequence[Layout], spec: TensorSpec
-    ) -> Array:
-        seconds = self.built.moves.matrix(sources, wanted, spec.num_bytes)
-        return np.asarray(np.isfinite(seconds) & (seconds > 0))
 
     def _gradient(self, row: Row, name: str, just: bool) -> None:
         """A gradient in its storage layout, and what it was reduced from while that happens."""
@@ -426,12 +392,12 @@ class Liveness:
         owner = self.built.classes[name]
         storages = self.built.storages[owner]
         whole = TensorSpec(spec.shape, spec.dtype)
-        row.add(owner, self._bytes(whole, storages))
+        row.add(owner, self.sizes.of(whole, storages))
         value = self.step.gradients[name]
         sources = self.built.produced(value)
         if not just or sources is None or value in self.ends:
             return
-        moved = self._moved(sources, storages, whole)
-        sizes = np.where(moved, self._bytes(whole, sources)[:, None], 0.0)
-        sizes = sizes + self._packed(sources, storages, whole)
+        moved = self.sizes.moved(sources, storages, whole)
+        sizes = np.where(moved, self.sizes.of(whole, sources)[:, None], 0.0)
+        sizes = sizes + self.sizes.packed(sources, storages, whole)
         row.add_pair(self.built.classes[value[0]], owner, sizes)
