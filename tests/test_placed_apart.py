@@ -230,18 +230,25 @@ def test_a_choice_of_the_user_keeps_blocks_alike(large_vit: tuple[TracedModel, C
     assert plan.checkpoint == "none"
 
 
-class Stack(nn.Module):
-    """Blocks of one matrix, which is split over the devices or is not."""
+class Added(nn.Module):
+    """One matrix, which is split over the devices or is not."""
 
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x).tanh()
+
+
+class Stack(nn.Module):
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, width, bias=False), nn.Tanh()) for _ in range(layers)
-        )
+        self.layers = nn.ModuleList(Added(width) for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = x + layer(x)
+            x = layer(x)
         return x.square().mean()
 
 
