@@ -45,7 +45,7 @@ from autopar.solver.pipelines.turn import WIDE, Turn
 from autopar.solver.pipelines.windows import Window, WindowKind, kinds_for, runs_with
 from autopar.tracer.trace import trace
 from tests import zoo
-from tests.test_critical_stages import near_ranks
+from tests.test_critical_stages import near_ranks, planner_of
 from tests.test_pipeline_search import nodes_apart, stack
 
 ROUNDING = 1 + 1e-6  # the solver's own tolerance
@@ -213,7 +213,7 @@ def test_no_stage_takes_less_than_its_blocks_in_a_row(name: str) -> None:
     """What equal blocks hand on to each other is counted, beside what each does."""
     model, inputs = zoo.gpt2(layers=12) if name == "gpt2" else stack(14)[:2]
     traced, cluster = trace(model.train(), inputs, fold=True), near_ranks(2, 1e9)
-    planner = StagePlanner(traced, cluster, Constraints(), None, "adamw", Offers(cluster))
+    planner = planner_of(traced, cluster)
     shape = PipelineShape(size=2, microbatches=4, schedule="automatic")
     alone = planner.turn(shape)
     for part in WIDE:
@@ -303,7 +303,7 @@ def test_a_constant_that_is_repeated_for_each_sample_is_split_over_the_turns(tur
 
     traced = trace(Mean().double().train(), {"x": torch.randn(2048, 64).double()})
     cluster = nodes_apart(1e-9, 1e13)
-    planner = StagePlanner(traced, cluster, Constraints(), None, "adamw", Offers(cluster))
+    planner = planner_of(traced, cluster)
     shape = PipelineShape(size=2, microbatches=turns, schedule="1f1b")
     plan = planner.plan(shape, free=True)
     assert plan.pipeline is not None
@@ -550,7 +550,7 @@ def test_whole_runs_are_bounded_in_what_tells() -> None:
 
 def test_each_level_of_a_bound_tells_more() -> None:
     traced, cluster = stack(14)[2], near_ranks(4, 1e9)
-    planner = StagePlanner(traced, cluster, Constraints(), None, "adamw", Offers(cluster))
+    planner = planner_of(traced, cluster)
     shapes = Shapes(planner, PipelinePin(size=4, microbatches=4), short=False)
     (shape,) = shapes.known
     found = [shapes.known[shape].bound_s]
@@ -563,7 +563,7 @@ def test_each_level_of_a_bound_tells_more() -> None:
 
 def test_of_shapes_to_be_ruled_out_that_of_the_fewest_turns_comes_first(monkeypatch) -> None:
     traced, cluster = stack(14)[2], near_ranks(4, 1e9)
-    planner = StagePlanner(traced, cluster, Constraints(), None, "adamw", Offers(cluster))
+    planner = planner_of(traced, cluster)
     shapes = Shapes(planner, PipelinePin(size=4), short=False)
     asked: list[PipelineShape] = []
     closer = shapes.closer
@@ -577,10 +577,7 @@ def test_of_shapes_to_be_ruled_out_that_of_the_fewest_turns_comes_first(monkeypa
 def test_sums_found_behind_those_of_whole_steps_are_those_found_with_them(monkeypatch) -> None:
     traced, cluster = stack(14)[2], near_ranks(4, 1e9)
     shape = PipelineShape(size=4, microbatches=16, schedule="1f1b")
-    once, planner = (
-        StagePlanner(traced, cluster, Constraints(), None, "adamw", Offers(cluster))
-        for _ in range(2)
-    )
+    once, planner = planner_of(traced, cluster), planner_of(traced, cluster)
     whole = once.turn(shape)
     few = planner.turn(shape, ("step",))
     assert np.array_equal(few.step, whole.step)
@@ -618,7 +615,7 @@ def test_the_last_blocks_take_no_less_than_one_by_one(name: str) -> None:
     found = []
     for fold in (True, False):
         traced = trace(model.train(), inputs, fold=fold)
-        planner = StagePlanner(traced, cluster, Constraints(), None, "adamw", Offers(cluster))
+        planner = planner_of(traced, cluster)
         alone = planner.turn(shape)
         planner.widen(shape, WindowKind("step", 3, last=True))
         (window,) = planner.turn(shape).windows

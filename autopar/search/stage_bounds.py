@@ -129,7 +129,7 @@ class StageBounds:
         if known is None or names:
             floors = self._begun.pop(key, None)
             if floors is None:
-                floors = self._floors(self.micro(shape.microbatches)[1].body, shape, parts=True)
+                floors = self._floors(self.micro(shape.microbatches)[1].body, shape)
             self._turns[key] = self._floored(floors, shape, names, known)
             self._begun = {} if sums is None else {key: floors}
         return self._turns[key]
@@ -145,7 +145,7 @@ class StageBounds:
         turn, body = self.turn(shape), self.micro(shape.microbatches)[1].body
         if key not in self._wide:
             wide = widened(body) if body.repeats else body
-            self._wide[key] = self._floors(wide, shape, parts=True)
+            self._wide[key] = self._floors(wide, shape)
         self._turns[key] = windowed(turn, self._wide[key], body, self.work.names, kind)
 
     def together(
@@ -175,7 +175,7 @@ class StageBounds:
         key = (shape.size, shape.microbatches, self.limit)
         if key not in self._within:
             body, cluster = self.micro(shape.microbatches)[1].body, self.rank_cluster(shape.size)
-            floors = self._floors(body, shape, parts=True)
+            floors = self._floors(body, shape)
             held = (
                 HeldFloors([floors.held_as(place)], self.work.held, self.work.like)
                 for place in places_of(cluster, self.constraints, self.optimizer)
@@ -210,7 +210,7 @@ class StageBounds:
         for cluster in sorted(given, key=lambda cluster: len(cluster.mesh_shape)):
             turn = self._alone.get(cluster.mesh_shape)
             if turn is None:
-                floors = self._floors(self.traced, whole, parts=False, cluster=cluster)
+                floors = self._floors(self.traced, whole, cluster)
                 turn = self._alone[cluster.mesh_shape] = self._floored(floors, whole, {"step"})
             least_s = min(least_s, float(turn.step.sum()) * least_share(EXPOSED))
             if least_s <= enough_s:
@@ -221,14 +221,13 @@ class StageBounds:
         self,
         body: TracedModel,
         shape: PipelineShape,
-        parts: bool,
         cluster: Cluster | None = None,
     ) -> Floors:
         cluster = cluster or self.rank_cluster(shape.size)
         inside = replace(self.constraints, pipeline=None, params={})
         meshed = with_roles(cluster, assign_mesh(inside, cluster.mesh_shape))
         offers = self.offers.over(meshed)
-        return Floors(body, inside, self.optimizer, offers, self.ahead(shape.size), parts)
+        return Floors(body, inside, self.optimizer, offers, self.ahead(shape.size))
 
     def _floored(
         self,

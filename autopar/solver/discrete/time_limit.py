@@ -17,12 +17,12 @@ from dataclasses import dataclass
 __all__ = ["OutOfTime", "check_time", "is_timed", "plan_found", "time_limit"]
 
 
-class OutOfTime(Exception):
-    """The time is up, and a plan is known; of no kind that a search takes for its own."""
-
-
 _LOG = logging.getLogger("autopar")
 _LONG_S = 60.0  # of searching without a limit, after which a user may want to know of limits
+
+
+class OutOfTime(Exception):
+    """The time is up, and a plan is known; of no kind that a search takes for its own."""
 
 
 @dataclass(slots=True)
