@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -12,19 +11,15 @@ from torch import nn
 
 import autopar
 from autopar.core.constraints import Constraints, assign_mesh
-from autopar.core.folding import unfolded
 from autopar.core.plan import Plan
-from autopar.core.recompute import recomputed
 from autopar.cost_model import Cluster
 from autopar.errors import PlanMismatchError
 from autopar.explanation import explain
 from autopar.report.page import page_data
-from autopar.solver.candidates import Candidate
-from autopar.solver.price import Decision, price
-from autopar.solver.read_step import build_step
 from autopar.solver.solve import solve
 from autopar.tracer.fold import find_repeats
 from autopar.tracer.trace import trace
+from tests.folding import cluster, same_costs
 
 TEXT = {"input_ids": 1 + torch.arange(64).reshape(4, 16), "labels": torch.ones(4, 16).long()}
 IMAGES = {
@@ -168,10 +163,6 @@ class ShiftedStack(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
 
 
-def cluster(*mesh: int) -> Cluster:
-    return Cluster.from_profile("h100-sxm", devices_per_node=math.prod(mesh), mesh_shape=mesh)
-
-
 class Picked(Shifted):
     """Each block picks by a list, of which each makes a constant tensor."""
 
@@ -261,39 +252,12 @@ def test_folded_costs_are_those_of_the_whole_model(
     name: str, mesh: tuple[int, ...], kind: str
 ) -> None:
     build, period, inputs = CASES[name]
-    model = build()
-    folded = trace(model, inputs, training=True, fold=True)
-    whole = trace(model, inputs, training=True)
-    assert {repeat.period for repeat in folded.repeats} == {period}
-    assert len(folded.graph.nodes) < len(whole.graph.nodes)
-    at = cluster(*mesh)
-    plan = solve(folded, at, constraints=Constraints(checkpoint=kind))
-    full = unfolded(plan, folded, whole)
-    step = build_step(recomputed(whole, kind))
-    chosen = {
-        name: Candidate(n.inputs, n.outputs, n.variants, _inner(name, n, step, at))
-        for name, n in full.nodes.items()
-    }
-    storages = {s.node: full.parameters[s.target] for s in whole.parameters()}
-    found = price(step, at, Decision(chosen, storages), "adamw")
-    assert found.total_s == pytest.approx(plan.predicted.step_time_s, rel=1e-9)
-    assert found.comm_bytes == plan.predicted.comm_bytes
-    assert found.peak.peak_bytes == plan.predicted.peak_memory_bytes
-    assert list(plan.parameters) == [s.target for s in whole.parameters()]
+    same_costs(build(), inputs, period, cluster(*mesh), kind)
 
 
 def test_what_the_first_block_makes_for_all_of_its_stack_may_be_folded() -> None:
     traced = trace(t5(7), TEXT, training=True, fold=True)
     assert [repeat.container for repeat in traced.repeats] == ["encoder.block", "decoder.block"]
-
-
-def _inner(name: str, node: Any, step: Any, at: Cluster) -> Any:
-    from autopar.solver.candidates import expand
-
-    for candidate in expand(step.ops[name].call, at.mesh_shape):
-        if candidate[:3] == (node.inputs, node.outputs, node.variants):
-            return candidate.comm
-    raise AssertionError(f"no candidate of {name} is the plan's")
 
 
 @pytest.mark.parametrize(

@@ -25,12 +25,22 @@ from autopar.core.ops import unsalted
 from autopar.core.reshapes import is_reshape, view_class
 from autopar.core.strategy import op_call
 
-__all__ = ["Block", "Blocks", "block_of", "members_by", "number_in", "renumbered", "section_of"]
+__all__ = [
+    "MANY",
+    "Block",
+    "Blocks",
+    "block_of",
+    "members_by",
+    "number_in",
+    "renumbered",
+    "section_of",
+]
 
 Owner = TypeVar("Owner", bound=Hashable)
 
 _BLOCK = re.compile(r"^(.*?)\.(\d+)(?:\.|$)")
-_MANY = 3  # blocks; a skip connection leads to one
+MANY = 3
+"""Blocks that read what one makes for many; a skip connection leads to one."""
 
 
 class Block(NamedTuple):
@@ -267,4 +277,4 @@ class Blocks:
         """True for what a block makes for many others, such as a bias of all attention scores."""
         readers = {self.place[u.name][0] for u in node.users if u.name in self.place}
         others = {r for r in readers if r.container == source.container and r != source}
-        return len(others) >= _MANY
+        return len(others) >= MANY

@@ -26,11 +26,10 @@ from torch.utils.hooks import RemovableHandle
 from autopar.core.blocks import Block, Blocks
 from autopar.core.graph import Repeat, TracedModel
 from autopar.errors import TraceError
+from autopar.tracer.between_blocks import KEPT_PERIODS, LONGEST_PERIOD
 
 __all__ = ["find_repeats", "folded", "in_chain", "is_nested"]
 
-_KEPT_PERIODS = 4
-_LONGEST_PERIOD = 8
 _SCALARS = (int, float, bool, str, type(None), torch.dtype)
 
 
@@ -46,7 +45,7 @@ def find_repeats(model: nn.Module) -> tuple[Repeat, ...]:
         if names != [str(i) for i in range(len(blocks))]:
             continue
         kinds = _kinds(blocks)
-        if len(set(kinds)) == len(kinds) or len(kinds) <= _KEPT_PERIODS:
+        if len(set(kinds)) == len(kinds) or len(kinds) <= KEPT_PERIODS:
             unlike |= {f"{path}.{name}" for name in names}
         elif (repeat := _longest_run(path, kinds)) is not None and _separate(model, blocks):
             found.append(repeat)
@@ -54,7 +53,7 @@ def find_repeats(model: nn.Module) -> tuple[Repeat, ...]:
 
 
 def folded(
-    model: nn.Module, repeats: Sequence[Repeat], capture: Callable[[], TracedModel]
+    model: nn.Module, repeats: Sequence[Repeat], capture: Callable[..., TracedModel]
 ) -> TracedModel | None:
     """The folded graph, or None where the blocks turn out not to be alike.
 
@@ -62,7 +61,7 @@ def folded(
         model: whose blocks are left out meanwhile.
         repeats: those that are worth folding. Where those inside of numbered modules turn out to be
             no blocks, the others are folded without them.
-        capture: traces the model.
+        capture: traces the model; with `fold=True`, it may leave out what of it repeats.
     """
     outer = tuple(r for r in repeats if not is_nested(r.container))
     for some in dict.fromkeys((tuple(repeats), outer)):
@@ -70,12 +69,18 @@ def folded(
             break
         with _shortened(model, some) as notes:
             try:
-                traced = replace(capture(), repeats=some)
+                traced = replace(capture(fold=False), repeats=some)
             except TraceError:
                 continue  # tracing it whole tells whether the model is at fault
         if not notes.fault and _is_sound(traced):
             return traced
-    return None
+    if not repeats:
+        return None
+    try:
+        traced = capture(fold=True)
+    except TraceError:
+        return None
+    return traced if _is_sound(traced) else None
 
 
 def is_nested(container: str) -> bool:
@@ -181,19 +186,19 @@ def _alike(one: dict[Any, Any], i: int, other: dict[Any, Any], j: int) -> bool:
 
 def _longest_run(path: str, kinds: Sequence[int]) -> Repeat | None:
     best: Repeat | None = None
-    for period in range(1, min(_LONGEST_PERIOD, len(kinds) // (_KEPT_PERIODS + 1)) + 1):
+    for period in range(1, min(LONGEST_PERIOD, len(kinds) // (KEPT_PERIODS + 1)) + 1):
         start = 0
         while start < len(kinds):
             end = start + period
             while end < len(kinds) and kinds[end] == kinds[end - period]:
                 end += 1
             times = (end - start) // period
-            if times > _KEPT_PERIODS:
+            if times > KEPT_PERIODS:
                 run = Repeat(
                     container=path,
                     first=start + 2 * period,
                     period=period,
-                    times=times - _KEPT_PERIODS + 1,
+                    times=times - KEPT_PERIODS + 1,
                 )
                 if best is None or run.skipped > best.skipped:
                     best = run

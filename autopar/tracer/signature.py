@@ -13,7 +13,7 @@ from autopar.errors import TraceError
 from autopar.tracer.capture import PREFIX
 from autopar.tracer.cleanup import tied_parameters
 
-__all__ = ["check_no_input_mutation", "input_specs", "lifted_tensors"]
+__all__ = ["check_no_input_mutation", "input_specs", "lifted_tensors", "written_buffer"]
 
 
 def check_no_input_mutation(exported: Any) -> None:
@@ -36,6 +36,11 @@ def check_no_input_mutation(exported: Any) -> None:
                 "place. Compute a new tensor from it (torch.nn.utils.parametrize does), or "
                 "change it between steps."
             )
+
+
+def written_buffer(spec: Any) -> str | None:
+    """FQN of the buffer that an output of an exported program is the new value of."""
+    return spec.target.removeprefix(PREFIX) if spec.kind.name == "BUFFER_MUTATION" else None
 
 
 def lifted_tensors(exported: Any) -> dict[str, Tensor]:

@@ -23,10 +23,10 @@ from torch.utils import _pytree as pytree
 from autopar._compat import lazily_compiled, leaving_transforms, without_onednn
 from autopar.core.collector import paused_collector
 from autopar.core.grad_modes import outside_inference_mode, without_anomaly_mode
-from autopar.core.graph import InputSpec, NodeInfo, OutputSpec, TracedModel, output_paths
-from autopar.errors import TraceError
+from autopar.core.graph import InputSpec, NodeInfo, OutputSpec, Repeat, TracedModel
 from autopar.tracer.accepted import check_model
-from autopar.tracer.capture import PREFIX, Capture, export, normalize_inputs
+from autopar.tracer.between_blocks import Captured, runs_of, without_equal_periods
+from autopar.tracer.capture import Capture, export, normalize_inputs
 from autopar.tracer.cleanup import (
     clean,
     drop_unread,
@@ -41,7 +41,6 @@ from autopar.tracer.cleanup import (
 from autopar.tracer.decompositions import REPLACEMENTS, as_copied, decomposition_table
 from autopar.tracer.derivatives import derived, no_silent_ends
 from autopar.tracer.diagnose import (
-    explain_backward,
     refuse_hooks,
     refuse_random,
     refuse_sparse,
@@ -51,12 +50,18 @@ from autopar.tracer.fanout import insert_fanouts
 from autopar.tracer.fold import find_repeats, folded, in_chain, is_nested
 from autopar.tracer.functional import remove_mutations
 from autopar.tracer.functions import FunctionCalls
+from autopar.tracer.gradients import Gradients
 from autopar.tracer.origins import note_phases, origins
 from autopar.tracer.precision import cast_gradients, cast_last, lift_casts, low_dtype, sum_dtype
 from autopar.tracer.randomness import RandomContext
-from autopar.tracer.replay import Mark, Replay, last_node
+from autopar.tracer.replay import Mark, Replay
 from autopar.tracer.rewrites import invert_permutations, prepare_graph
-from autopar.tracer.signature import check_no_input_mutation, input_specs, lifted_tensors
+from autopar.tracer.signature import (
+    check_no_input_mutation,
+    input_specs,
+    lifted_tensors,
+    written_buffer,
+)
 from autopar.tracer.simplify import simplify
 
 __all__ = ["normalize_inputs", "trace"]
@@ -108,28 +113,30 @@ def trace(
         _trace,
         model,
         example_inputs,
-        nested=[r.container for r in repeats if is_nested(r.container)],
+        repeats=repeats,
         training=training,
         loss=loss,
         loss_fn=loss_fn,
         precision=precision,
         reduce_dtype=reduce_dtype,
     )
-    return (folded(model, repeats, capture) if fold else None) or capture()
+    return (folded(model, repeats, capture) if fold else None) or capture(fold=False)
 
 
 def _trace(
     model: nn.Module,
     example_inputs: Any,
     *,
-    nested: Sequence[str],
+    repeats: Sequence[Repeat],
+    fold: bool,
     training: bool | None,
     loss: str,
     loss_fn: Callable[..., Any] | None,
     precision: str | None,
     reduce_dtype: str | None,
 ) -> TracedModel:
-    """As `trace`, with all modules that the model has now; `nested` lists may hold blocks."""
+    """As `trace`, with all modules that the model has now; `fold` cuts the captured forward."""
+    nested = [r.container for r in repeats if is_nested(r.container)]
     args, kwargs = normalize_inputs(example_inputs)
     with_grad = model.training if training is None else training
     has_loss = with_grad and loss == "auto"
@@ -142,7 +149,8 @@ def _trace(
         exported = export(capture, args, kwargs)
     calls.warn_of_cut()
     dtype = sum_dtype(reduce_dtype)
-    traced = _JointTrace(capture, exported, with_grad, loss, calls, dtype, nested).run()
+    joint = _JointTrace(capture, exported, with_grad, loss, calls, dtype, repeats, fold)
+    traced = joint.run()
     return replace(
         traced,
         precision=precision or "fp32",
@@ -162,19 +170,20 @@ class _JointTrace:
         loss: str,
         calls: FunctionCalls,
         reduce_dtype: torch.dtype | None,
-        nested: Sequence[str],
+        repeats: Sequence[Repeat],
+        fold: bool,
     ) -> None:
         self.capture = capture
-        self.nested = nested
+        self.lists = repeats
+        self.fold = fold
+        self.repeats: tuple[Repeat, ...] = ()
         self.reduce_dtype = reduce_dtype
         self.calls = calls
         self.model = capture.wrapped
         self.exported = exported
+        self.output_specs: list[Any] = list(exported.graph_signature.output_specs)
         self.with_grad = with_grad
-        self.loss_mode = loss
-        self.loss_index: int | None = None
-        self.beside: tuple[int, ...] = ()
-        self.grad_targets: list[str] = []
+        self.gradients = Gradients(capture.wrapped, loss, calls)
         self.output_kinds: list[OutputSpec] = []
         self.info: dict[str, NodeInfo] = {}
         self.plain: set[str] = set()  # inputs that are no tensors: their values are in the graph
@@ -188,6 +197,8 @@ class _JointTrace:
         specs, self.plain = input_specs(self.exported, self.model)
         self.casts = lift_casts(gm.graph, self.capture.dtype)
         prepare_graph(gm, lifted_tensors(self.exported))
+        captured = self._between_blocks(gm, specs)
+        gm, specs = captured.gm, list(captured.specs)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with fake:
             leaves = [torch.empty(spec.shape, dtype=spec.dtype, device="cpu") for spec in specs]
@@ -209,8 +220,20 @@ class _JointTrace:
             graph_module = joint(leaves, seed)
         return self._finish(graph_module, specs)
 
+    def _between_blocks(self, gm: fx.GraphModule, specs: Sequence[InputSpec]) -> Captured:
+        """Count what is computed between blocks for these; where asked for, cut equal ones out."""
+        written = [written_buffer(spec) for spec in self.output_specs]
+        captured = Captured(gm, specs, written)
+        runs = runs_of(captured, self.lists, lifted_tensors(self.exported))
+        for run in runs:
+            run.name_between()
+        if self.fold:
+            captured, self.repeats, kept = without_equal_periods(captured, runs)
+            self.output_specs = [self.output_specs[i] for i in kept]
+        return captured
+
     def _joint(
-        self, gm: fx.GraphModule, specs: list[InputSpec], flat: list[Tensor], seed: Tensor
+        self, gm: fx.GraphModule, specs: Sequence[InputSpec], flat: list[Tensor], seed: Tensor
     ) -> list[Any]:
         self.rng = RandomContext(seed)
         replay = Replay(gm, self.rng, torch.device("cpu"), self.calls, self.casts)
@@ -221,11 +244,14 @@ class _JointTrace:
         updates = [(name, as_copied(buffers[name], value)) for name, value in updates]
         self.marks += replay.marks
         outputs = [r for _, r in user_outputs]
-        gradients = self._gradients(replay, specs, flat, outputs) if self.with_grad else []
+        gradients = []
+        if self.with_grad:
+            gradients = self.gradients.of(replay, specs, flat, outputs, self.capture.notes.out_spec)
+            self.marks += self.gradients.marks
         self.output_kinds = [
             *(OutputSpec(node="", kind="output", target=str(i)) for i, _ in user_outputs),
             *(OutputSpec(node="", kind="buffer", target=t) for t, _ in updates),
-            *(OutputSpec(node="", kind="gradient", target=t) for t in self.grad_targets),
+            *(OutputSpec(node="", kind="gradient", target=t) for t in self.gradients.targets),
         ]
         detached = [
             r.detach() if isinstance(r, Tensor) else r for r in (*outputs, *(u for _, u in updates))
@@ -236,87 +262,17 @@ class _JointTrace:
         self, results: list[Any]
     ) -> tuple[list[tuple[int, Any]], list[tuple[str, Any]]]:
         """User outputs with their index, and buffer updates with their FQN."""
-        signature = self.exported.graph_signature
         updates: list[tuple[str, Any]] = []
         user: list[tuple[int, Any]] = []
-        for spec, value in zip(signature.output_specs, results, strict=True):
-            if spec.kind.name == "BUFFER_MUTATION":
-                updates.append((spec.target.removeprefix(PREFIX), value))
+        for spec, value in zip(self.output_specs, results, strict=True):
+            buffer = written_buffer(spec)
+            if buffer is not None:
+                updates.append((buffer, value))
             else:
                 user.append((len(user), value))
         return user, updates
 
-    def _gradients(
-        self, replay: Replay, specs: list[InputSpec], flat: list[Tensor], outputs: list[Any]
-    ) -> list[Any]:
-        differentiable = [
-            (i, r)
-            for i, r in enumerate(outputs)
-            if isinstance(r, Tensor) and r.requires_grad and r.is_floating_point()
-        ]
-        scalars = [(i, r) for i, r in differentiable if r.dim() == 0]
-        if self.loss_mode == "auto" and (losses := self._losses(scalars)):
-            self.loss_index = losses[0][0]
-            self.beside = tuple(i for i, _ in differentiable if i != self.loss_index)
-            differentiable = losses
-        trainable = [(s, p) for s, p in zip(specs, flat, strict=True) if s.trainable]
-        if not differentiable or not trainable:
-            return []
-        tangents = []
-        for index, result in differentiable:
-            # A tangent enters as a fresh tensor; `lift_tangents` turns its node into a placeholder.
-            tangent = torch.empty_like(result, requires_grad=False)
-            last_node().meta["autopar_tangent"] = index
-            tangents.append(tangent)
-        self._hook_backward(replay, [r for _, r in differentiable])
-        try:
-            gradients = torch.autograd.grad(
-                [r for _, r in differentiable],
-                [p for _, p in trainable],
-                tangents,
-                allow_unused=True,
-            )
-        except RuntimeError as error:
-            raise TraceError(explain_backward(self.model, error)) from error
-        self.calls.check_backward()
-        kept = [
-            (s.target, g) for (s, _), g in zip(trainable, gradients, strict=True) if g is not None
-        ]
-        self.grad_targets = [target for target, _ in kept]
-        return [g for _, g in kept]
-
-    def _losses(self, scalars: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
-        """The only scalar output, or of several the one that is called `loss`; else none."""
-        if len(scalars) <= 1:
-            return scalars
-        paths = output_paths(self.capture.notes.out_spec)
-        return [(i, r) for i, r in scalars if paths[i] in (".loss", "['loss']")]
-
-    def _hook_backward(self, replay: Replay, roots: list[Tensor]) -> None:
-        """Before each autograd node runs, note which forward op it differentiates."""
-        owner: dict[int, fx.Node] = {}
-        for first, last, node in replay.ranges:
-            for number in range(first, last):
-                owner[number] = node
-        stack = [r.grad_fn for r in roots]
-        seen = set(stack)
-
-        def mark(node: fx.Node) -> Any:
-            return lambda _grads: self.marks.append((last_node(), node))
-
-        while stack:
-            fn = stack.pop()
-            if fn is None:
-                continue
-            origin = owner.get(fn._sequence_nr())
-            if origin is not None:
-                fn.register_prehook(mark(origin))
-            for parent, _ in fn.next_functions:
-                if parent is not None and parent not in seen:
-                    seen.add(parent)
-                    stack.append(parent)
-
-    def _finish(self, gm: fx.GraphModule, specs: list[InputSpec]) -> TracedModel:
+    def _finish(self, gm: fx.GraphModule, specs: Sequence[InputSpec]) -> TracedModel:
         graph = gm.graph
         remove_mutations(graph)
         invert_permutations(graph)
@@ -337,7 +293,8 @@ class _JointTrace:
             cast_last(graph, parameters, outputs)
         if self.reduce_dtype is not None:
             cast_gradients(graph, outputs, self.info, self.reduce_dtype)
-        insert_fanouts(graph, self.info, parameters, self.nested)
+        nested = [r.container for r in self.lists if is_nested(r.container)]
+        insert_fanouts(graph, self.info, parameters, nested)
         gm.recompile()
         self.info = {n.name: self.info[n.name] for n in graph.nodes if n.name in self.info}
         return TracedModel(
@@ -348,13 +305,14 @@ class _JointTrace:
             in_spec=self.exported.call_spec.in_spec,
             out_spec=self.capture.notes.out_spec,
             training=self.with_grad,
-            loss_index=self.loss_index,
-            beside=self.beside,
+            loss_index=self.gradients.loss_index,
+            beside=self.gradients.beside,
             numbers=self.capture.notes.numbers,
             tied=tuple(tied_parameters(self.model)),
             known=self.capture.notes.known_values(),
             eager_calls=self.capture.notes.eager_calls,
             state_values=self._constants(gm, inputs),
+            repeats=self.repeats,
         )
 
     def _flat_outputs(self, graph: fx.Graph) -> tuple[OutputSpec, ...]:
@@ -387,7 +345,7 @@ class _JointTrace:
             if spec.kind != "gradient" and isinstance(result, fx.Node)
         }
 
-    def _named_inputs(self, gm: fx.GraphModule, specs: list[InputSpec]) -> list[InputSpec]:
+    def _named_inputs(self, gm: fx.GraphModule, specs: Sequence[InputSpec]) -> list[InputSpec]:
         """Name the placeholders as their descriptors do; add those of seed, tangents, constants."""
         seed = InputSpec(
             node="autopar_seed", kind="seed", target="seed", shape=(), dtype=torch.int64

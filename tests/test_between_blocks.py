@@ -1,0 +1,250 @@
+"""Models that compute between their blocks fold like those whose blocks do all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autopar
+from autopar.cost_model import Cluster
+from autopar.tracer.trace import trace
+from tests.folding import cluster, same_costs
+
+WIDTH = 16
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).movedim(-3, 0).transpose(2, 3)
+        return self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+
+
+def feed_forward() -> nn.Module:
+    return nn.Sequential(
+        nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+    )
+
+
+class Stack(nn.Module):
+    """A head on what `run` makes of the blocks."""
+
+    def __init__(self, blocks: int, build: Callable[[], nn.Module] = feed_forward) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(build() for _ in range(blocks))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def run(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.run(self.embed(x))).square().mean()
+
+
+class Pairs(Stack):
+    """Blocks that are lists themselves, which nothing calls."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(blocks, lambda: nn.ModuleList([Attention(), feed_forward()]))
+
+    def run(self, x: Tensor) -> Tensor:
+        for attention, feed in self.layers:
+            x = attention(x) + x
+            x = feed(x) + x
+        return x
+
+
+class PostNorm(Stack):
+    """One norm for all blocks, behind each of them; and a rate of each block's own."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = self.norm(x + (0.1 + i / 10) * layer(x))
+        return x
+
+
+class Positions(Stack):
+    """Works on what goes into a block, and always reads what came in."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(blocks)
+        self.positions = nn.Parameter(torch.randn(8, WIDTH))
+
+    def run(self, x: Tensor) -> Tensor:
+        given = x
+        for layer in self.layers:
+            x = layer((x + self.positions).tanh()) + 0.5 * given
+        return x
+
+
+class Turns(Stack):
+    """Every second block is gated."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = x + layer(x) if i % 2 else x + layer(x) * x.sigmoid()
+        return x
+
+
+class Statistics(Stack):
+    """Each block keeps statistics of the batch."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(blocks, lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8)))
+        self.back = nn.Linear(8, WIDTH)
+
+    def run(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + self.back(layer(x).relu())
+        return x
+
+
+class Regions(Stack):
+    """Between the blocks there is another precision, and a gate without gradient."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            with torch.no_grad():
+                gate = x.mean(-1, keepdim=True).sigmoid().cos()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = self.embed(layer(x))
+            x = x + gate * y
+        return x
+
+
+class Weighted(Stack):
+    """Parameters of the parent, one for each block."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(blocks)
+        self.scales = nn.ParameterList(torch.randn(WIDTH) for _ in range(blocks))
+
+    def run(self, x: Tensor) -> Tensor:
+        for layer, scale in zip(self.layers, self.scales, strict=True):
+            x = x + scale * layer(x)
+        return x
+
+
+class Unlike(Stack):
+    """The sixth block of nine does more."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = x + layer(x)
+            x = x.tanh() if i == 5 else x
+        return x
+
+
+class Skips(Stack):
+    """Something behind the blocks reads all of them."""
+
+    def run(self, x: Tensor) -> Tensor:
+        seen = []
+        for layer in self.layers:
+            x = x + layer(x)
+            seen.append(x)
+        return torch.stack(seen).mean(0)
+
+
+class Far(Stack):
+    """Each block reads what the second one before it yields."""
+
+    def run(self, x: Tensor) -> Tensor:
+        before = x
+        for layer in self.layers:
+            before, x = x, before + layer(x)
+        return x
+
+
+FOLDED = {
+    "residuals": (lambda: Stack(9), 1),
+    "pairs": (lambda: Pairs(7), 1),
+    "norm of all": (lambda: PostNorm(8), 1),
+    "before": (lambda: Positions(8), 1),
+    "turns": (lambda: Turns(12), 2),
+    "statistics": (lambda: Statistics(8), 1),
+    "regions": (lambda: Regions(8), 1),
+}
+WHOLE = {"weighted": Weighted, "unlike": Unlike, "skips": Skips, "far": Far}
+
+
+def batch(model: Stack) -> tuple[Tensor]:
+    torch.manual_seed(0)
+    return (torch.randn(16, WIDTH) if isinstance(model, Statistics) else torch.randn(4, 8, WIDTH),)
+
+
+# the other combinations are in the slow run
+_QUICK = {"residuals": "none", "pairs": "full", "before": "selective", "turns": "full"}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(
+            name, kind, id=f"{kind}-{name}",
+            marks=[] if _QUICK.get(name) == kind else [pytest.mark.slow],
+        )
+        for kind in ("none", "selective", "full")
+        for name in FOLDED
+    ],
+)  # fmt: skip
+def test_folded_costs_are_those_of_the_whole_model(name: str, kind: str) -> None:
+    build, period = FOLDED[name]
+    model = build()
+    same_costs(model, batch(model), period, cluster(2, 4), kind)
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_folded_plan_gives_the_same_numbers(name: str) -> None:
+    model = FOLDED[name][0]().double()
+    inputs = tuple(x.double() for x in batch(model))
+    at = Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    plan = autopar.plan(model, at, inputs, constraints={"data": 2}, cache=False)
+    assert plan.repeats
+    found = autopar.verify(plan, model, inputs)
+    assert len(found.gradients) == len(list(model.parameters()))
+    assert found.worst[1] < (1e-2 if name == "regions" else 1e-9)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_repeats_in_no_block_is_traced_whole(name: str) -> None:
+    """What differs is seen before anything is planned, unlike in blocks that are not called."""
+    model = WHOLE[name](9)
+    traced = trace(model, batch(model), training=True, fold=True)
+    assert not traced.repeats
+    assert len(list(traced.parameters())) == len(list(model.parameters()))
+
+
+def test_the_graph_to_plan_on_does_not_grow_with_depth() -> None:
+    small, large = (
+        trace(model, batch(model), training=True, fold=True) for model in (Pairs(6), Pairs(16))
+    )
+    assert len(small.graph.nodes) == len(large.graph.nodes)
+    assert len(list(small.parameters())) == len(list(large.parameters()))
+    assert small.fingerprint() != large.fingerprint()
+
+
+def test_what_is_between_blocks_is_part_of_the_block_before() -> None:
+    """So a pipeline is cut behind it, and a block is recomputed with it."""
+    model = Pairs(8).double()
+    inputs = tuple(x.double() for x in batch(model))
+    traced = trace(model, inputs, training=True)
+    modules = [traced.info[n.name].module for n in traced.graph.nodes if n.op == "call_function"]
+    assert all(modules.count(f"layers.{i}") >= 2 for i in range(8))
+    pins = {"pipeline": {"size": 2, "microbatches": 2}, "checkpoint": "full"}
+    plan = autopar.plan(model, cluster(2), inputs, constraints=pins, cache=False)
+    assert plan.repeats and plan.pipeline is not None
+    assert set(plan.pipeline.cuts) <= {f"layers.{i}" for i in range(1, 8)}
+    assert autopar.verify(plan, model, inputs).worst[1] < 1e-9
