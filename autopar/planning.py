@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from autopar.codegen.passes import check_passes
 from autopar.codegen.stage_unfolding import unfolded_plan
 from autopar.core.constraints import NO_PIPELINE, Constraints, PipelinePin
 from autopar.core.folding import every_instance, same_for_all_instances
-from autopar.core.graph import TracedModel
+from autopar.core.graph import Repeat, TracedModel
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, ConstraintError, PlanMismatchError
@@ -36,7 +36,7 @@ from autopar.runtime.state import materialize
 from autopar.search.symmetric_calls import with_symmetric_calls
 from autopar.step_plans import StepPlans
 from autopar.tracer.accepted import check_model
-from autopar.tracer.fold import find_repeats
+from autopar.tracer.repeats import find_repeats
 from autopar.tracer.trace import trace
 
 __all__ = ["Planner", "Settings", "traced_for"]
@@ -54,20 +54,21 @@ def traced_for(
 ) -> TracedModel:
     """The graph that `plan` solves for these arguments: folded where the pins allow it."""
     check_model(model)
-    return trace(
+    traced = partial(
+        trace,
         model,
         example_inputs,
         training=training,
         loss_fn=loss_fn,
-        fold=may_fold(model, constraints),
         precision=precision,
         reduce_dtype=reduce_dtype,
     )
+    folded = traced(fold=may_fold(model, constraints, find_repeats(model)))
+    return folded if may_fold(model, constraints, folded.repeats) else traced(fold=False)
 
 
-def may_fold(model: nn.Module, constraints: Constraints) -> bool:
+def may_fold(model: nn.Module, constraints: Constraints, repeats: Sequence[Repeat]) -> bool:
     """False where a pin tells apart blocks that would share one choice."""
-    repeats = find_repeats(model)
     pin = constraints.pipeline
     if pin is not None and pin != NO_PIPELINE:
         # the cuts of a folded graph stand between blocks that repeat together
@@ -215,10 +216,12 @@ class Planner:
         """The whole graph and its plan, chosen on the folded graph where there is one."""
         given = self.given
         if given is None:
-            fold = self.first is None and may_fold(self.model, self.settings.constraints)
+            fold = self.first is None and self._may_fold(find_repeats(self.model))
         else:
             fold = bool(given.repeats)
         traced = self._traced(args, kwargs, training, fold)
+        if given is None and not self._may_fold(traced.repeats):
+            traced = self._traced(args, kwargs, training, False)
         chosen = self._choose(traced)
         if not traced.repeats:
             return traced, chosen
@@ -232,6 +235,9 @@ class Planner:
         self.first = None
         whole = replace(whole, held_by={})
         return whole, self._choose(whole)
+
+    def _may_fold(self, repeats: Sequence[Repeat]) -> bool:
+        return may_fold(self.model, self.settings.constraints, repeats)
 
     def _traced(self, args: Any, kwargs: Any, training: bool, fold: bool) -> TracedModel:
         """The graph, the same on all ranks."""

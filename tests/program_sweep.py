@@ -40,6 +40,7 @@ from autopar.planning import may_fold
 from autopar.solver.candidates import Pricer
 from autopar.solver.solve import StepSearch
 from autopar.step_plans import StepPlans
+from autopar.tracer.repeats import find_repeats
 from autopar.tracer.trace import trace
 from autopar.verification import verify
 from tests.program_text import Program, is_valid, write
@@ -145,7 +146,9 @@ class Runs:
     def plan(self, setting: Setting) -> Plan:
         """The plan of a setting; of a limit that is too small, that of the least one."""
         constraints = Constraints.parse(setting.pins)
-        traced = self.traced(may_fold(self.model, constraints))
+        traced = self.traced(may_fold(self.model, constraints, find_repeats(self.model)))
+        if not may_fold(self.model, constraints, traced.repeats):
+            traced = self.traced(False)
         cluster = cluster_of(setting.mesh)
         fusion = Fusion.parse(None, torch.device("cpu"))
         steps = StepPlans(traced, cluster, constraints, "adamw", False, fusion)

@@ -54,9 +54,13 @@ LOOPS = {
     "tied": "x = block(x, mask, ids=ids)",  # the head has the weight of the stem
     "recomputed": "x = checkpoint(block, x, mask, ids=ids, use_reentrant=False)",
     "carried": "x = block(x + 0.1 * first, mask, ids=ids)",
+    "residual": "x = x + 0.5 * block(x, mask, ids=ids).tanh()",
+    "lists": "x = gate(x) * block(x, mask, ids=ids) + 0.1 * scale",  # of three lists
     "added": "x = block(x, mask, ids=ids)\naux = aux + x.square().mean() * 0.1",
     "halves": "x = torch.cat([block(part, mask, ids=ids) for part in (x, x * 0.5)], 1)[:, ::2]",
 }
+# those that compute between their blocks, of which so many are folded
+FOLDED = ("carried", "residual", "lists")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +79,10 @@ class Program:
 
     def source(self) -> str:
         """The text of the model, which `Model` is in."""
-        loop = [f"for block in self.blocks:\n{_indented(LOOPS[self.loop])}"]
+        each = "for block in self.blocks:"
+        if self.loop == "lists":
+            each = "for block, gate, scale in zip(self.blocks, self.gates, self.scales):"
+        loop = [f"{each}\n{_indented(LOOPS[self.loop])}"]
         if self.loop in ("carried", "added"):
             loop = ["first, aux = x, 0.0", *loop]
         result = {
@@ -89,6 +96,11 @@ class Program:
         if self.loop == "one":
             blocks = f"[Block(0)] * {self.blocks}"
         made = f"self.blocks = nn.ModuleList({blocks})"
+        if self.loop == "lists":
+            gate = f"nn.Sequential(nn.Linear({width}, {width}), nn.Sigmoid())"
+            made += f"\nself.gates = nn.ModuleList({gate} for _ in range({self.blocks}))"
+            scales = f"torch.randn({width}) for _ in range({self.blocks})"
+            made += f"\nself.scales = nn.ParameterList({scales})"
         head = "F.linear(x, self.stem.weight)" if self.loop == "tied" else "x"
         loss = f"loss = {head}.square().mean()" + (" + aux" if self.loop == "added" else "")
         forward = ("x = self.stem(x)", *self.before, *loop, loss, *self.after, result)
@@ -333,14 +345,15 @@ def _written(drawn: random.Random) -> Program:
     done = len(before.body)
     before.statements(drawn.randint(1, 5))
     before.joined("loss")
+    blocks, loop = drawn.choice((1, 2, 2, 2, 3, 5)), drawn.choice(tuple(LOOPS))
     return Program(
         block_init=tuple(block.init),
         block=tuple(block.body),
-        blocks=drawn.choice((1, 2, 2, 2, 3, 5)),
+        blocks=6 if blocks > 2 and loop in FOLDED else blocks,
         init=tuple(before.init),
         before=tuple(before.body[:done]),
         after=tuple(before.body[done:]),
         kind=drawn.choice(("loss", "dict", "tuple")),
-        loop=drawn.choice(tuple(LOOPS)),
+        loop=loop,
         sizes=sizes,
     )

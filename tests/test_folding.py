@@ -17,7 +17,7 @@ from autopar.errors import PlanMismatchError
 from autopar.explanation import explain
 from autopar.report.page import page_data
 from autopar.solver.solve import solve
-from autopar.tracer.fold import find_repeats
+from autopar.tracer.repeats import find_repeats
 from autopar.tracer.trace import trace
 from tests.folding import cluster, same_costs
 

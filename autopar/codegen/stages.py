@@ -17,7 +17,7 @@ from autopar.core.block_kinds import (
     kinds_of,
     moved_checkpoint,
 )
-from autopar.core.blocks import Block, Blocks, block_of, renumbered
+from autopar.core.blocks import Block, Blocks, block_of, number_in, renumbered
 from autopar.core.extended_fold import extended
 from autopar.core.flights import Flight, flights, most
 from autopar.core.graph import Repeat, TracedModel
@@ -182,7 +182,7 @@ def cut_body(micro: Microbatch, cuts: Sequence[str]) -> Staged:
 def _held(model: TracedModel, repeats: Sequence[Repeat]) -> list[Repeat]:
     """Those whose parameters a stage holds."""
     names = [spec.target for spec in model.parameters()]
-    return [r for r in repeats if any(name.startswith(f"{r.container}.") for name in names)]
+    return [r for r in repeats if any(number_in(name, r.container) is not None for name in names)]
 
 
 def flying(parts: Staged, held: Sequence[Flight], batch: int) -> Staged:

@@ -16,7 +16,7 @@ import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from autopar.core.blocks import Block, number_in, section_of
+from autopar.core.blocks import Block, names_of, number_in, section_of
 from autopar.errors import ConstraintError
 
 __all__ = [
@@ -184,15 +184,14 @@ def pins_among(pins: Mapping[str, str], blocks: Sequence[Block]) -> dict[str, st
 
 def _matched(key: str, blocks: Sequence[Block]) -> list[Block]:
     run = _run(key)
-    names = {b: f"{b.container}.{b.number}" for b in blocks}
-    # a stage of a network is a run of the blocks in it
-    numbers = {b: number_in(name, run[0]) for b, name in names.items()} if run is not None else {}
-    return [
-        b
-        for b, name in names.items()
-        if fnmatch.fnmatchcase(name, key)
-        or (run is not None and (n := numbers[b]) is not None and run[1] <= n <= run[2])
-    ]
+
+    def matches(name: str) -> bool:
+        # a stage of a network is a run of the blocks in it
+        number = number_in(name, run[0]) if run is not None else None
+        inside = run is not None and number is not None and run[1] <= number <= run[2]
+        return inside or fnmatch.fnmatchcase(name, key)
+
+    return [block for block in blocks if any(map(matches, names_of(block)))]
 
 
 def _unknown(key: str, blocks: Sequence[Block]) -> str:

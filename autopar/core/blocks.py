@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from autopar.core.graph import InputSpec, Repeat, TracedModel, node_info, tensor_meta
+from autopar.core.graph import InputSpec, Repeat, TracedModel, node_info, op_nodes, tensor_meta
 from autopar.core.ops import unsalted
 from autopar.core.reshapes import is_reshape, view_class
 from autopar.core.strategy import op_call
@@ -30,24 +30,45 @@ __all__ = [
     "Block",
     "Blocks",
     "block_of",
+    "joined",
+    "lists_of",
     "members_by",
+    "names_of",
     "number_in",
     "renumbered",
     "section_of",
+    "within",
 ]
 
 Owner = TypeVar("Owner", bound=Hashable)
 
+_JOIN = "+"
 _BLOCK = re.compile(r"^(.*?)\.(\d+)(?:\.|$)")
 MANY = 3
 """Blocks that read what one makes for many; a skip connection leads to one."""
 
 
 class Block(NamedTuple):
-    """A numbered child of a container."""
+    """A numbered child of a container, or the children of one number of several (`joined`)."""
 
     container: str
     number: int
+
+
+def joined(*containers: str) -> str:
+    """Name of lists whose children of one number are a block together."""
+    return _JOIN.join(containers)
+
+
+def lists_of(container: str) -> tuple[str, ...]:
+    """The lists that a name is of: several where their children of one number are a block."""
+    return tuple(container.split(_JOIN)) if _JOIN in container else (container,)
+
+
+def names_of(block: Block) -> tuple[str, ...]:
+    """How a block may be called: its name, and those of the children that make it up."""
+    container, number = block
+    return tuple(f"{name}.{number}" for name in dict.fromkeys((container, *lists_of(container))))
 
 
 def block_of(path: str, nested: Collection[str] = ()) -> Block | None:
@@ -55,8 +76,12 @@ def block_of(path: str, nested: Collection[str] = ()) -> Block | None:
 
     Args:
         path: FQN.
-        nested: lists of blocks inside of numbered modules, which are no blocks then.
+        nested: lists of blocks inside of numbered modules, which are no blocks then, and lists
+            that are joined.
     """
+    for container in nested:
+        if _JOIN in container and (number := number_in(path, container)) is not None:
+            return Block(container, number)
     match = _BLOCK.match(path)
     if match is None:
         return None
@@ -69,10 +94,20 @@ def block_of(path: str, nested: Collection[str] = ()) -> Block | None:
 
 def number_in(path: str, container: str) -> int | None:
     """Number of the child of a container that a module or parameter stands in, if in one."""
-    if not path.startswith(f"{container}."):
+    name = _list_in(path, container)
+    if name is None:
         return None
-    number = path[len(container) + 1 :].partition(".")[0]
+    number = path[len(name) + 1 :].partition(".")[0]
     return int(number) if number.isdigit() else None
+
+
+def _list_in(path: str, container: str) -> str | None:
+    """The list of a container that a name stands in; blocks of several have the name of all."""
+    if path.startswith(f"{container}."):
+        return container
+    if _JOIN not in container:
+        return None
+    return next((name for name in lists_of(container) if path.startswith(f"{name}.")), None)
 
 
 def renumbered(path: str, container: str, by: int) -> str:
@@ -80,7 +115,21 @@ def renumbered(path: str, container: str, by: int) -> str:
     number = number_in(path, container)
     if number is None:
         return path
-    return f"{container}.{number + by}{path[len(f'{container}.{number}') :]}"
+    name = _list_in(path, container)
+    return f"{name}.{number + by}{path[len(f'{name}.{number}') :]}"
+
+
+def within(path: str, block: Block) -> str:
+    """A name without that of the block it is in, and with that of its list if the block has some.
+
+    A name that is not in the block stays.
+    """
+    container, number = block
+    if number_in(path, container) != number:
+        return path
+    name = _list_in(path, container)
+    rest = path[len(f"{name}.{number}") :]
+    return f"{name}{rest}" if _JOIN in container else rest
 
 
 def section_of(block: Block, starts: Iterable[tuple[str, int]]) -> int:
@@ -173,9 +222,11 @@ class Blocks:
         return block.number - sum(skipped)
 
     def every(self) -> list[Block]:
-        """All blocks of the model, by container in the order of their ops, then by number."""
+        """All blocks of the model that compute, by container in their order, then by number."""
         found: dict[Block, None] = {}
-        for block in self.members:
+        for block, nodes in self.members.items():
+            if not op_nodes(nodes):
+                continue  # parameters that all blocks share
             repeat = next(
                 (r for r in self.repeats.get(block.container, ()) if r.holds(block.number)), None
             )
@@ -243,8 +294,7 @@ class Blocks:
         shape = (tuple(value.shape), value.dtype) if value is not None else None
         if node.op == "placeholder":
             spec = self.specs[node.name]
-            path = spec.target[len(f"{block.container}.{block.number}") :]
-            return (path, shape, spec.trainable)
+            return (within(spec.target, block), shape, spec.trainable)
         args = unsalted(node.target, node.args)
         phase = node_info(self.traced, node).phase
         # contributions to the gradient of a shared value are added up block by block, where the

@@ -22,7 +22,7 @@ from typing import TypeVar
 import torch
 from torch import fx
 
-from autopar.core.blocks import Block, Blocks, block_of, members_by
+from autopar.core.blocks import Block, Blocks, block_of, members_by, names_of, within
 from autopar.core.graph import TracedModel, dependents, node_info, producer
 from autopar.core.ops import REARRANGING
 from autopar.errors import ConstraintError
@@ -129,17 +129,17 @@ class Cells:
         return {m: by_position[p] for m, p in line.first.items() if p in by_position}
 
     def _find(self) -> None:
-        blocks = [f"{b.container}.{b.number}" for b in block_order(self.traced)]
         folded = {r.container for r in self.traced.repeats}
         if not folded and not self._most_in_blocks():
             line = self._line
             if chain := line.chain("", _FEW, outermost=True):
                 self._owners |= line.owners("", chain)
                 return
-        for block in blocks:
-            found = block_of(block, self.traced.nested)
-            nested = found is not None and found.container not in folded and self._nested(block)
-            self._owners |= self._line.opened(block) if nested else {block: block}
+        for block in block_order(self.traced):
+            name, *parts = names_of(block)
+            nested = block.container not in folded and not parts and self._nested(name)
+            whole = dict.fromkeys((name, *parts), name)
+            self._owners |= self._line.opened(name) if nested else whole
 
     def _most_in_blocks(self) -> bool:
         """True if half of the parameters, or more, are in blocks."""
@@ -154,7 +154,7 @@ class Cells:
             block = block_of(spec.target, self.traced.nested)
             if block is not None:
                 name = f"{block.container}.{block.number}"
-                if any(part.isdigit() for part in spec.target[len(name) :].split(".")):
+                if any(part.isdigit() for part in within(spec.target, block).split(".")):
                     found.add(name)
         return found
 

@@ -2,31 +2,27 @@
 
 An op behind a block, up to the next block of the list, counts for the block before it, where all
 the blocks of a run have equal ones. So what no module of its own computes, as the pairs of an
-`nn.ModuleList` of lists, are blocks like others. Their calls cannot be skipped while the model is
-captured (`fold.py`), as what goes from one to the next is in a variable of the parent. Here the
-captured forward is cut: the equal periods behind the one that stands for them go.
+`nn.ModuleList` of lists, are blocks like others. So are the children of one number of several lists
+that a loop takes together. Their calls cannot be skipped while the model is captured (`fold.py`),
+as what goes from one to the next is in a variable of the parent. Here the captured forward is cut:
+the equal periods behind the one that stands for them go.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor, fx
-from torch.fx.node import map_aggregate
 
-from autopar.core.blocks import MANY, number_in
-from autopar.core.graph import InputSpec, Repeat, tensor_meta
+from autopar.core.blocks import lists_of, number_in
+from autopar.core.graph import InputSpec, Repeat
 from autopar.tracer.capture import PREFIX
-from autopar.tracer.cleanup import module_of
+from autopar.tracer.repeats import KEPT_PERIODS, LONGEST_PERIOD, longest_run
+from autopar.tracer.segments import Segments, calls_in
 
-__all__ = ["KEPT_PERIODS", "LONGEST_PERIOD", "Captured", "Run", "runs_of", "without_equal_periods"]
+__all__ = ["Captured", "Run", "runs_of", "without_equal_periods"]
 
-KEPT_PERIODS = 4
-"""The first two, one that stands for others, and the last."""
-LONGEST_PERIOD = 8
 _SMALL = 1024  # elements of a constant whose value is looked at
 
 
@@ -77,16 +73,19 @@ class Captured:
     specs: Sequence[InputSpec]
     written: Sequence[str | None]
 
+    def placeholders(self) -> list[fx.Node]:
+        """In order."""
+        return [node for node in self.gm.graph.nodes if node.op == "placeholder"]
+
     def named(self, values: Mapping[str, Tensor]) -> dict[fx.Node, str]:
         """What a placeholder is to a block: a parameter or buffer by name, a constant by value."""
-        placeholders = (node for node in self.gm.graph.nodes if node.op == "placeholder")
         found: dict[fx.Node, str] = {}
-        for node, spec in zip(placeholders, self.specs, strict=True):
+        for node, spec in zip(self.placeholders(), self.specs, strict=True):
             value = values.get(node.name)
             if spec.kind in ("parameter", "buffer"):
                 found[node] = spec.target
             elif value is not None and value.numel() <= _SMALL and not value.is_meta:
-                found[node] = f"{value.dtype}{value.tolist()}"
+                found[node] = f"{value.dtype} {value.tolist()};"
         return found
 
 
@@ -106,12 +105,52 @@ def runs_of(
         if node.op == "get_attr" and node.users:
             min(node.users).prepend(node)  # a region is named where it is called
     named = captured.named(values)
-    found = []
+    names = [repeat.container for repeat in repeats]
+    found: list[Run] = []
+    taken: set[str] = set()
     for repeat in repeats:
-        segments = _segments(graph, repeat.container)
-        runs = (_equal_run(each, segments, named) for each in _multiples(repeat))
-        found.append(next((run for run in runs if run is not None), None))
-    return [run for run in found if run is not None]
+        segments = Segments(graph, repeat.container, named)
+        lists = segments.beside(names) if repeat.container not in taken else None
+        if lists is None:
+            continue
+        if lists != repeat.container:
+            segments = Segments(graph, lists, named)
+        runs = (_equal_run(each, segments) for each in _candidates(repeat, segments))
+        run = next((run for run in runs if run is not None), None)
+        if run is not None:
+            found.append(run)
+            taken.update(lists_of(lists))
+    return found
+
+
+def _candidates(repeat: Repeat, segments: Segments) -> Iterator[Repeat]:
+    """What may repeat in a list: what the ops of its blocks say, or of blocks that are skipped."""
+    last = repeat.first + repeat.period * (repeat.times + 1)
+    if not segments.numbers:
+        return
+    if segments.numbers == list(range(segments.numbers[-1] + 1)) and last <= len(segments.numbers):
+        run = longest_run(segments.container, _kinds(segments))
+        if run is not None:
+            yield from _multiples(run)
+    else:
+        yield replace(repeat, container=segments.container)
+
+
+def _kinds(segments: Segments) -> list[int]:
+    """A number for each block, the same for those that compute the same, whatever they read."""
+    *numbers, last = segments.numbers
+    seen: list[object] = []
+    kinds: list[int] = []
+    for number in numbers:
+        ops = segments.ops(number)
+        if ops not in seen:
+            seen.append(ops)
+        kinds.append(seen.index(ops))
+    # behind the last block is the rest of the model
+    own = max(i for i, n in enumerate(segments.nodes[last]) if segments.is_own(n)) + 1
+    alike = {number: segments.common(last, number) for number in numbers}
+    like = max(numbers, key=lambda k: (alike[k], k), default=-1)
+    return [*kinds, kinds[like] if like >= 0 and alike[like] >= own else -1]
 
 
 def _multiples(repeat: Repeat) -> Iterator[Repeat]:
@@ -145,7 +184,7 @@ def without_equal_periods(
             if name is not None and _is_left_out(run.repeat, name)
         }
         others = {result for i, result in enumerate(results) if i not in own}
-        if gone and not others & gone.keys() and _only_next_reads(run, gone):
+        if gone and not others & gone.keys() and _only_next_reads(run, gone, captured):
             removed |= gone
             dropped |= own
             repeats.append(run.repeat)
@@ -160,9 +199,13 @@ def _is_left_out(repeat: Repeat, name: str) -> bool:
     return number is not None and repeat.covers(number) and not repeat.holds(number)
 
 
-def _only_next_reads(run: Run, gone: Mapping[fx.Node, fx.Node]) -> bool:
+def _only_next_reads(run: Run, gone: Mapping[fx.Node, fx.Node], captured: Captured) -> bool:
     """True if of what is cut out only the period behind it reads, and that only its last period."""
     repeat = run.repeat
+    for node, spec in zip(captured.placeholders(), captured.specs, strict=True):
+        if spec.kind in ("parameter", "buffer") and _is_left_out(repeat, spec.target):
+            if any(user not in gone and user.op != "output" for user in node.users):
+                return False
     end = repeat.instances().stop
     last = {n for i in range(end - repeat.period, end) for n in run.segments[i]}
     behind = {n for i in range(end, end + repeat.period) for n in run.segments.get(i, ())}
@@ -204,165 +247,31 @@ def _cut(
 
 def _move(node: fx.Node, path: str) -> None:
     """Let a node, and those of a region that it calls, be of another module."""
-    for each in (node, *_inner(node)):
+    for each in (node, *calls_in(node)):
         stack = each.meta.get("nn_module_stack") or {}
         each.meta["nn_module_stack"] = {**stack, path: (f"{PREFIX}{path}", "")}
 
 
-def _inner(node: fx.Node) -> Iterator[fx.Node]:
-    """The calls in the regions that a node names, or calls."""
-    part = _region(node)
-    if part is not None:
-        for inner in part.graph.nodes:
-            if inner.op == "call_function":
-                yield inner
-            yield from _inner(inner)
-
-
-def _region(node: fx.Node) -> fx.GraphModule | None:
-    if node.op != "get_attr":
-        return None
-    owner = node.graph.owning_module
-    assert owner is not None and isinstance(node.target, str)
-    value: Any = owner
-    for name in node.target.split("."):
-        value = getattr(value, name)
-    return value if isinstance(value, fx.GraphModule) else None
-
-
-def _segments(graph: fx.Graph, container: str) -> dict[int, list[fx.Node]]:
-    """Nodes of each block and those behind it; none where the blocks do not run one by one."""
-    segments: dict[int, list[fx.Node]] = {}
-    current = -1
-    for node in graph.nodes:
-        if node.op in ("placeholder", "output"):
-            continue
-        number = _number(node, container)
-        if number is not None and number != current:
-            if number < current:
-                return {}
-            current = number
-            segments[number] = []
-        if segments:
-            segments[current].append(node)
-    return segments
-
-
-def _number(node: fx.Node, container: str) -> int | None:
-    """Number of the block that a call is in; that of a region is the block of its first op."""
-    calls = (node, *node.users) if node.op == "get_attr" else (node, *node.all_input_nodes)
-    regions = (inner for call in calls if call.op == "get_attr" for inner in _inner(call))
-    own = calls if node.op == "get_attr" else (node,)
-    numbers = (number_in(module_of(each), container) for each in (*own, *regions))
-    return next((n for n in numbers if n is not None), None)
-
-
-def _equal_run(
-    repeat: Repeat, segments: Mapping[int, list[fx.Node]], named: Mapping[fx.Node, str]
-) -> Run | None:
+def _equal_run(repeat: Repeat, segments: Segments) -> Run | None:
     """The segments of a repeat, where those of the same place in its periods are equal."""
     period = repeat.period
     ends = range(repeat.first - 2 * period, repeat.first + period * (repeat.times + 1))
-    inside = [number for number in segments if number in ends]
+    inside = [number for number in segments.numbers if number in ends]
     if len(inside) < KEPT_PERIODS * period:
         return None
-    wiring = _Wiring(repeat, segments, named)
     equal = inside[period:-period]  # the first and the last period meet other things
-    pairs = zip(equal, equal[period:], strict=False)
-    if any(wiring.described(a) != wiring.described(b) for a, b in pairs):
-        return None
-    found = {number: segments[number] for number in equal}
+    for one, other in zip(equal, equal[period:], strict=False):
+        if segments.ops(one) != segments.ops(other):
+            return None
+        if segments.operands(one, period) != segments.operands(other, period):
+            return None
+    found = {number: segments.nodes[number] for number in equal}
     for i, number in enumerate(inside):
         if number not in found:
-            found[number] = wiring.like(number, equal[i % period])
-    nodes = {node: number for number, own in found.items() for node in own}
-    if any(_is_foreign(node, repeat.container) for node in nodes):
-        return None
-    between = {n: i for n, i in nodes.items() if _number(n, repeat.container) is None}
+            like = equal[i % period]
+            found[number] = segments.nodes[number][: segments.common(number, like)]
+    between = {n: i for i, own in found.items() for n in own if not segments.is_own(n)}
     if any(len(found[i]) < len(found[equal[-period + k]]) for k, i in enumerate(inside[-period:])):
         # what is done in front of a block is none of the last one, where sums of gradients begin
         repeat = replace(repeat, times=repeat.times - 1)
     return Run(repeat, found, between)
-
-
-def _is_foreign(node: fx.Node, container: str) -> bool:
-    """True for a node of another list's block."""
-    path = module_of(node)
-    if number_in(path, container) is not None:
-        return False
-    parts = path.split(".")
-    numbered = (".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit())
-    return any(not container.startswith(f"{name}.") for name in numbered)
-
-
-class _Wiring:
-    """Says what the nodes of a block compute, in terms that are the same for equal blocks."""
-
-    def __init__(
-        self, repeat: Repeat, segments: Mapping[int, list[fx.Node]], named: Mapping[fx.Node, str]
-    ) -> None:
-        self.repeat = repeat
-        self.segments = segments
-        self.named = named
-        self.rank = {number: i for i, number in enumerate(segments)}
-        self.place = {n: (number, i) for number, own in segments.items() for i, n in enumerate(own)}
-
-    def described(self, number: int) -> list[Any]:
-        """The ops of a block and what they read, in order."""
-        return [
-            (*self._op(number, node), self._operands(number, node))
-            for node in self.segments[number]
-        ]
-
-    def like(self, number: int, other: int) -> list[fx.Node]:
-        """The nodes of a block at an end of the list that do as those of another."""
-        pairs = zip(self.segments[number], self.segments[other], strict=False)
-        same = itertools.takewhile(
-            lambda pair: self._op(number, pair[0]) == self._op(other, pair[1]), pairs
-        )
-        return [node for node, _ in same]
-
-    def _op(self, number: int, node: fx.Node) -> tuple[Any, ...]:
-        region = _region(node)
-        target = str(node.target) if region is None else _described_region(region)
-        value = tensor_meta(node)
-        shape = None if value is None else (tuple(value.shape), value.dtype)
-        return (node.op, target, self._within(number, module_of(node)), shape)
-
-    def _within(self, number: int, path: str) -> str:
-        """A name, without that of the block."""
-        return path.removeprefix(f"{self.repeat.container}.{number}")
-
-    def _operands(self, number: int, node: fx.Node) -> str:
-        def said(operand: Any) -> Any:
-            if not isinstance(operand, fx.Node):
-                # rates and scales, which no placement depends on
-                return ("float", operand == 0.0) if type(operand) is float else repr(operand)
-            if operand in self.named:
-                return self._within(number, self.named[operand])
-            maker, position = self.place.get(operand, (-1, 0))
-            distance = self.rank[number] - self.rank.get(maker, -1)
-            far = maker < 0 or distance > self.repeat.period or self._is_shared(operand, maker)
-            return operand.name if far else (distance, position)
-
-        return str(map_aggregate((node.args, dict(node.kwargs)), said))
-
-    def _is_shared(self, node: fx.Node, maker: int) -> bool:
-        """True for what a block makes for many others, such as a bias of all attention scores."""
-        readers = {self.place[user][0] for user in node.users if user in self.place}
-        return len(readers - {maker}) >= MANY
-
-
-def _described_region(region: fx.GraphModule) -> str:
-    places = {node: i for i, node in enumerate(region.graph.nodes)}
-
-    def said(operand: Any) -> Any:
-        return places[operand] if isinstance(operand, fx.Node) else repr(operand)
-
-    rows = []
-    for node in places:
-        inner = _region(node)
-        target = str(node.target) if inner is None else _described_region(inner)
-        target = "" if node.op == "placeholder" else target
-        rows.append((node.op, target, str(map_aggregate((node.args, dict(node.kwargs)), said))))
-    return str(rows)

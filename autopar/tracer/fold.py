@@ -4,15 +4,11 @@ The blocks after the third period, up to the last, are skipped while the model i
 returns the output of the block before it. What is captured this way is checked: equal blocks must
 have equal nodes, only their neighbours may see inside them, and every skipped block must have been
 called like the one that stands for it. A model that fails a check is traced whole.
-
-The blocks are the children of a list. Where these all differ, as the stages of a vision model do,
-or are too few to fold, the lists inside of them are looked at instead.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,30 +22,9 @@ from torch.utils.hooks import RemovableHandle
 from autopar.core.blocks import Block, Blocks
 from autopar.core.graph import Repeat, TracedModel
 from autopar.errors import TraceError
-from autopar.tracer.between_blocks import KEPT_PERIODS, LONGEST_PERIOD
+from autopar.tracer.repeats import SCALARS, is_nested
 
-__all__ = ["find_repeats", "folded", "in_chain", "is_nested"]
-
-_SCALARS = (int, float, bool, str, type(None), torch.dtype)
-
-
-def find_repeats(model: nn.Module) -> tuple[Repeat, ...]:
-    """Runs of equal blocks that are worth folding, at most one per list."""
-    found: list[Repeat] = []
-    unlike: set[str] = set()  # numbered modules that may hold lists of blocks
-    for path, module in model.named_modules():
-        if any(number not in unlike for number in _numbered(path)):
-            continue
-        names = list(module._modules)
-        blocks = [b for b in module._modules.values() if b is not None]
-        if names != [str(i) for i in range(len(blocks))]:
-            continue
-        kinds = _kinds(blocks)
-        if len(set(kinds)) == len(kinds) or len(kinds) <= KEPT_PERIODS:
-            unlike |= {f"{path}.{name}" for name in names}
-        elif (repeat := _longest_run(path, kinds)) is not None and _separate(model, blocks):
-            found.append(repeat)
-    return tuple(found)
+__all__ = ["folded", "in_chain"]
 
 
 def folded(
@@ -83,17 +58,6 @@ def folded(
     return traced if _is_sound(traced) else None
 
 
-def is_nested(container: str) -> bool:
-    """True for a list inside of a numbered module."""
-    return bool(_numbered(container))
-
-
-def _numbered(path: str) -> list[str]:
-    """The numbered modules that a module is in, or is."""
-    parts = path.split(".")
-    return [".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit()]
-
-
 def in_chain(traced: TracedModel, lists: Sequence[str]) -> tuple[str, ...]:
     """Those lists inside of numbered modules whose children read each other, as blocks do.
 
@@ -116,94 +80,6 @@ def _reads(blocks: Blocks, container: str, before: int, number: int) -> bool:
     nodes = blocks.members[Block(container, number)]
     sources = (blocks.place.get(s.name) for node in nodes for s in node.all_input_nodes)
     return any(s is not None and s[0] == Block(container, before) for s in sources)
-
-
-def _separate(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
-    """True where no parameter of a block is another's, or is used elsewhere in the model."""
-    owned = [id(p) for block in blocks for p in block.parameters()]
-    everywhere = [id(p) for _, p in model.named_parameters(remove_duplicate=False)]
-    names = sum(1 for b in blocks for _ in b.named_parameters(remove_duplicate=False))
-    inside = set(owned)
-    return len(inside) == len(owned) and sum(p in inside for p in everywhere) == names
-
-
-def _kinds(blocks: Sequence[nn.Module]) -> list[int]:
-    """A number for each block, the same for blocks of the same structure and settings."""
-    seen: list[dict[Any, Any]] = []
-    kinds: list[int] = []
-    indices: list[int] = []
-    owners = Counter(id(part) for block in blocks for part in set(_parts(block).values()))
-    for index, block in enumerate(blocks):
-        described = _described(block)
-        # what one block shares with some others, and not with all, tells it apart
-        described |= {(n, "one"): id(p) for n, p in _parts(block).items() if owners[id(p)] > 1}
-        alike = [k for k, d in enumerate(seen) if _alike(described, index, d, indices[k])]
-        # a number that is the block's own by chance tells nothing where another is equal
-        alike.sort(key=lambda k: described != seen[k])
-        kinds.append(alike[0] if alike else len(seen))
-        if not alike:
-            seen.append(described)
-            indices.append(index)
-    return kinds
-
-
-def _described(block: nn.Module) -> dict[Any, Any]:
-    out: dict[Any, Any] = {}
-    for path, module in block.named_modules():
-        out[path] = type(module)
-        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-        # those of each block may be closures of one function
-        out[path, "hooks"] = tuple(getattr(hook, "__code__", type(hook)) for hook in hooks)
-        for name, value in vars(module).items():
-            simple = isinstance(value, _SCALARS) or (
-                isinstance(value, (list, tuple)) and all(isinstance(v, _SCALARS) for v in value)
-            )
-            if simple and not name.startswith("_"):
-                # rates and scales may differ from block to block, where all have one
-                out[path, name] = (float, value == 0.0) if type(value) is float else value
-    for name, parameter in block.named_parameters():
-        out["parameter", name] = (parameter.shape, parameter.dtype, parameter.requires_grad)
-    for name, buffer in block.named_buffers():
-        out["buffer", name] = (buffer.shape, buffer.dtype)
-    return out
-
-
-def _parts(block: nn.Module) -> dict[str, Any]:
-    """The modules in a block, but itself, and its buffers."""
-    modules = dict(block.named_modules(remove_duplicate=False))
-    del modules[""]
-    return {**modules, **dict(block.named_buffers(remove_duplicate=False))}
-
-
-def _alike(one: dict[Any, Any], i: int, other: dict[Any, Any], j: int) -> bool:
-    """Equal settings; an attribute that holds the block's own number may differ."""
-    if one.keys() != other.keys():
-        return False
-    return all(
-        a == other[key] or (type(a) is int and a == i and other[key] == j) for key, a in one.items()
-    )
-
-
-def _longest_run(path: str, kinds: Sequence[int]) -> Repeat | None:
-    best: Repeat | None = None
-    for period in range(1, min(LONGEST_PERIOD, len(kinds) // (KEPT_PERIODS + 1)) + 1):
-        start = 0
-        while start < len(kinds):
-            end = start + period
-            while end < len(kinds) and kinds[end] == kinds[end - period]:
-                end += 1
-            times = (end - start) // period
-            if times > KEPT_PERIODS:
-                run = Repeat(
-                    container=path,
-                    first=start + 2 * period,
-                    period=period,
-                    times=times - KEPT_PERIODS + 1,
-                )
-                if best is None or run.skipped > best.skipped:
-                    best = run
-            start = max(end - period + 1, start + 1)
-    return best
 
 
 @dataclass(slots=True)
@@ -260,7 +136,7 @@ def _same_call(call: _Call, like: _Call, handed: list[Any], handed_to_like: list
 
     for mine, other in zip(call.inputs, like.inputs, strict=True):
         if not isinstance(mine, torch.Tensor):
-            if isinstance(mine, _SCALARS) and mine != other:
+            if isinstance(mine, SCALARS) and mine != other:
                 return False
             continue
         came_from = source(other, handed_to_like)

@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from autopar._compat import lazily_compiled, leaving_transforms, without_onednn
+from autopar.core.blocks import lists_of
 from autopar.core.collector import paused_collector
 from autopar.core.grad_modes import outside_inference_mode, without_anomaly_mode
 from autopar.core.graph import InputSpec, NodeInfo, OutputSpec, Repeat, TracedModel
@@ -47,13 +48,14 @@ from autopar.tracer.diagnose import (
     refusing_tensor_hooks,
 )
 from autopar.tracer.fanout import insert_fanouts
-from autopar.tracer.fold import find_repeats, folded, in_chain, is_nested
+from autopar.tracer.fold import folded, in_chain
 from autopar.tracer.functional import remove_mutations
 from autopar.tracer.functions import FunctionCalls
 from autopar.tracer.gradients import Gradients
 from autopar.tracer.origins import note_phases, origins
 from autopar.tracer.precision import cast_gradients, cast_last, lift_casts, low_dtype, sum_dtype
 from autopar.tracer.randomness import RandomContext
+from autopar.tracer.repeats import find_repeats, is_nested
 from autopar.tracer.replay import Mark, Replay
 from autopar.tracer.rewrites import invert_permutations, prepare_graph
 from autopar.tracer.signature import (
@@ -155,7 +157,7 @@ def _trace(
         traced,
         precision=precision or "fp32",
         reduce_dtype=reduce_dtype,
-        nested=in_chain(traced, nested) if nested else (),
+        nested=(*joint.joined, *(in_chain(traced, nested) if nested else ())),
     )
 
 
@@ -177,6 +179,7 @@ class _JointTrace:
         self.lists = repeats
         self.fold = fold
         self.repeats: tuple[Repeat, ...] = ()
+        self.joined: tuple[str, ...] = ()
         self.reduce_dtype = reduce_dtype
         self.calls = calls
         self.model = capture.wrapped
@@ -227,6 +230,8 @@ class _JointTrace:
         runs = runs_of(captured, self.lists, lifted_tensors(self.exported))
         for run in runs:
             run.name_between()
+        names = [run.repeat.container for run in runs]
+        self.joined = tuple(name for name in names if len(lists_of(name)) > 1)
         if self.fold:
             captured, self.repeats, kept = without_equal_periods(captured, runs)
             self.output_specs = [self.output_specs[i] for i in kept]
@@ -294,7 +299,7 @@ class _JointTrace:
         if self.reduce_dtype is not None:
             cast_gradients(graph, outputs, self.info, self.reduce_dtype)
         nested = [r.container for r in self.lists if is_nested(r.container)]
-        insert_fanouts(graph, self.info, parameters, nested)
+        insert_fanouts(graph, self.info, parameters, [*self.joined, *nested])
         gm.recompile()
         self.info = {n.name: self.info[n.name] for n in graph.nodes if n.name in self.info}
         return TracedModel(
