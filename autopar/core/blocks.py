@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from autopar.core.graph import InputSpec, Repeat, TracedModel, node_info, op_nodes, tensor_meta
+from autopar.core.graph import InputSpec, Repeat, TracedModel, node_info, tensor_meta
 from autopar.core.ops import unsalted
 from autopar.core.reshapes import is_reshape, view_class
 from autopar.core.strategy import op_call
@@ -222,11 +222,9 @@ class Blocks:
         return block.number - sum(skipped)
 
     def every(self) -> list[Block]:
-        """All blocks of the model that compute, by container in their order, then by number."""
+        """All blocks of the model, by container in the order of their ops, then by number."""
         found: dict[Block, None] = {}
-        for block, nodes in self.members.items():
-            if not op_nodes(nodes):
-                continue  # parameters that all blocks share
+        for block in self.members:
             repeat = next(
                 (r for r in self.repeats.get(block.container, ()) if r.holds(block.number)), None
             )
