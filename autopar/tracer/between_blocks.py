@@ -90,7 +90,7 @@ class Captured:
 
 
 def runs_of(
-    captured: Captured, repeats: Iterable[Repeat], values: Mapping[str, Tensor]
+    captured: Captured, repeats: Sequence[Repeat], values: Mapping[str, Tensor]
 ) -> list[Run]:
     """The runs of blocks whose segments do the same on what the segments before them yield.
 

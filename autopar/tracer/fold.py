@@ -119,10 +119,9 @@ class _Shortening:
         before = self.calls.get((repeat.container, stand_in - 1))
         latest = self.latest.get(repeat.container)
         if like is None or before is None or latest is None:
-            self.fault = f"{repeat.container}.{index} runs before {stand_in}"
-            raise RuntimeError(self.fault)
+            raise TraceError(f"{repeat.container}.{index} runs before {stand_in}")
         if not _same_call(call, like, latest.results(), before.results()):
-            self.fault = f"{repeat.container}.{index} is not called as {stand_in} is"
+            raise TraceError(f"{repeat.container}.{index} is not called as {stand_in} is")
         return latest.output
 
 

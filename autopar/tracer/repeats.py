@@ -6,6 +6,7 @@ the lists inside of them are looked at instead.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -111,12 +112,24 @@ def _parts(block: nn.Module) -> dict[str, Any]:
 
 
 def _alike(one: dict[Any, Any], i: int, other: dict[Any, Any], j: int) -> bool:
-    """Equal settings; an attribute that holds the block's own number may differ."""
+    """Equal settings; an attribute that holds the block's own number may differ.
+
+    So may one that counts on with the blocks, as from 1, and a text that the number stands in.
+    """
     if one.keys() != other.keys():
         return False
     return all(
-        a == other[key] or (type(a) is int and a == i and other[key] == j) for key, a in one.items()
+        a == other[key] or _numbers(a, i) == _numbers(other[key], j) for key, a in one.items()
     )
+
+
+def _numbers(value: Any, index: int) -> Any:
+    """A setting without the number of the block in it."""
+    if type(value) is int and value >= index:
+        return ("number", value - index)
+    if isinstance(value, str):
+        return re.sub(rf"(?<!\d){index}(?!\d)", "#", value)
+    return value
 
 
 def longest_run(path: str, kinds: Sequence[int]) -> Repeat | None:
