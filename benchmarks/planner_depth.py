@@ -2,9 +2,10 @@
 
     python -m benchmarks.planner_depth [--json FILE] [--plot FILE]
 
-Blocks of Llama-3 8B on 32 x 8 devices, whose plans are in one piece, and of Llama-3 405B on 64 x 8,
-whose plans are pipelines, 8 to 126 of them. Each is planned in a process of its own, without the
-cache. Printed are seconds by phase, and their sum over that of 16 blocks.
+Blocks of Llama-3 8B on 32 x 8 devices, whose plans are in one piece, of Llama-3 405B on 64 x 8,
+whose plans are pipelines, and of an XLM on 32 x 8, whose parts are in four lists; 8 to 126 of them.
+Each is planned in a process of its own, without the cache. Printed are seconds by phase, and their
+sum over that of 16 blocks.
 """
 
 from __future__ import annotations

@@ -69,6 +69,14 @@ def _llama(layers: int, hidden: int, ffn: int, heads: int, kv: int) -> Callable[
     return lambda: hf.LlamaForCausalLM(config)
 
 
+def _xlm(layers: int) -> Callable[[], nn.Module]:
+    """The parts of a block are in four lists, which a loop of the model takes together."""
+    config = hf.XLMConfig(
+        n_layers=layers, emb_dim=2048, n_heads=16, vocab_size=32000, max_position_embeddings=1024
+    )
+    return lambda: hf.XLMWithLMHeadModel(config)
+
+
 def _vit(layers: int, hidden: int, heads: int) -> Callable[[], nn.Module]:
     config = hf.ViTConfig(
         num_hidden_layers=layers,
@@ -201,24 +209,25 @@ def _grid() -> dict[str, Row]:
 
 
 DEPTHS = (8, 16, 32, 64, 126)
-# blocks of a model, of which more or fewer are planned, with the mesh and the sequences for it
-DEEP: dict[str, tuple[tuple[int, int, int, int], str, int]] = {
-    "llama3-8b": ((4096, 14336, 32, 8), "32x8", 256),
-    "llama3-405b": ((16384, 53248, 128, 8), "64x8", 32),
+# blocks of a model, of which more or fewer are planned, with the mesh, sequences and their length
+DEEP: dict[str, tuple[Callable[[int], Callable[[], nn.Module]], str, tuple[int, int]]] = {
+    "llama3-8b": (lambda layers: _llama(layers, 4096, 14336, 32, 8), "32x8", (256, 4096)),
+    "llama3-405b": (lambda layers: _llama(layers, 16384, 53248, 128, 8), "64x8", (32, 4096)),
+    "xlm": (_xlm, "32x8", (256, 1024)),
 }
 
 
 def _depths() -> dict[str, Row]:
     return {
         f"{name}-{layers}-layers@{text}": Row(
-            build=_llama(layers, *sizes),
-            inputs=_tokens(batch, 4096),
+            build=build(layers),
+            inputs=_tokens(*batch),
             profile="h100-sxm",
             nodes=math.prod(MESHES[text]) // 8,
             devices_per_node=8,
             mesh=MESHES[text],
         )
-        for name, (sizes, text, batch) in DEEP.items()
+        for name, (build, text, batch) in DEEP.items()
         for layers in DEPTHS
     }
 
