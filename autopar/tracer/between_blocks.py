@@ -21,9 +21,71 @@ from autopar.tracer.capture import PREFIX
 from autopar.tracer.repeats import KEPT_PERIODS, LONGEST_PERIOD, longest_run
 from autopar.tracer.segments import Segments, calls_in
 
-__all__ = ["Captured", "Run", "runs_of", "without_equal_periods"]
+__all__ = ["BetweenBlocks", "Run", "cut_equal_periods", "runs_of"]
 
 _SMALL = 1024  # elements of a constant whose value is looked at
+
+
+class BetweenBlocks:
+    """Counts what a captured forward computes between its blocks for these, and cuts equal ones.
+
+    Attributes:
+        lists: of blocks that look alike.
+        fold: cut.
+        joined: lists whose children of one number are a block.
+        repeats: blocks that are there once for many.
+    """
+
+    def __init__(self, lists: Sequence[Repeat], fold: bool) -> None:
+        self.lists = lists
+        self.fold = fold
+        self.joined: tuple[str, ...] = ()
+        self.repeats: tuple[Repeat, ...] = ()
+
+    def apply(
+        self, graph: fx.Graph, specs: Sequence[InputSpec], values: Mapping[str, Tensor]
+    ) -> set[fx.Node]:
+        """Name, and cut, in place; the placeholders that nothing reads any more.
+
+        Args:
+            graph: a captured forward of a model, or of one some of whose blocks are skipped.
+            specs: of its placeholders, in order.
+            values: tensors that the forward made of plain values, by name of their placeholder.
+        """
+        kinds = {
+            node: spec
+            for node, spec in zip(_placeholders(graph), specs, strict=True)
+            if spec.kind != "input"
+        }
+        read = {node for node in kinds if node.users}
+        named = _named(kinds, values)
+        runs = runs_of(graph, self.lists, named)
+        for run in runs:
+            run.name_between()
+        names = [run.repeat.container for run in runs]
+        self.joined = tuple(name for name in names if len(lists_of(name)) > 1)
+        self.repeats = cut_equal_periods(graph, runs, named) if self.fold else ()
+        return {
+            node
+            for node, spec in kinds.items()
+            if _is_left_out(self.repeats, spec.target) or (node in read and not node.users)
+        }
+
+
+def _placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def _named(kinds: Mapping[fx.Node, InputSpec], values: Mapping[str, Tensor]) -> dict[fx.Node, str]:
+    """What a placeholder is to a block: a parameter or buffer by name, a constant by value."""
+    found: dict[fx.Node, str] = {}
+    for node, spec in kinds.items():
+        value = values.get(node.name)
+        if spec.kind in ("parameter", "buffer"):
+            found[node] = spec.target
+        elif value is not None and value.numel() <= _SMALL and not value.is_meta:
+            found[node] = f"{value.dtype} {value.tolist()};"
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,52 +121,18 @@ class Run:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """A captured forward, and what its placeholders and outputs are.
-
-    Attributes:
-        gm: the graph.
-        specs: of its placeholders, in order.
-        written: FQN of the buffer that an output is the new value of, in order; None for others.
-    """
-
-    gm: fx.GraphModule
-    specs: Sequence[InputSpec]
-    written: Sequence[str | None]
-
-    def placeholders(self) -> list[fx.Node]:
-        """In order."""
-        return [node for node in self.gm.graph.nodes if node.op == "placeholder"]
-
-    def named(self, values: Mapping[str, Tensor]) -> dict[fx.Node, str]:
-        """What a placeholder is to a block: a parameter or buffer by name, a constant by value."""
-        found: dict[fx.Node, str] = {}
-        for node, spec in zip(self.placeholders(), self.specs, strict=True):
-            value = values.get(node.name)
-            if spec.kind in ("parameter", "buffer"):
-                found[node] = spec.target
-            elif value is not None and value.numel() <= _SMALL and not value.is_meta:
-                found[node] = f"{value.dtype} {value.tolist()};"
-        return found
-
-
-def runs_of(
-    captured: Captured, repeats: Sequence[Repeat], values: Mapping[str, Tensor]
-) -> list[Run]:
+def runs_of(graph: fx.Graph, repeats: Sequence[Repeat], named: Mapping[fx.Node, str]) -> list[Run]:
     """The runs of blocks whose segments do the same on what the segments before them yield.
 
     Args:
-        captured: forward of a model, or of one some of whose blocks are skipped.
+        graph: a captured forward.
         repeats: at most one per list. Blocks that look alike may take turns in what is done beside
             them; then more of them repeat together.
-        values: tensors that the forward made of plain values, by the name of their placeholder.
+        named: what a placeholder is to a block: a parameter or buffer by name, a constant by value.
     """
-    graph = captured.gm.graph
     for node in list(graph.nodes):
         if node.op == "get_attr" and node.users:
             min(node.users).prepend(node)  # a region is named where it is called
-    named = captured.named(values)
     names = [repeat.container for repeat in repeats]
     found: list[Run] = []
     taken: set[str] = set()
@@ -167,82 +195,49 @@ def _multiples(repeat: Repeat) -> Iterator[Repeat]:
             )
 
 
-def without_equal_periods(
-    captured: Captured, runs: Iterable[Run]
-) -> tuple[Captured, tuple[Repeat, ...], list[int]]:
-    """The forward in which one period stands for others, the repeats, and the outputs it has."""
-    (results,) = captured.gm.graph.output_node().args
-    assert isinstance(results, (tuple, list))
-    removed: dict[fx.Node, fx.Node] = {}
-    dropped: set[int] = set()
+def cut_equal_periods(
+    graph: fx.Graph, runs: Iterable[Run], named: Mapping[fx.Node, str]
+) -> tuple[Repeat, ...]:
+    """Let one period of a run stand for others, whose nodes go; which of them do.
+
+    Args:
+        graph: a captured forward; is changed.
+        runs: the blocks of some lists.
+        named: what a placeholder is to a block: a parameter or buffer by name, a constant by value.
+    """
     repeats: list[Repeat] = []
     for run in runs:
         gone = run.removed()
-        own = {
-            i
-            for i, name in enumerate(captured.written)
-            if name is not None and _is_left_out(run.repeat, name)
-        }
-        others = {result for i, result in enumerate(results) if i not in own}
-        if gone and not others & gone.keys() and _only_next_reads(run, gone, captured):
-            removed |= gone
-            dropped |= own
-            repeats.append(run.repeat)
-    kept = [i for i in range(len(results)) if i not in dropped]
-    if not removed:
-        return captured, (), kept
-    return _cut(captured, removed, repeats, kept), tuple(repeats), kept
+        if not gone or not _only_next_reads(run, gone, named):
+            continue
+        for node, twin in reversed(gone.items()):
+            for user in [user for user in node.users if user not in gone]:
+                user.replace_input_with(node, twin)
+            graph.erase_node(node)
+        repeats.append(run.repeat)
+    return tuple(repeats)
 
 
-def _is_left_out(repeat: Repeat, name: str) -> bool:
-    number = number_in(name, repeat.container)
-    return number is not None and repeat.covers(number) and not repeat.holds(number)
+def _is_left_out(repeats: Iterable[Repeat], name: str) -> bool:
+    """True for a parameter or buffer of a block that another one stands for."""
+    numbers = ((repeat, number_in(name, repeat.container)) for repeat in repeats)
+    return any(n is not None and r.covers(n) and not r.holds(n) for r, n in numbers)
 
 
-def _only_next_reads(run: Run, gone: Mapping[fx.Node, fx.Node], captured: Captured) -> bool:
+def _only_next_reads(
+    run: Run, gone: Mapping[fx.Node, fx.Node], named: Mapping[fx.Node, str]
+) -> bool:
     """True if of what is cut out only the period behind it reads, and that only its last period."""
     repeat = run.repeat
-    for node, spec in zip(captured.placeholders(), captured.specs, strict=True):
-        if spec.kind in ("parameter", "buffer") and _is_left_out(repeat, spec.target):
-            if any(user not in gone and user.op != "output" for user in node.users):
-                return False
+    own = (node for node, name in named.items() if _is_left_out([repeat], name))
+    if any(user not in gone for node in own for user in node.users):
+        return False
     end = repeat.instances().stop
     last = {n for i in range(end - repeat.period, end) for n in run.segments[i]}
     behind = {n for i in range(end, end + repeat.period) for n in run.segments.get(i, ())}
     return all(
-        user in gone or user.op == "output" or (node in last and user in behind)
-        for node in gone
-        for user in node.users
+        user in gone or (node in last and user in behind) for node in gone for user in node.users
     )
-
-
-def _cut(
-    captured: Captured,
-    removed: Mapping[fx.Node, fx.Node],
-    repeats: Sequence[Repeat],
-    kept: Sequence[int],
-) -> Captured:
-    """Without the nodes that are removed and what only they read."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    specs: list[InputSpec] = []
-    waiting = iter(captured.specs)
-    for node in captured.gm.graph.nodes:
-        if node.op == "placeholder":
-            spec = next(waiting)
-            of_block = spec.kind in ("parameter", "buffer")
-            if of_block and any(_is_left_out(repeat, spec.target) for repeat in repeats):
-                continue
-            if not of_block and node.users and all(user in removed for user in node.users):
-                continue
-            specs.append(spec)
-        if node.op == "output":
-            results = [node.args[0][i] for i in kept]
-            graph.output(tuple(copies.get(result, result) for result in results))
-        elif node not in removed:
-            copies[node] = graph.node_copy(node, lambda n: copies[removed.get(n, n)])
-    written = [captured.written[i] for i in kept]
-    return Captured(fx.GraphModule(captured.gm, graph), specs, written)
 
 
 def _move(node: fx.Node, path: str) -> None:

@@ -111,6 +111,7 @@ class Capture(nn.Module):
         dtype: torch.dtype | None = None,
         has_loss: bool = False,
         graded: bool = True,
+        settle: Callable[[Any], None] = lambda exported: None,
     ) -> None:
         super().__init__()
         self.wrapped = wrapped
@@ -119,6 +120,7 @@ class Capture(nn.Module):
         self.dtype = dtype
         self.has_loss = has_loss
         self.graded = graded
+        self.settle = settle  # is called with what is exported, before writes are taken out of it
         # Export restores attributes and containers after the call, but not opaque objects.
         self.notes = Notes()
 
@@ -300,6 +302,7 @@ def _captured(capture: Capture, args: Any, kwargs: Any) -> tuple[Any, Any, Answe
         refuse_made(exported.graph)
         if capture.dtype is not None:
             refuse_mixed(capture.wrapped, exported.graph_module, capture.dtype)
+        capture.settle(exported)
         if changes_in_place(exported.graph_module):
             read_shared_once(exported)
             traces = mark_no_grad(capture.wrapped, exported)

@@ -10,10 +10,17 @@ from torch.fx.graph import _Namespace
 
 from autopar.core.graph import InputSpec
 from autopar.errors import TraceError
+from autopar.tracer.between_blocks import BetweenBlocks
 from autopar.tracer.capture import PREFIX
 from autopar.tracer.cleanup import tied_parameters
 
-__all__ = ["check_no_input_mutation", "input_specs", "lifted_tensors", "written_buffer"]
+__all__ = [
+    "apply_between",
+    "check_no_input_mutation",
+    "input_specs",
+    "lifted_tensors",
+    "written_buffer",
+]
 
 
 def check_no_input_mutation(exported: Any) -> None:
@@ -97,6 +104,17 @@ def input_specs(exported: Any, model: nn.Module) -> tuple[list[InputSpec], set[s
             )
         )
     return specs, plain
+
+
+def apply_between(between: BetweenBlocks, model: nn.Module, exported: Any) -> None:
+    """Let what is between blocks be part of them, and drop what is cut with its inputs."""
+    graph, specs = exported.graph_module.graph, input_specs(exported, model)[0]
+    unread = between.apply(graph, specs, lifted_tensors(exported))
+    names = {node.name for node in unread}
+    signature = exported.graph_signature
+    signature.input_specs[:] = [s for s in signature.input_specs if s.arg.name not in names]
+    for node in unread:
+        graph.erase_node(node)
 
 
 def _graph_names(names: list[str]) -> list[str]:

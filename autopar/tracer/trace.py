@@ -21,12 +21,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from autopar._compat import lazily_compiled, leaving_transforms, without_onednn
-from autopar.core.blocks import lists_of
 from autopar.core.collector import paused_collector
 from autopar.core.grad_modes import outside_inference_mode, without_anomaly_mode
 from autopar.core.graph import InputSpec, NodeInfo, OutputSpec, Repeat, TracedModel
 from autopar.tracer.accepted import check_model
-from autopar.tracer.between_blocks import Captured, runs_of, without_equal_periods
+from autopar.tracer.between_blocks import BetweenBlocks
 from autopar.tracer.capture import Capture, export, normalize_inputs
 from autopar.tracer.cleanup import (
     clean,
@@ -59,6 +58,7 @@ from autopar.tracer.repeats import find_repeats, is_nested
 from autopar.tracer.replay import Mark, Replay
 from autopar.tracer.rewrites import invert_permutations, prepare_graph
 from autopar.tracer.signature import (
+    apply_between,
     check_no_input_mutation,
     input_specs,
     lifted_tensors,
@@ -142,7 +142,9 @@ def _trace(
     args, kwargs = normalize_inputs(example_inputs)
     with_grad = model.training if training is None else training
     has_loss = with_grad and loss == "auto"
-    capture = Capture(model, loss_fn, low_dtype(precision), has_loss, with_grad)
+    between = BetweenBlocks(repeats, fold)
+    settle = partial(apply_between, between, model)
+    capture = Capture(model, loss_fn, low_dtype(precision), has_loss, with_grad, settle)
     capture.training = model.training  # not .train(): submodules keep modes of their own
     calls = FunctionCalls()
     if with_grad:
@@ -151,13 +153,14 @@ def _trace(
         exported = export(capture, args, kwargs)
     calls.warn_of_cut()
     dtype = sum_dtype(reduce_dtype)
-    joint = _JointTrace(capture, exported, with_grad, loss, calls, dtype, repeats, fold)
-    traced = joint.run()
+    lists = [*between.joined, *nested]
+    traced = _JointTrace(capture, exported, with_grad, loss, calls, dtype, lists).run()
     return replace(
         traced,
+        repeats=between.repeats,
         precision=precision or "fp32",
         reduce_dtype=reduce_dtype,
-        nested=(*joint.joined, *(in_chain(traced, nested) if nested else ())),
+        nested=(*between.joined, *(in_chain(traced, nested) if nested else ())),
     )
 
 
@@ -172,19 +175,14 @@ class _JointTrace:
         loss: str,
         calls: FunctionCalls,
         reduce_dtype: torch.dtype | None,
-        repeats: Sequence[Repeat],
-        fold: bool,
+        nested: Sequence[str],
     ) -> None:
         self.capture = capture
-        self.lists = repeats
-        self.fold = fold
-        self.repeats: tuple[Repeat, ...] = ()
-        self.joined: tuple[str, ...] = ()
+        self.nested = nested
         self.reduce_dtype = reduce_dtype
         self.calls = calls
         self.model = capture.wrapped
         self.exported = exported
-        self.output_specs: list[Any] = list(exported.graph_signature.output_specs)
         self.with_grad = with_grad
         self.gradients = Gradients(capture.wrapped, loss, calls)
         self.output_kinds: list[OutputSpec] = []
@@ -200,8 +198,6 @@ class _JointTrace:
         specs, self.plain = input_specs(self.exported, self.model)
         self.casts = lift_casts(gm.graph, self.capture.dtype)
         prepare_graph(gm, lifted_tensors(self.exported))
-        captured = self._between_blocks(gm, specs)
-        gm, specs = captured.gm, list(captured.specs)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with fake:
             leaves = [torch.empty(spec.shape, dtype=spec.dtype, device="cpu") for spec in specs]
@@ -222,20 +218,6 @@ class _JointTrace:
         with fake, no_silent_ends() if derived(gm) else nullcontext():
             graph_module = joint(leaves, seed)
         return self._finish(graph_module, specs)
-
-    def _between_blocks(self, gm: fx.GraphModule, specs: Sequence[InputSpec]) -> Captured:
-        """Count what is computed between blocks for these; where asked for, cut equal ones out."""
-        written = [written_buffer(spec) for spec in self.output_specs]
-        captured = Captured(gm, specs, written)
-        runs = runs_of(captured, self.lists, lifted_tensors(self.exported))
-        for run in runs:
-            run.name_between()
-        names = [run.repeat.container for run in runs]
-        self.joined = tuple(name for name in names if len(lists_of(name)) > 1)
-        if self.fold:
-            captured, self.repeats, kept = without_equal_periods(captured, runs)
-            self.output_specs = [self.output_specs[i] for i in kept]
-        return captured
 
     def _joint(
         self, gm: fx.GraphModule, specs: Sequence[InputSpec], flat: list[Tensor], seed: Tensor
@@ -269,7 +251,7 @@ class _JointTrace:
         """User outputs with their index, and buffer updates with their FQN."""
         updates: list[tuple[str, Any]] = []
         user: list[tuple[int, Any]] = []
-        for spec, value in zip(self.output_specs, results, strict=True):
+        for spec, value in zip(self.exported.graph_signature.output_specs, results, strict=True):
             buffer = written_buffer(spec)
             if buffer is not None:
                 updates.append((buffer, value))
@@ -298,8 +280,7 @@ class _JointTrace:
             cast_last(graph, parameters, outputs)
         if self.reduce_dtype is not None:
             cast_gradients(graph, outputs, self.info, self.reduce_dtype)
-        nested = [r.container for r in self.lists if is_nested(r.container)]
-        insert_fanouts(graph, self.info, parameters, [*self.joined, *nested])
+        insert_fanouts(graph, self.info, parameters, self.nested)
         gm.recompile()
         self.info = {n.name: self.info[n.name] for n in graph.nodes if n.name in self.info}
         return TracedModel(
@@ -317,7 +298,6 @@ class _JointTrace:
             known=self.capture.notes.known_values(),
             eager_calls=self.capture.notes.eager_calls,
             state_values=self._constants(gm, inputs),
-            repeats=self.repeats,
         )
 
     def _flat_outputs(self, graph: fx.Graph) -> tuple[OutputSpec, ...]:
