@@ -13,6 +13,7 @@ from autopar.errors import TraceError
 from autopar.tracer.between_blocks import BetweenBlocks
 from autopar.tracer.capture import PREFIX
 from autopar.tracer.cleanup import tied_parameters
+from autopar.tracer.effects import drop_dead
 
 __all__ = [
     "apply_between",
@@ -108,6 +109,9 @@ def input_specs(exported: Any, model: nn.Module) -> tuple[list[InputSpec], set[s
 
 def apply_between(between: BetweenBlocks, model: nn.Module, exported: Any) -> None:
     """Let what is between blocks be part of them, and drop what is cut with its inputs."""
+    if not between.lists:
+        return
+    drop_dead(exported.graph_module)  # as what only a check of values reads, which is left out
     graph, specs = exported.graph_module.graph, input_specs(exported, model)[0]
     unread = between.apply(graph, specs, lifted_tensors(exported))
     names = {node.name for node in unread}
