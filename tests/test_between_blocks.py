@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
 from autopar.cost_model import Cluster
+from autopar.errors import ConstraintError
 from autopar.tracer.trace import trace
 from tests.folding import cluster, same_costs
 
@@ -289,3 +292,51 @@ def test_what_is_between_blocks_is_part_of_the_block_before() -> None:
     assert plan.repeats and plan.pipeline is not None
     assert set(plan.pipeline.cuts) <= {f"layers.{i}" for i in range(1, 8)}
     assert autopar.verify(plan, model, inputs).worst[1] < 1e-9
+
+
+def test_blocks_of_several_lists_are_pinned_by_the_names_of_their_parts() -> None:
+    model = Lists(8).double()
+    inputs = tuple(x.double() for x in batch(model))
+    pins: dict[str, Any] = {
+        "checkpoint": {"attentions.3": "full", "feeds.4-5": "selective", "layers.*": "none"}
+    }
+    plan = autopar.plan(model, cluster(2), inputs, constraints=pins, cache=False)
+    assert plan.repeats and plan.nested == ("layers+attentions+feeds",)
+    assert isinstance(plan.checkpoint, dict)
+    kinds = {key.rpartition(".")[2]: kind for key, kind in plan.checkpoint.items()}
+    assert kinds == {"0-2": "none", "3": "full", "4-5": "selective", "6-7": "none"}
+    assert autopar.verify(plan, model, inputs).worst[1] < 1e-9
+    pins = {"pipeline": {"size": 2, "microbatches": 2, "cuts": ["layers.3"]}}
+    plan = autopar.plan(model, cluster(2), inputs, constraints=pins, cache=False)
+    assert plan.pipeline is not None and plan.pipeline.cuts == ("layers+attentions+feeds.3",)
+    assert autopar.verify(plan, model, inputs).worst[1] < 1e-9
+    pins["pipeline"]["cuts"] = ["attentions.3"]
+    with pytest.raises(ConstraintError, match="inside of"):
+        autopar.plan(model, cluster(2), inputs, constraints=pins, cache=False)
+
+
+def test_a_pin_on_a_part_of_one_block_keeps_it_apart() -> None:
+    """Also on that of a list of parameters, which are no modules."""
+    for model, name in ((Lists(8), "feeds.4.1.weight"), (Weighted(8), "scales.4")):
+        pins = {"params": {name: ["S0"]}}
+        plan = autopar.plan(model, cluster(2), batch(model), constraints=pins, cache=False)
+        assert not plan.repeats
+        assert plan.parameters[name][0].short == "S0"
+
+
+def test_a_transformer_whose_parts_are_in_four_lists() -> None:
+    """Its blocks write in place to what they hand on."""
+    config = transformers.XLMConfig(
+        vocab_size=96, emb_dim=32, n_layers=8, n_heads=4, max_position_embeddings=16,
+        dropout=0.0, attention_dropout=0.0,
+    )  # fmt: skip
+    model = transformers.XLMWithLMHeadModel(config).double()
+    ids = 3 + torch.arange(64).reshape(4, 16)
+    inputs = {"input_ids": ids, "labels": ids}
+    at = Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    plan = autopar.plan(model, at, inputs, constraints={"data": 2}, cache=False)
+    (repeat,) = plan.repeats
+    assert (repeat.first, repeat.period, repeat.times) == (2, 1, 5)
+    found = autopar.verify(plan, model, inputs)
+    assert len(found.gradients) == len(list(model.parameters()))
+    assert found.worst[1] < 1e-9

@@ -311,6 +311,21 @@ def test_blocks_that_share_other_modules_or_have_other_hooks_are_unlike() -> Non
     assert [r.times for r in find_repeats(model)] == [2]
 
 
+def test_numbers_that_count_with_the_blocks_do_not_tell_them_apart() -> None:
+    class Named(Shifted):
+        def __init__(self, index: int, **settings: Any) -> None:
+            super().__init__(index)
+            self.layer_number = index + 1
+            self.linear.prefix = f"decoder.layers.{index}.linear"  # type: ignore[assignment]
+            self.__dict__.update(settings)
+
+    model = ShiftedStack(9)
+    model.layers = nn.ModuleList(Named(i) for i in range(9))
+    assert [r.times for r in find_repeats(model)] == [6]
+    model.layers = nn.ModuleList(Named(i, width=64 // (1 + i)) for i in range(9))
+    assert not find_repeats(model)
+
+
 def test_shared_blocks_are_not_folded() -> None:
     block = nn.Linear(8, 8)
     assert not find_repeats(nn.Sequential(nn.ModuleList([block] * 9)))
