@@ -104,15 +104,14 @@ class Program:
         head = "F.linear(x, self.stem.weight)" if self.loop == "tied" else "x"
         loss = f"loss = {head}.square().mean()" + (" + aux" if self.loop == "added" else "")
         forward = ("x = self.stem(x)", *self.before, *loop, loss, *self.after, result)
-        odd = ("x = torch.tanh(x) if self.odd else x",) if self.loop == "unlike" else ()
-        block = (*odd, *self.block, "return x")
+        block, block_init = (*self.block, "return x"), self.block_init
+        if self.loop == "unlike":  # an attribute tells blocks apart, used or not
+            block = ("x = torch.tanh(x) if self.odd else x", *block)
+            block_init = ("self.odd = i % 2 == 1", *block_init)
         return "\n\n\n".join(
             (
                 PRELUDE.rstrip(),
-                _class(
-                    "Block", "i", ("self.odd = i % 2 == 1", *self.block_init),
-                    "x, mask, *, ids", block,
-                ),
+                _class("Block", "i", block_init, "x, mask, *, ids", block),
                 _class("Model", "", (stem, made, *self.init), "x, mask, ids, labels", forward),
             )
         )  # fmt: skip
