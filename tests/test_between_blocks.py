@@ -340,3 +340,25 @@ def test_a_transformer_whose_parts_are_in_four_lists() -> None:
     found = autopar.verify(plan, model, inputs)
     assert len(found.gradients) == len(list(model.parameters()))
     assert found.worst[1] < 1e-9
+
+
+class Spare(nn.Module):
+    """Has a part that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()
+
+
+def test_parameters_that_nothing_reads_are_where_their_block_is() -> None:
+    """Among them those of the blocks of a later stage that one stands for."""
+    model = Stack(11, Spare).double()
+    inputs = tuple(x.double() for x in batch(model))
+    pins = {"pipeline": {"size": 2, "microbatches": 2, "schedule": "1f1b"}}
+    plan = autopar.plan(model, cluster(2), inputs, constraints=pins, cache=False)
+    assert plan.repeats
+    assert set(plan.parameters) == {name for name, _ in model.named_parameters()}
+    assert autopar.verify(plan, model, inputs).worst[1] < 1e-9

@@ -179,7 +179,7 @@ class _Cutter:
             self.stage[node.name] = min([own, *after])
 
     def _assign_hoisted(self) -> None:
-        """Parameters and what is made of them stand where they are read first."""
+        """Parameters, and what is made of them, stand where they are read first, or their block."""
         chain = [n for n in self.traced.graph.nodes if n.name in self.weighted]
         for node in reversed(chain):
             parameter = node.op == "placeholder"
@@ -188,7 +188,8 @@ class _Cutter:
             readers = [u for user in node.users for u in _calls(user)]
             readers += [u for r in readers if r.name in self.loose for u in r.users]
             stages = [self.stage[u.name] for u in readers if u.name in self.stage]
-            self.stage[node.name] = min(stages, default=0)
+            own = self.stage_of_block.get(self.place.get(node.name, ""), 0)
+            self.stage[node.name] = min(stages, default=own)
             if parameter:
                 self._settle(self.specs[node.name].target, node, stages)
 

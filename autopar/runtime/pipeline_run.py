@@ -223,10 +223,10 @@ class PipelineRun:
 
     def _send(self, t: Transfer, value: Tensor, turn: int, action: Action | None) -> None:
         """Send a value; it is held until its receiver is known to have it."""
+        value = value.contiguous()  # as the graph of the receiver takes it to be
         if self._rank_of(t.target) == self.mesh.rank:
             self.here[t, turn] = value
             return
-        value = value.contiguous()
         work = dist.isend(
             value,
             group=self._group(t),

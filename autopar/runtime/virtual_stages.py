@@ -146,7 +146,7 @@ class _AllStages:
             if name not in written:
                 continue
             if spec.kind == "sent":
-                self.sent[stage, spec.target] = written[name]
+                self.sent[stage, spec.target] = [x.contiguous() for x in written[name]]
                 continue
             value = assemble(written[name], layout, self.mesh)
             key = (spec.kind, spec.target)
