@@ -69,6 +69,8 @@ def traced_for(
 
 def may_fold(model: nn.Module, constraints: Constraints, repeats: Sequence[Repeat]) -> bool:
     """False where a pin tells apart blocks that would share one choice."""
+    if not repeats:
+        return True
     pin = constraints.pipeline
     if pin is not None and pin != NO_PIPELINE:
         # the cuts of a folded graph stand between blocks that repeat together

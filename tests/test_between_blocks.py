@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
+from autopar import planning
 from autopar.cost_model import Cluster
 from autopar.errors import ConstraintError
 from autopar.tracer.trace import trace
@@ -259,7 +261,7 @@ def test_folded_plan_gives_the_same_numbers(name: str) -> None:
     assert plan.repeats
     found = autopar.verify(plan, model, inputs)
     assert len(found.gradients) == len(list(model.parameters()))
-    assert found.worst[1] < (1e-2 if name == "regions" else 1e-9)
+    assert found.worst[1] < 1e-9
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -313,6 +315,15 @@ def test_blocks_of_several_lists_are_pinned_by_the_names_of_their_parts() -> Non
     pins["pipeline"]["cuts"] = ["attentions.3"]
     with pytest.raises(ConstraintError, match="inside of"):
         autopar.plan(model, cluster(2), inputs, constraints=pins, cache=False)
+
+
+def test_a_model_whose_pins_keep_it_whole_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = Mock(side_effect=trace)
+    monkeypatch.setattr(planning, "trace", traced)
+    model = Stack(8)
+    pins = {"pipeline": {"size": 2, "microbatches": 2, "cuts": ["layers.3"]}}
+    autopar.plan(model, cluster(2), batch(model), constraints=pins, cache=False)
+    assert traced.call_count == 1
 
 
 def test_a_pin_on_a_part_of_one_block_keeps_it_apart() -> None:

@@ -38,7 +38,8 @@ from autopar.tracer.trace import trace
 from benchmarks.memory import measure, predicted_of
 from tests import zoo
 from tests.dist import run_ranks
-from tests.test_folding import CASES, TEXT, cluster, gpt2, llama
+from tests.folding import cluster
+from tests.test_folding import CASES, TEXT, gpt2, llama
 
 MODELS = {"vit": lambda: zoo.vit(layers=4), "resnet": zoo.resnet, "t5": zoo.t5}
 # of the blocks of all three; the first key that matches counts

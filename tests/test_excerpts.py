@@ -17,7 +17,8 @@ from autopar.codegen.listing import argument_text, program_text, target_text
 from autopar.core.excerpt import EmittedNode, excerpts_from, excerpts_to
 from autopar.core.plan import Plan
 from autopar.tracer.trace import trace
-from tests.test_folding import TEXT, cluster, gemma, llama
+from tests.folding import cluster
+from tests.test_folding import TEXT, gemma, llama
 from tests.test_stage_passes import Tower
 
 PINS: dict[str, dict[str, Any]] = {

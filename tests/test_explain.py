@@ -22,7 +22,8 @@ from autopar.solver.pins import Pins
 from autopar.solver.read_step import build_step
 from autopar.tracer.trace import trace
 from tests import handwritten as hw
-from tests.test_folding import TEXT, cluster, llama
+from tests.folding import cluster
+from tests.test_folding import TEXT, llama
 
 MESH = (2, 2)
 UP = "layers.0.0.weight"

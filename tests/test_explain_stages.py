@@ -18,7 +18,8 @@ from autopar.explanation import explain, render_explanation
 from autopar.planning import traced_for
 from autopar.search.stage_planning import port_names
 from autopar.solver.solve import solve
-from tests.test_folding import TEXT, cluster, llama
+from tests.folding import cluster
+from tests.test_folding import TEXT, llama
 
 LAYERS = 11
 PINS = {"pipeline": {"size": 4, "microbatches": 4, "schedule": "1f1b"}}

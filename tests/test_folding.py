@@ -316,7 +316,7 @@ def test_numbers_that_count_with_the_blocks_do_not_tell_them_apart() -> None:
         def __init__(self, index: int, **settings: Any) -> None:
             super().__init__(index)
             self.layer_number = index + 1
-            self.linear.prefix = f"decoder.layers.{index}.linear"  # type: ignore[assignment]
+            self.prefix = f"decoder.layers.{index}"
             self.__dict__.update(settings)
 
     model = ShiftedStack(9)

@@ -42,8 +42,9 @@ from autopar.tracer.trace import trace
 from benchmarks.memory import measure, predicted_of
 from tests import zoo
 from tests.dist import run_ranks
+from tests.folding import cluster
 from tests.test_block_recompute import errors
-from tests.test_folding import CASES, TEXT, cluster
+from tests.test_folding import CASES, TEXT
 from tests.test_training_matrix import InFloat64
 
 LINK = 1e10  # bytes/s

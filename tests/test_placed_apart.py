@@ -42,7 +42,8 @@ from autopar.solver.variant import Variant
 from autopar.tracer.trace import trace
 from benchmarks.planner_rows import ROWS
 from tests.dist import run_ranks
-from tests.test_folding import TEXT, cluster, gemma, gpt2, llama
+from tests.folding import cluster
+from tests.test_folding import TEXT, gemma, gpt2, llama
 
 MODELS = {"gpt2": gpt2, "llama": llama, "gemma": gemma}
 

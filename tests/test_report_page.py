@@ -18,7 +18,8 @@ from autopar.core.plan import Plan
 from autopar.report.page import page_data, render_page
 from tests import handwritten as hw
 from tests.browser import browser, inspect
-from tests.test_folding import TEXT, cluster, llama
+from tests.folding import cluster
+from tests.test_folding import TEXT, llama
 from tests.test_report import made
 
 in_browser = pytest.mark.skipif(browser() is None, reason="no Chromium is installed")

@@ -19,7 +19,7 @@ from autopar.report.page import page_data, render_page
 from autopar.report.parameters import parameter_rows
 from autopar.report.stages import holders, longest_rank, stage_groups
 from tests.browser import browser, inspect
-from tests.test_folding import cluster
+from tests.folding import cluster
 from tests.test_stage_passes import Tower
 
 in_browser = pytest.mark.skipif(browser() is None, reason="no Chromium is installed")

@@ -26,7 +26,8 @@ from autopar.solver.read_step import build_step
 from autopar.solver.solve import solve
 from autopar.tracer.trace import trace
 from tests import handwritten as hw
-from tests.test_folding import TEXT, cluster, gpt2, llama
+from tests.folding import cluster
+from tests.test_folding import TEXT, gpt2, llama
 
 CASES: dict[str, tuple[Any, dict[str, Any], tuple[int, ...], dict[str, Any]]] = {
     "llama": (lambda: llama(9), TEXT, (2, 4), {}),

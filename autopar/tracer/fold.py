@@ -42,12 +42,12 @@ def folded(
     for some in dict.fromkeys((tuple(repeats), outer)):
         if not some:
             break
-        with _shortened(model, some) as notes:
+        with _shortened(model, some):
             try:
                 traced = replace(capture(fold=False), repeats=some)
             except TraceError:
                 continue  # tracing it whole tells whether the model is at fault
-        if not notes.fault and _is_sound(traced):
+        if _is_sound(traced):
             return traced
     if not repeats:
         return None
@@ -96,18 +96,17 @@ class _Call:
 
 @dataclass(slots=True)
 class _Shortening:
-    """What the blocks of folded containers were called with; `fault` says what did not fit."""
+    """What the blocks of folded containers were called with; raises where a call does not fit."""
 
     calls: dict[tuple[str, int], _Call] = field(default_factory=dict)
     latest: dict[str, _Call] = field(default_factory=dict)
-    fault: str = ""
 
     def enter(self, container: str, index: int, args: Any, kwargs: Any) -> _Call:
         """Note a call of a block that stands for others, or of one that it stands for."""
         inputs, spec = pytree.tree_flatten((args, kwargs))
         call = _Call(inputs, spec)
         if (container, index) in self.calls:
-            self.fault = f"{container}.{index} is called twice"
+            raise TraceError(f"{container}.{index} is called twice")
         self.calls[container, index] = call
         return call
 
@@ -161,7 +160,7 @@ class _Skipped(nn.Module):
 
 
 @contextmanager
-def _shortened(model: nn.Module, repeats: Sequence[Repeat]) -> Iterator[_Shortening]:
+def _shortened(model: nn.Module, repeats: Sequence[Repeat]) -> Iterator[None]:
     """Inside, the blocks that the repeats leave out hand on their input."""
     notes = _Shortening()
     undo: list[tuple[nn.Module, str, nn.Module]] = []
@@ -177,7 +176,7 @@ def _shortened(model: nn.Module, repeats: Sequence[Repeat]) -> Iterator[_Shorten
                 block = container.get_submodule(str(index))
                 undo.append((container, str(index), block))
                 container._modules[str(index)] = _Skipped(block, repeat, index, notes)
-        yield notes
+        yield
     finally:
         for container, name, block in undo:
             container._modules[name] = block
