@@ -179,6 +179,74 @@ class Shared(Stack):
         return x
 
 
+class Dictionaries(nn.Module):
+    """A block with keywords, a number, and what else it has seen, which nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.feed = nn.LayerNorm(WIDTH), feed_forward()
+
+    def forward(self, *, given: dict[str, Any], rate: float) -> tuple[dict[str, Any], float]:
+        x = self.feed(given["x"])
+        return {"x": x, "norm": self.norm(given["x"]), "seen": x.sum()}, rate / 2
+
+
+class Keywords(Stack):
+    def __init__(self, blocks: int) -> None:
+        super().__init__(blocks, Dictionaries)
+
+    def run(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            found, half = layer(given={"x": x}, rate=0.5)
+            x = found["norm"] + half * found["x"]
+        return x
+
+
+class Twice(Stack):
+    """Each block is called twice, and what it was called with is written to."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            y = layer(x)
+            x = x + layer(y.sin().mul_(0.5)).add_(1.0)
+        return x
+
+
+class Methods(Stack):
+    """Of a block nothing is called but what is in it, through a method and by hand."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(blocks, Halves)
+
+    def run(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer.attend(x)
+            x = x + layer.feed(x)
+        return x
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.feed = Attention(), feed_forward()
+
+    def attend(self, x: Tensor) -> Tensor:
+        return x + self.attention(x)
+
+
+class Called(Methods):
+    """A block that has a forward, which is not called."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(blocks)
+        self.layers = nn.ModuleList(Whole() for _ in range(blocks))
+
+
+class Whole(Halves):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.feed(self.attend(x))
+
+
 class Unlike(Stack):
     """The fifth block of nine does more."""
 
@@ -222,6 +290,10 @@ FOLDED = {
     "lists": (lambda: Lists(8), 1),
     "shared": (lambda: Shared(8), 1),
     "later": (lambda: Later(10), 1),
+    "keywords": (lambda: Keywords(8), 1),
+    "twice": (lambda: Twice(8), 1),
+    "methods": (lambda: Methods(8), 1),
+    "not called": (lambda: Called(8), 1),
 }
 WHOLE = {"unlike": Unlike, "skips": Skips, "far": Far}
 
@@ -280,6 +352,21 @@ def test_the_graph_to_plan_on_does_not_grow_with_depth() -> None:
     assert len(small.graph.nodes) == len(large.graph.nodes)
     assert len(list(small.parameters())) == len(list(large.parameters()))
     assert small.fingerprint() != large.fingerprint()
+
+
+@pytest.mark.parametrize("build", [Stack, Positions, Lists, Twice, Methods])
+def test_few_blocks_run_while_a_model_is_captured(
+    build: type[Stack], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear = Mock(side_effect=F.linear)
+    monkeypatch.setattr(F, "linear", linear)
+    calls = []
+    for blocks in (8, 16):
+        linear.reset_mock()
+        model = build(blocks)
+        assert trace(model, batch(model), training=True, fold=True).repeats
+        calls.append(linear.call_count)
+    assert calls[0] == calls[1]
 
 
 def test_what_is_between_blocks_is_part_of_the_block_before() -> None:

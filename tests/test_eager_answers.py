@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from torch.compiler import is_exporting
 
 import autopar
+from autopar.tracer.trace import trace
 from tests import handwritten as hw
 from tests.test_forward_semantics import verified
 
@@ -54,6 +57,23 @@ def test_what_only_a_compiled_model_does_is_named() -> None:
         found = verified(Asking(asks, looks=True), hw.vectors())
     assert "if not cannot be traced" in str(caught[0].message)
     assert found.worst[1] > 1e-3  # as the warning says
+
+
+def test_a_way_that_fails_is_not_logged_where_another_is_found() -> None:
+    class Failing(hw.Mlp):
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+            if not torch.compiler.is_compiling():
+                x = x @ x.new_ones(x.shape[-1] + 1, x.shape[-1])
+            return super().forward(x, labels)
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    handler = Mock(level=logging.DEBUG)
+    logger.addHandler(handler)
+    try:
+        trace(Failing(), hw.vectors())
+    finally:
+        logger.removeHandler(handler)
+    assert not handler.handle.called and not logger.disabled
 
 
 def test_a_model_that_is_traceable_in_no_way_is_refused() -> None:

@@ -393,6 +393,22 @@ def test_lists_inside_of_lists_too_short_to_fold() -> None:
     assert autopar.verify(plan, model, x).worst[1] < 1e-9
 
 
+def test_blocks_that_are_not_called_are_folded() -> None:
+    class Towers(ShiftedStack):
+        """One tower is for inputs that are not given."""
+
+        def __init__(self) -> None:
+            super().__init__(8)
+            self.images = nn.ModuleList(Shifted(i) for i in range(7))
+
+    model = Towers().double()
+    traced = trace(model, TEXT, training=True, fold=True)
+    assert [(r.container, r.times) for r in traced.repeats] == [("layers", 5), ("images", 4)]
+    plan = autopar.plan(model, cluster(2), TEXT, constraints={"data": 2}, cache=False)
+    assert set(plan.parameters) == {name for name, _ in model.named_parameters()}
+    assert autopar.verify(plan, model, TEXT).worst[1] < 1e-9
+
+
 def test_a_block_that_turns_out_to_differ() -> None:
     model, x = NumberedStack().double(), (torch.ones(4, 8).double(),)
     plan = autopar.plan(model, Cluster.from_profile("cpu-gloo", devices_per_node=2), x)

@@ -1,25 +1,28 @@
-"""Models that compute between their blocks, as `x = x + block(x)` does in a loop of the parent.
+"""What a model computes between its blocks, as `x = x + block(x)` does in a loop of the parent.
 
 An op behind a block, up to the next block of the list, counts for the block before it, where all
 the blocks of a run have equal ones. So what no module of its own computes, as the pairs of an
 `nn.ModuleList` of lists, are blocks like others. So are the children of one number of several lists
-that a loop takes together. Their calls cannot be skipped while the model is captured (`fold.py`),
-as what goes from one to the next is in a variable of the parent. Here the captured forward is cut:
-the equal periods behind the one that stands for them go.
+that a loop takes together. In the captured forward the equal periods behind the one that stands for
+them are cut out: of blocks whose calls were skipped (`skipped_calls.py`), and of others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, fx
 
 from autopar.core.blocks import lists_of, number_in
 from autopar.core.graph import InputSpec, Repeat
+from autopar.tracer.block_calls import hand_on, inside_of, is_skipped, left_out_of
 from autopar.tracer.capture import PREFIX
-from autopar.tracer.repeats import KEPT_PERIODS, LONGEST_PERIOD, longest_run
+from autopar.tracer.cleanup import module_of
+from autopar.tracer.effects import drop_dead
+from autopar.tracer.repeats import KEPT_PERIODS, LONGEST_PERIOD, is_nested, longest_run
 from autopar.tracer.segments import Segments, calls_in
+from autopar.tracer.skipped_calls import LastUnlike
 
 __all__ = ["BetweenBlocks", "Run", "cut_equal_periods", "runs_of"]
 
@@ -43,7 +46,11 @@ class BetweenBlocks:
         self.repeats: tuple[Repeat, ...] = ()
 
     def apply(
-        self, graph: fx.Graph, specs: Sequence[InputSpec], values: Mapping[str, Tensor]
+        self,
+        graph: fx.Graph,
+        specs: Sequence[InputSpec],
+        values: Mapping[str, Tensor],
+        calls: Sequence[fx.Node] = (),
     ) -> set[fx.Node]:
         """Name, and cut, in place; the placeholders that nothing reads any more.
 
@@ -51,6 +58,10 @@ class BetweenBlocks:
             graph: a captured forward of a model, or of one some of whose blocks are skipped.
             specs: of its placeholders, in order.
             values: tensors that the forward made of plain values, by name of their placeholder.
+            calls: of blocks, some of which are left out.
+
+        Raises:
+            Unlike: blocks that are left out are not like those that stand for them.
         """
         kinds = {
             node: spec
@@ -59,17 +70,43 @@ class BetweenBlocks:
         }
         read = {node for node in kinds if node.users}
         named = _named(kinds, values)
+        skipped = [str(node.args[2]) for node in calls if is_skipped(node)]
+        if calls:
+            self._cut_skipped(graph, calls, named)
         runs = runs_of(graph, self.lists, named)
         for run in runs:
             run.name_between()
         names = [run.repeat.container for run in runs]
         self.joined = tuple(name for name in names if len(lists_of(name)) > 1)
-        self.repeats = cut_equal_periods(graph, runs, named) if self.fold else ()
+        if self.fold:
+            self.repeats = (*cut_equal_periods(graph, runs, named), *self._idle(graph, kinds))
+        if any(not _is_left_out(self.repeats, path) for path in skipped):
+            raise LastUnlike("the last blocks that are left out are unlike those in front of them")
         return {
             node
             for node, spec in kinds.items()
             if _is_left_out(self.repeats, spec.target) or (node in read and not node.users)
         }
+
+    def _idle(self, graph: fx.Graph, kinds: Mapping[fx.Node, InputSpec]) -> Iterator[Repeat]:
+        """Those whose blocks are not called, as of a tower for inputs that are not given."""
+        used = {module_of(node) for node in graph.nodes}
+        used.update(spec.target for node, spec in kinds.items() if node.users)
+        for repeat in self.lists:
+            inside = (name for name in used if number_in(name, repeat.container) is not None)
+            if next(inside, None) is None and not is_nested(repeat.container):
+                yield repeat
+
+    def _cut_skipped(
+        self, graph: fx.Graph, calls: Sequence[fx.Node], named: Mapping[fx.Node, str]
+    ) -> None:
+        """Cut what is behind blocks that are left out, of which the ops inside are not there."""
+        hidden = inside_of(graph, calls)
+        runs = runs_of(graph, left_out_of(self.lists, calls), named, hidden)
+        cut_equal_periods(graph, runs, named, hidden)
+        hand_on(graph)
+        assert graph.owning_module is not None
+        drop_dead(graph.owning_module)
 
 
 def _placeholders(graph: fx.Graph) -> list[fx.Node]:
@@ -113,6 +150,7 @@ class Run:
         return {
             node: twin
             for number in repeat.instances()[repeat.period :]
+            if number in self.segments  # others are left out
             for node, twin in zip(
                 self.segments[number],
                 self.segments[repeat.first + (number - repeat.first) % repeat.period],
@@ -121,7 +159,12 @@ class Run:
         }
 
 
-def runs_of(graph: fx.Graph, repeats: Sequence[Repeat], named: Mapping[fx.Node, str]) -> list[Run]:
+def runs_of(
+    graph: fx.Graph,
+    repeats: Sequence[Repeat],
+    named: Mapping[fx.Node, str],
+    hidden: Collection[fx.Node] = (),
+) -> list[Run]:
     """The runs of blocks whose segments do the same on what the segments before them yield.
 
     Args:
@@ -129,6 +172,7 @@ def runs_of(graph: fx.Graph, repeats: Sequence[Repeat], named: Mapping[fx.Node, 
         repeats: at most one per list. Blocks that look alike may take turns in what is done beside
             them; then more of them repeat together.
         named: what a placeholder is to a block: a parameter or buffer by name, a constant by value.
+        hidden: nodes inside of blocks, where those of some are not there.
     """
     for node in list(graph.nodes):
         if node.op == "get_attr" and node.users:
@@ -137,12 +181,12 @@ def runs_of(graph: fx.Graph, repeats: Sequence[Repeat], named: Mapping[fx.Node, 
     found: list[Run] = []
     taken: set[str] = set()
     for repeat in repeats:
-        segments = Segments(graph, repeat.container, named)
+        segments = Segments(graph, repeat.container, named, hidden)
         lists = segments.beside(names) if repeat.container not in taken else None
         if lists is None:
             continue
         if lists != repeat.container:
-            segments = Segments(graph, lists, named)
+            segments = Segments(graph, lists, named, hidden)
         runs = (_equal_run(each, segments) for each in _candidates(repeat, segments))
         run = next((run for run in runs if run is not None), None)
         if run is not None:
@@ -156,7 +200,8 @@ def _candidates(repeat: Repeat, segments: Segments) -> Iterator[Repeat]:
     last = repeat.first + repeat.period * (repeat.times + 1)
     if not segments.numbers:
         return
-    if segments.numbers == list(range(segments.numbers[-1] + 1)) and last <= len(segments.numbers):
+    is_whole = segments.numbers == list(range(segments.numbers[-1] + 1)) and not segments.hidden
+    if is_whole and last <= len(segments.numbers):
         run = longest_run(segments.container, _kinds(segments))
         if run is not None:
             yield from _multiples(run)
@@ -196,7 +241,10 @@ def _multiples(repeat: Repeat) -> Iterator[Repeat]:
 
 
 def cut_equal_periods(
-    graph: fx.Graph, runs: Iterable[Run], named: Mapping[fx.Node, str]
+    graph: fx.Graph,
+    runs: Iterable[Run],
+    named: Mapping[fx.Node, str],
+    hidden: Collection[fx.Node] = (),
 ) -> tuple[Repeat, ...]:
     """Let one period of a run stand for others, whose nodes go; which of them do.
 
@@ -204,11 +252,12 @@ def cut_equal_periods(
         graph: a captured forward; is changed.
         runs: the blocks of some lists.
         named: what a placeholder is to a block: a parameter or buffer by name, a constant by value.
+        hidden: nodes inside of blocks that `runs` say nothing of.
     """
     repeats: list[Repeat] = []
     for run in runs:
         gone = run.removed()
-        if not gone or not _only_next_reads(run, gone, named):
+        if not run.repeat.skipped or not _only_next_reads(run, gone, named, hidden):
             continue
         for node, twin in reversed(gone.items()):
             for user in [user for user in node.users if user not in gone]:
@@ -225,7 +274,10 @@ def _is_left_out(repeats: Iterable[Repeat], name: str) -> bool:
 
 
 def _only_next_reads(
-    run: Run, gone: Mapping[fx.Node, fx.Node], named: Mapping[fx.Node, str]
+    run: Run,
+    gone: Mapping[fx.Node, fx.Node],
+    named: Mapping[fx.Node, str],
+    hidden: Collection[fx.Node],
 ) -> bool:
     """True if of what is cut out only the period behind it reads, and that only its last period."""
     repeat = run.repeat
@@ -233,8 +285,9 @@ def _only_next_reads(
     if any(user not in gone for node in own for user in node.users):
         return False
     end = repeat.instances().stop
-    last = {n for i in range(end - repeat.period, end) for n in run.segments[i]}
+    last = {n for i in range(end - repeat.period, end) for n in run.segments.get(i, ())}
     behind = {n for i in range(end, end + repeat.period) for n in run.segments.get(i, ())}
+    behind.update(hidden)
     return all(
         user in gone or (node in last and user in behind) for node in gone for user in node.users
     )
@@ -266,7 +319,8 @@ def _equal_run(repeat: Repeat, segments: Segments) -> Run | None:
             like = equal[i % period]
             found[number] = segments.nodes[number][: segments.common(number, like)]
     between = {n: i for i, own in found.items() for n in own if not segments.is_own(n)}
-    if any(len(found[i]) < len(found[equal[-period + k]]) for k, i in enumerate(inside[-period:])):
+    last = enumerate(inside[-period:])
+    if not segments.hidden and any(len(found[i]) < len(found[equal[k - period]]) for k, i in last):
         # what is done in front of a block is none of the last one, where sums of gradients begin
         repeat = replace(repeat, times=repeat.times - 1)
     return Run(repeat, found, between)

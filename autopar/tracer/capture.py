@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,6 +50,7 @@ from autopar.tracer.packed_rows import PackedRows
 from autopar.tracer.picked_places import say_picked
 from autopar.tracer.precision import call_in
 from autopar.tracer.shared_buffers import read_shared_once
+from autopar.tracer.skipped_calls import Unlike
 from autopar.tracer.spelled import Spelled
 
 __all__ = ["PREFIX", "Capture", "export", "normalize_inputs"]
@@ -258,7 +260,7 @@ def _captured_as_eager(capture: Capture, args: Any, kwargs: Any) -> tuple[Any, A
         with telling_eager() as asked:
             return _captured(capture, args, kwargs)
     except Exception as error:
-        if not asked:
+        if not asked or isinstance(error, Unlike):
             raise
         first = error
     capture.notes.lines.clear()
@@ -284,7 +286,7 @@ def _captured(capture: Capture, args: Any, kwargs: Any) -> tuple[Any, Any, Answe
             higher.called(),
             emptying_caches(capture.wrapped),
             same_containers(capture.wrapped),
-            _without_partial_graph(),
+            _quietly_failing(),
             grad_modes_in_autocast(),
         ):
             exported = torch.export.export(capture, args, kwargs, strict=False)
@@ -313,10 +315,14 @@ def _captured(capture: Capture, args: Any, kwargs: Any) -> tuple[Any, Any, Answe
 
 
 @contextmanager
-def _without_partial_graph() -> Iterator[None]:
-    """Of an export that fails, torch prints the graph so far, which would bury the message."""
+def _quietly_failing() -> Iterator[None]:
+    """Of an export that fails, torch prints the graph so far, which would bury the message, and
+    logs the trace of an op that fails, though another way to call it may be found.
+    """
     printed = io.StringIO()
     graph = None
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, logger.disabled = logger.disabled, True
     try:
         with redirect_stderr(printed):
             yield
@@ -324,5 +330,6 @@ def _without_partial_graph() -> Iterator[None]:
         graph = getattr(error, "partial_fx_graph", None)
         raise
     finally:
+        logger.disabled = was_disabled
         text = printed.getvalue()
         sys.stderr.write(text if graph is None else text.replace(f"{graph}\n", ""))

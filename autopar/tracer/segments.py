@@ -12,7 +12,9 @@ from torch.fx.node import map_aggregate
 
 from autopar.core.blocks import MANY, Block, block_of, joined, number_in, within
 from autopar.core.graph import tensor_meta
+from autopar.tracer.block_calls import given_to
 from autopar.tracer.cleanup import module_of
+from autopar.tracer.skipped_calls import block_call
 
 __all__ = ["Segments", "calls_in"]
 
@@ -24,12 +26,20 @@ class Segments:
         graph: a captured forward.
         container: the list, or several lists whose children of one number are a block.
         named: what a placeholder is to a block: a parameter's or buffer's name, a constant's value.
+        hidden: nodes that are left out of the blocks.
     """
 
-    def __init__(self, graph: fx.Graph, container: str, named: Mapping[fx.Node, str]) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        container: str,
+        named: Mapping[fx.Node, str],
+        hidden: Collection[fx.Node] = (),
+    ) -> None:
         self.container = container
         self.named = named
-        self.nodes = _segments(graph, container)
+        self.hidden = hidden
+        self.nodes = _segments(graph, container, hidden)
         self.numbers = list(self.nodes)
         self.place = {n: (k, i) for k, own in self.nodes.items() for i, n in enumerate(own)}
         self._rank = {number: i for i, number in enumerate(self.nodes)}
@@ -110,7 +120,8 @@ class Segments:
             far = maker < 0 or distance > period or self._is_shared(operand, maker)
             return operand.name if far else (distance, position)
 
-        return str(map_aggregate((node.args, dict(node.kwargs)), said))
+        args = given_to(node) if node.target is block_call else (node.args, dict(node.kwargs))
+        return str(map_aggregate(args, said))
 
     def _is_shared(self, node: fx.Node, maker: int) -> bool:
         """True for what a block makes for many others, such as a bias of all attention scores."""
@@ -144,12 +155,14 @@ def _foreign(path: str, container: str, parent: str) -> Block | None:
     return Block(f"{parent}.{block.container}", block.number)
 
 
-def _segments(graph: fx.Graph, container: str) -> dict[int, list[fx.Node]]:
+def _segments(
+    graph: fx.Graph, container: str, hidden: Collection[fx.Node]
+) -> dict[int, list[fx.Node]]:
     """Nodes of each block and those behind it; none where the blocks do not run one by one."""
     segments: dict[int, list[fx.Node]] = {}
     current = -1
     for node in graph.nodes:
-        if node.op in ("placeholder", "output"):
+        if node.op in ("placeholder", "output") or node in hidden:
             continue
         number = _number(node, container)
         if number is not None and number != current:

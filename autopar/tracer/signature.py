@@ -11,6 +11,7 @@ from torch.fx.graph import _Namespace
 from autopar.core.graph import InputSpec
 from autopar.errors import TraceError
 from autopar.tracer.between_blocks import BetweenBlocks
+from autopar.tracer.block_calls import calls_of_blocks
 from autopar.tracer.capture import PREFIX
 from autopar.tracer.cleanup import tied_parameters
 from autopar.tracer.effects import drop_dead
@@ -111,9 +112,10 @@ def apply_between(between: BetweenBlocks, model: nn.Module, exported: Any) -> No
     """Let what is between blocks be part of them, and drop what is cut with its inputs."""
     if not between.lists:
         return
+    calls = calls_of_blocks(exported.graph_module.graph)
     drop_dead(exported.graph_module)  # as what only a check of values reads, which is left out
     graph, specs = exported.graph_module.graph, input_specs(exported, model)[0]
-    unread = between.apply(graph, specs, lifted_tensors(exported))
+    unread = between.apply(graph, specs, lifted_tensors(exported), calls)
     names = {node.name for node in unread}
     signature = exported.graph_signature
     signature.input_specs[:] = [s for s in signature.input_specs if s.arg.name not in names]
