@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._C import _functorch
 from torch._export.passes import replace_set_grad_with_hop_pass
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
@@ -26,6 +26,7 @@ __all__ = [
     "makes_mask",
     "mapped_over_scores",
     "node_of",
+    "quick_module_lists",
     "replaced_functions",
     "says_nothing",
 ]
@@ -101,6 +102,28 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 # --- functions of torch that are called by other ones, which run in their place
+
+
+@contextmanager
+def quick_module_lists() -> Iterator[None]:
+    """Let an item of an `nn.ModuleList` be found without a look at the others.
+
+    Where modules are shared, an export wraps all children of a list for each look at one, so that a
+    loop over indices takes a time that grows with their square.
+    """
+    kind: Any = nn.ModuleList
+    get, length = kind.__getitem__, kind.__len__
+
+    def item(modules: Any, index: Any) -> Any:
+        if isinstance(index, slice):
+            return get(modules, index)
+        return getattr(modules, modules._get_abs_string_index(index))
+
+    kind.__getitem__, kind.__len__ = item, lambda modules: len(vars(modules)["_modules"])
+    try:
+        yield
+    finally:
+        kind.__getitem__, kind.__len__ = get, length
 
 
 @contextmanager

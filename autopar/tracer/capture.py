@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar._compat import register_dataclasses
-from autopar._tracing import grad_modes_in_autocast
+from autopar._tracing import grad_modes_in_autocast, quick_module_lists
 from autopar.core.eager_calls import EagerCall
 from autopar.core.graph import KnownValue
 from autopar.errors import TraceError
@@ -288,6 +288,7 @@ def _captured(capture: Capture, args: Any, kwargs: Any) -> tuple[Any, Any, Answe
             same_containers(capture.wrapped),
             _quietly_failing(),
             grad_modes_in_autocast(),
+            quick_module_lists(),
         ):
             exported = torch.export.export(capture, args, kwargs, strict=False)
         know_all_readers(exported.graph_module.graph)
