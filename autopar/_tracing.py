@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._C import _functorch
 from torch._export.passes import replace_set_grad_with_hop_pass
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
 
 __all__ = [
     "compile_questions",
@@ -26,6 +26,8 @@ __all__ = [
     "makes_mask",
     "mapped_over_scores",
     "node_of",
+    "proxies_of",
+    "put_proxies",
     "quick_module_lists",
     "replaced_functions",
     "says_nothing",
@@ -94,6 +96,20 @@ def node_of(tensor: Tensor) -> fx.Node | None:
         return None
     slot: Any = get_proxy_slot(tensor, mode.tracer, None)
     return None if slot is None else slot.proxy.node
+
+
+def proxies_of(tensors: Iterable[Tensor]) -> list[Any]:
+    """What stands for tensors in the graph that is being traced; None for constants of it."""
+    mode = get_proxy_mode()
+    return [None if mode is None else get_proxy_slot(x, mode.tracer, None) for x in tensors]
+
+
+def put_proxies(tensors: Iterable[Tensor], proxies: Iterable[Any]) -> None:
+    """Let what stood for tensors do so again: an op that returns its operand takes its place."""
+    mode = get_proxy_mode()
+    for tensor, proxy in zip(tensors, proxies, strict=True):
+        if mode is not None and proxy is not None:
+            set_proxy_slot(tensor, mode.tracer, proxy)
 
 
 def has_memory(tensor: Tensor) -> bool:

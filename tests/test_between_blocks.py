@@ -212,6 +212,27 @@ class Twice(Stack):
         return x
 
 
+class Told(nn.Module):
+    """A block that is told its number, and a rate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feed = feed_forward()
+
+    def forward(self, x: Tensor, number: int, rate: float) -> Tensor:
+        return self.feed(x) * rate if number >= 0 else x
+
+
+class Counted(Stack):
+    def __init__(self, blocks: int) -> None:
+        super().__init__(blocks, Told)
+
+    def run(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers, start=1):
+            x = x + layer(x, i, rate=1 / i)
+        return x
+
+
 class Methods(Stack):
     """Of a block nothing is called but what is in it, through a method and by hand."""
 
@@ -292,6 +313,7 @@ FOLDED = {
     "later": (lambda: Later(10), 1),
     "keywords": (lambda: Keywords(8), 1),
     "twice": (lambda: Twice(8), 1),
+    "counted": (lambda: Counted(8), 1),
     "methods": (lambda: Methods(8), 1),
     "not called": (lambda: Called(8), 1),
 }
@@ -354,7 +376,7 @@ def test_the_graph_to_plan_on_does_not_grow_with_depth() -> None:
     assert small.fingerprint() != large.fingerprint()
 
 
-@pytest.mark.parametrize("build", [Stack, Positions, Lists, Twice, Methods])
+@pytest.mark.parametrize("build", [Stack, Positions, Lists, Twice, Counted, Methods])
 def test_few_blocks_run_while_a_model_is_captured(
     build: type[Stack], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,10 +16,15 @@ from torch import Tensor, fx
 
 from autopar.core.blocks import lists_of, number_in
 from autopar.core.graph import InputSpec, Repeat
-from autopar.tracer.block_calls import hand_on, inside_of, is_skipped, left_out_of
+from autopar.tracer.block_calls import (
+    calls_of_blocks,
+    hand_on,
+    inside_of,
+    is_skipped,
+    left_out_of,
+)
 from autopar.tracer.capture import PREFIX
 from autopar.tracer.cleanup import module_of
-from autopar.tracer.effects import drop_dead
 from autopar.tracer.repeats import KEPT_PERIODS, LONGEST_PERIOD, is_nested, longest_run
 from autopar.tracer.segments import Segments, calls_in
 from autopar.tracer.skipped_calls import LastUnlike
@@ -44,35 +49,50 @@ class BetweenBlocks:
         self.fold = fold
         self.joined: tuple[str, ...] = ()
         self.repeats: tuple[Repeat, ...] = ()
+        self.skipped: list[str] = []  # modules that were not called
 
-    def apply(
-        self,
-        graph: fx.Graph,
-        specs: Sequence[InputSpec],
-        values: Mapping[str, Tensor],
-        calls: Sequence[fx.Node] = (),
+    def cut_skipped(
+        self, graph: fx.Graph, specs: Sequence[InputSpec], values: Mapping[str, Tensor]
     ) -> set[fx.Node]:
-        """Name, and cut, in place; the placeholders that nothing reads any more.
+        """Cut calls that were skipped, in place; the placeholders that nothing reads any more.
 
         Args:
-            graph: a captured forward of a model, or of one some of whose blocks are skipped.
+            graph: what was captured while blocks were skipped.
             specs: of its placeholders, in order.
             values: tensors that the forward made of plain values, by name of their placeholder.
-            calls: of blocks, some of which are left out.
 
         Raises:
             Unlike: blocks that are left out are not like those that stand for them.
         """
-        kinds = {
-            node: spec
-            for node, spec in zip(_placeholders(graph), specs, strict=True)
-            if spec.kind != "input"
-        }
+        calls = calls_of_blocks(graph)
+        self.skipped = [str(node.args[2]) for node in calls if is_skipped(node)]
+        if not calls:
+            return set()
+        kinds = _kinds_of(graph, specs)
         read = {node for node in kinds if node.users}
         named = _named(kinds, values)
-        skipped = [str(node.args[2]) for node in calls if is_skipped(node)]
-        if calls:
-            self._cut_skipped(graph, calls, named)
+        hidden = inside_of(graph, calls)
+        runs = runs_of(graph, left_out_of(self.lists, calls), named, hidden)
+        cut_equal_periods(graph, runs, named, hidden)
+        hand_on(graph)
+        return {node for node in read if not node.users}
+
+    def apply(
+        self, graph: fx.Graph, specs: Sequence[InputSpec], values: Mapping[str, Tensor]
+    ) -> set[fx.Node]:
+        """Name, and cut, in place; the placeholders that nothing reads any more.
+
+        Args:
+            graph: a captured forward of a model, or of one some of whose blocks were skipped.
+            specs: of its placeholders, in order.
+            values: tensors that the forward made of plain values, by name of their placeholder.
+
+        Raises:
+            LastUnlike: only the last blocks that are left out are not like those in front of them.
+        """
+        kinds = _kinds_of(graph, specs)
+        read = {node for node in kinds if node.users}
+        named = _named(kinds, values)
         runs = runs_of(graph, self.lists, named)
         for run in runs:
             run.name_between()
@@ -80,7 +100,7 @@ class BetweenBlocks:
         self.joined = tuple(name for name in names if len(lists_of(name)) > 1)
         if self.fold:
             self.repeats = (*cut_equal_periods(graph, runs, named), *self._idle(graph, kinds))
-        if any(not _is_left_out(self.repeats, path) for path in skipped):
+        if any(not _is_left_out(self.repeats, path) for path in self.skipped):
             raise LastUnlike("the last blocks that are left out are unlike those in front of them")
         return {
             node
@@ -97,16 +117,11 @@ class BetweenBlocks:
             if next(inside, None) is None and not is_nested(repeat.container):
                 yield repeat
 
-    def _cut_skipped(
-        self, graph: fx.Graph, calls: Sequence[fx.Node], named: Mapping[fx.Node, str]
-    ) -> None:
-        """Cut what is behind blocks that are left out, of which the ops inside are not there."""
-        hidden = inside_of(graph, calls)
-        runs = runs_of(graph, left_out_of(self.lists, calls), named, hidden)
-        cut_equal_periods(graph, runs, named, hidden)
-        hand_on(graph)
-        assert graph.owning_module is not None
-        drop_dead(graph.owning_module)
+
+def _kinds_of(graph: fx.Graph, specs: Sequence[InputSpec]) -> dict[fx.Node, InputSpec]:
+    """The placeholders of a graph but those of inputs, and what they are."""
+    pairs = zip(_placeholders(graph), specs, strict=True)
+    return {node: spec for node, spec in pairs if spec.kind != "input"}
 
 
 def _placeholders(graph: fx.Graph) -> list[fx.Node]:

@@ -11,7 +11,7 @@ from torch import fx
 from autopar.core.blocks import number_in
 from autopar.core.graph import Repeat
 from autopar.tracer.cleanup import module_of
-from autopar.tracer.skipped_calls import Unlike, block_call, block_inputs
+from autopar.tracer.skipped_calls import Unlike, block_call
 
 __all__ = ["calls_of_blocks", "given_to", "hand_on", "inside_of", "is_skipped", "left_out_of"]
 
@@ -81,12 +81,12 @@ def hand_on(graph: fx.Graph) -> None:
     Raises:
         Unlike: a call that is left out is there still.
     """
-    for node in (*_calls(graph), *graph.find_nodes(op="call_function", target=block_inputs)):
+    for node in _calls(graph):
         if is_skipped(node):
             raise Unlike(f"{node.args[2]} is not called as others are")
-        tensors: Any = node.args[1 if node.target is block_call else 0]
+        results: Any = node.args[1]
         for item in list(node.users):
             index: Any = item.args[1]
-            item.replace_all_uses_with(tensors[index])
+            item.replace_all_uses_with(results[index])
             graph.erase_node(item)
         graph.erase_node(node)

@@ -113,6 +113,7 @@ class Capture(nn.Module):
         dtype: torch.dtype | None = None,
         has_loss: bool = False,
         graded: bool = True,
+        cut: Callable[[Any], None] = lambda exported: None,
         settle: Callable[[Any], None] = lambda exported: None,
     ) -> None:
         super().__init__()
@@ -122,6 +123,7 @@ class Capture(nn.Module):
         self.dtype = dtype
         self.has_loss = has_loss
         self.graded = graded
+        self.cut = cut  # is called with what is exported, at once
         self.settle = settle  # is called with what is exported, before writes are taken out of it
         # Export restores attributes and containers after the call, but not opaque objects.
         self.notes = Notes()
@@ -292,6 +294,7 @@ def _captured(capture: Capture, args: Any, kwargs: Any) -> tuple[Any, Any, Answe
         ):
             exported = torch.export.export(capture, args, kwargs, strict=False)
         know_all_readers(exported.graph_module.graph)
+        capture.cut(exported)
         told = say_own(exported, capture.wrapped, outside, PREFIX)
         capture.notes.frozen.told += told
         capture.notes.both_sides = tuple(higher.both_sides)

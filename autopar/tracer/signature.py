@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.fx.graph import _Namespace
 
 from autopar.core.graph import InputSpec
 from autopar.errors import TraceError
 from autopar.tracer.between_blocks import BetweenBlocks
-from autopar.tracer.block_calls import calls_of_blocks
 from autopar.tracer.capture import PREFIX
 from autopar.tracer.cleanup import tied_parameters
 from autopar.tracer.effects import drop_dead
@@ -19,6 +18,7 @@ from autopar.tracer.effects import drop_dead
 __all__ = [
     "apply_between",
     "check_no_input_mutation",
+    "cut_skipped",
     "input_specs",
     "lifted_tensors",
     "written_buffer",
@@ -108,19 +108,27 @@ def input_specs(exported: Any, model: nn.Module) -> tuple[list[InputSpec], set[s
     return specs, plain
 
 
+def cut_skipped(between: BetweenBlocks, model: nn.Module, exported: Any) -> None:
+    """Cut calls of blocks that were skipped, with the inputs of what is computed beside them."""
+    graph, specs = exported.graph_module.graph, input_specs(exported, model)[0]
+    _drop_inputs(exported, between.cut_skipped(graph, specs, lifted_tensors(exported)))
+
+
 def apply_between(between: BetweenBlocks, model: nn.Module, exported: Any) -> None:
     """Let what is between blocks be part of them, and drop what is cut with its inputs."""
     if not between.lists:
         return
-    calls = calls_of_blocks(exported.graph_module.graph)
     drop_dead(exported.graph_module)  # as what only a check of values reads, which is left out
     graph, specs = exported.graph_module.graph, input_specs(exported, model)[0]
-    unread = between.apply(graph, specs, lifted_tensors(exported), calls)
+    _drop_inputs(exported, between.apply(graph, specs, lifted_tensors(exported)))
+
+
+def _drop_inputs(exported: Any, unread: set[fx.Node]) -> None:
     names = {node.name for node in unread}
     signature = exported.graph_signature
     signature.input_specs[:] = [s for s in signature.input_specs if s.arg.name not in names]
     for node in unread:
-        graph.erase_node(node)
+        node.graph.erase_node(node)
 
 
 def _graph_names(names: list[str]) -> list[str]:

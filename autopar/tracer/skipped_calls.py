@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from autopar._tracing import proxies_of, put_proxies
 from autopar.core.graph import Repeat
 from autopar.errors import TraceError
 from autopar.tracer.repeats import SCALARS
 
-__all__ = ["LastUnlike", "Unlike", "block_call", "block_inputs", "shortened", "skipping"]
+__all__ = ["LastUnlike", "Unlike", "block_call", "shortened", "skipping"]
 
 
 class Unlike(TraceError):
@@ -34,19 +35,12 @@ class LastUnlike(Unlike):
 
 _library = torch.library.Library("autopar", "FRAGMENT")
 _library.define("block_call(Tensor[] given, Tensor[] results, str path, bool skipped) -> Tensor[]")
-_library.define("block_inputs(Tensor[] given) -> Tensor[]")
 block_call = torch.ops.autopar.block_call.default
-block_inputs = torch.ops.autopar.block_inputs.default
 
 
 @torch.library.register_fake("autopar::block_call", lib=_library)
 def _fake(given: list[Tensor], results: list[Tensor], path: str, skipped: bool) -> list[Tensor]:
     return [torch.empty_like(x) for x in results]
-
-
-@torch.library.register_fake("autopar::block_inputs", lib=_library)
-def _fake_inputs(given: list[Tensor]) -> list[Tensor]:
-    return [torch.empty_like(x) for x in given]
 
 
 def shortened(repeats: Iterable[Repeat]) -> tuple[Repeat, ...]:
@@ -65,25 +59,18 @@ class _Call:
     spec: Any
     out_spec: Any = None
     results: list[Any] = field(default_factory=list)
+    proxies: list[Any] = field(default_factory=list)
 
     @property
     def given(self) -> list[Tensor]:
-        return _tensors(self.inputs)
+        return [x for x in self.inputs if isinstance(x, Tensor)]
 
     def handed_on(self, path: str, given: list[Tensor], skipped: bool) -> Any:
         """The results, of which the tensors are those of an op."""
-        tensors = block_call(given, _tensors(self.results), path, skipped)
-        return pytree.tree_unflatten(_with(self.results, tensors), self.out_spec)
-
-
-def _tensors(leaves: list[Any]) -> list[Tensor]:
-    return [x for x in leaves if isinstance(x, Tensor)]
-
-
-def _with(leaves: list[Any], tensors: list[Tensor]) -> list[Any]:
-    """The leaves with other tensors in them."""
-    others = iter(tensors)
-    return [next(others) if isinstance(x, Tensor) else x for x in leaves]
+        tensors = [x for x in self.results if isinstance(x, Tensor)]
+        others = iter(block_call(given, tensors, path, skipped))
+        leaves = [next(others) if isinstance(x, Tensor) else x for x in self.results]
+        return pytree.tree_unflatten(leaves, self.out_spec)
 
 
 class _Calls:
@@ -108,14 +95,14 @@ class _Watch:
     calls: _Calls
 
     # bound methods, as functions would be taken for the user's own (`scopes.py`)
-    def enter(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def enter(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         call = self.calls.enter(self.path, args, kwargs)
-        # an op that returns its operand, as `.to()` may, would be taken for what made that
-        inside = _with(call.inputs, block_inputs(call.given))
-        return pytree.tree_unflatten(inside, call.spec)
+        call.proxies = proxies_of(call.given)
 
     def leave(self, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         call = self.calls.made[self.path][-1]
+        # an op inside that returns its operand, as `.to()` may, is not what made that
+        put_proxies(call.given, call.proxies)
         call.results, call.out_spec = pytree.tree_flatten(output)
         return call.handed_on(self.path, call.given, skipped=False)
 
@@ -123,10 +110,10 @@ class _Watch:
 class _Skipped(nn.Module):
     """Stands where a module is that the capture leaves out; answers for its attributes."""
 
-    def __init__(self, real: nn.Module, path: str, like: str, calls: _Calls) -> None:
+    def __init__(self, real: nn.Module, path: str, like: str, by: int, calls: _Calls) -> None:
         super().__init__()
         # past nn.Module's own setter, which would register the module
-        self.__dict__.update(_real=real, _path=path, _like=like, _calls=calls)
+        self.__dict__.update(_real=real, _path=path, _like=like, _by=by, _calls=calls)
         self.training = real.training
 
     def __getattr__(self, name: str) -> Any:
@@ -136,15 +123,21 @@ class _Skipped(nn.Module):
         call = self._calls.enter(self._path, args, kwargs)
         made = self._calls.made.get(self._like, [])
         turn = len(self._calls.made[self._path]) - 1
-        if turn >= len(made) or made[turn].out_spec is None or not _alike(call, made[turn]):
+        ended = turn < len(made) and made[turn].out_spec is not None
+        if not ended or not _alike(call, made[turn], self._by):
             raise Unlike(f"{self._path} is not called as {self._like} is")
         return made[turn].handed_on(self._path, call.given, skipped=True)
 
 
-def _alike(call: _Call, other: _Call) -> bool:
-    """True for the same arguments but for what is in their tensors."""
+def _alike(call: _Call, other: _Call, by: int) -> bool:
+    """True for the same arguments but for what is in their tensors.
+
+    Args:
+        call, other: of two blocks.
+        by: how many blocks are from the other one to it; a number may count them.
+    """
     return call.spec == other.spec and all(
-        _described(mine) == _described(its)
+        _described(mine) == _described(its) or (type(mine) is type(its) is int and mine - its == by)
         for mine, its in zip(call.inputs, other.inputs, strict=True)
     )
 
@@ -152,6 +145,8 @@ def _alike(call: _Call, other: _Call) -> bool:
 def _described(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+    if type(leaf) is float:  # rates and scales, which no placement depends on
+        return (float, leaf == 0.0)
     return leaf if isinstance(leaf, SCALARS) else None
 
 
@@ -175,7 +170,9 @@ def skipping(model: nn.Module, repeats: Sequence[Repeat]) -> Iterator[None]:
                     if owners[id(module)] > 1:
                         continue  # several blocks call it
                     if index in behind:
-                        _replace(model, name, f"{repeat.container}.{like}{path}", calls, undo)
+                        other = f"{repeat.container}.{like}{path}"
+                        skipped = _Skipped(module, name, other, index - like, calls)
+                        _replace(model, name, skipped, undo)
                     else:
                         _watch(module, name, calls, undo)
         yield
@@ -193,13 +190,11 @@ def _called(owner: nn.Module, name: str, path: str = "") -> Iterator[tuple[str, 
         yield from _called(module, inner, f"{path}.{inner}")
 
 
-def _replace(model: nn.Module, path: str, like: str, calls: _Calls, undo: ExitStack) -> None:
+def _replace(model: nn.Module, path: str, module: nn.Module, undo: ExitStack) -> None:
     parent, _, name = path.rpartition(".")
-    owner = model.get_submodule(parent)
-    real = owner._modules[name]
-    assert real is not None
-    owner._modules[name] = _Skipped(real, path, like, calls)
-    undo.callback(owner._modules.__setitem__, name, real)
+    modules = model.get_submodule(parent)._modules
+    undo.callback(modules.__setitem__, name, modules[name])
+    modules[name] = module
 
 
 def _watch(module: nn.Module, path: str, calls: _Calls, undo: ExitStack) -> None:

@@ -60,6 +60,7 @@ from autopar.tracer.rewrites import invert_permutations, prepare_graph
 from autopar.tracer.signature import (
     apply_between,
     check_no_input_mutation,
+    cut_skipped,
     input_specs,
     lifted_tensors,
     written_buffer,
@@ -143,8 +144,8 @@ def _trace(
     with_grad = model.training if training is None else training
     has_loss = with_grad and loss == "auto"
     between = BetweenBlocks(repeats, fold)
-    settle = partial(apply_between, between, model)
-    capture = Capture(model, loss_fn, low_dtype(precision), has_loss, with_grad, settle)
+    settle = partial(cut_skipped, between, model), partial(apply_between, between, model)
+    capture = Capture(model, loss_fn, low_dtype(precision), has_loss, with_grad, *settle)
     capture.training = model.training  # not .train(): submodules keep modes of their own
     calls = FunctionCalls()
     if with_grad:
