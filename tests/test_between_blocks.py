@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar import planning
@@ -126,6 +127,27 @@ class Regions(Stack):
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 y = self.embed(layer(x))
             x = x + gate * y
+        return x
+
+
+def lowered(model: Stack) -> Stack:
+    """All blocks run in one region of another precision."""
+    run = model.run
+
+    def within(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return run(x).float() if x.dtype is torch.float32 else run(x)
+
+    model.run = within  # type: ignore[method-assign]
+    return model
+
+
+class Recomputed(Stack):
+    """Each block is recomputed by hand."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + checkpoint(layer, x, use_reentrant=False)
         return x
 
 
@@ -313,6 +335,9 @@ FOLDED = {
     "later": (lambda: Later(10), 1),
     "keywords": (lambda: Keywords(8), 1),
     "twice": (lambda: Twice(8), 1),
+    "in a region": (lambda: lowered(Stack(8)), 1),
+    "weighted in a region": (lambda: lowered(Weighted(8)), 1),
+    "recomputed": (lambda: Recomputed(8), 1),
     "counted": (lambda: Counted(8), 1),
     "methods": (lambda: Methods(8), 1),
     "not called": (lambda: Called(8), 1),
@@ -376,9 +401,12 @@ def test_the_graph_to_plan_on_does_not_grow_with_depth() -> None:
     assert small.fingerprint() != large.fingerprint()
 
 
-@pytest.mark.parametrize("build", [Stack, Positions, Lists, Twice, Counted, Methods])
+@pytest.mark.parametrize(
+    "build",
+    [Stack, Positions, Lists, Twice, Counted, Methods, Recomputed, lambda n: lowered(Weighted(n))],
+)
 def test_few_blocks_run_while_a_model_is_captured(
-    build: type[Stack], monkeypatch: pytest.MonkeyPatch
+    build: Callable[[int], Stack], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     linear = Mock(side_effect=F.linear)
     monkeypatch.setattr(F, "linear", linear)

@@ -267,3 +267,36 @@ def test_training_on_gloo_ranks_in_low_precision(precision: str) -> None:
     for losses, predicted, measured in run_ranks(trained, 4, precision):
         assert losses == pytest.approx(expected, rel=4 * unit)
         assert 0.98 * measured <= predicted <= 1.05 * measured
+
+
+class Widened(nn.Module):
+    """Reads weights in float32, as norms of Gemma do, of a model in another precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for linear in self.linears:
+            normed = nn.functional.rms_norm(linear(x).float(), (16,))
+            x = x + (normed * (1.0 + self.weight.float())).to(x.dtype)
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.bfloat16, 0.02), (torch.float64, 1e-6)], ids=["bf16", "double"]
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_of_microbatches_are_rounded_to_the_dtype_of_their_parameter(
+    dtype: torch.dtype, bound: float, size: int
+) -> None:
+    """As torch does that adds them up; elsewhere a sum is rounded once it is whole."""
+    torch.manual_seed(0)
+    model, inputs = Widened().to(dtype), (torch.randn(8, 4, 16, dtype=dtype),)
+    at = autopar.Cluster.from_profile("cpu-gloo", devices_per_node=2)
+    pins: dict[str, Any] = {"pipeline": {"size": size, "microbatches": 2}, "data": 2 // size}
+    plan = autopar.plan(model, at, inputs, constraints=pins, cache=False)
+    found = autopar.verify(plan, model, inputs)
+    assert set(found.gradients) == {name for name, _ in model.named_parameters()}
+    assert found.worst[1] < bound, found.worst

@@ -32,7 +32,7 @@ from autopar.solver.discrete.problem import Array, ChoiceProblem
 from autopar.solver.read_step import build_step
 from autopar.solver.rules.labels import replicated
 from autopar.solver.rules.notes import note_places
-from autopar.solver.rules.pointwise import share_rows
+from autopar.solver.rules.pointwise import rounding_rows, share_rows
 from autopar.solver.step import Op, Step
 
 __all__ = ["split_in_time"]
@@ -112,7 +112,7 @@ class _Splitter:
         found = [c for c in expand(op.call, (self.size,)) if not c.comm]
         shares = (
             Candidate(tuple((p,) for p in row.inputs), ((Partial(),),), (row.variant,), ())
-            for row in share_rows(op.call)
+            for row in (*share_rows(op.call), *rounding_rows(op.call))
         )
         found += [c for c in shares if c not in found]
         numbers = all(math.prod(spec.shape) == 1 for spec in op.call.outputs)

@@ -25,8 +25,9 @@ from autopar.tracer.block_calls import (
 )
 from autopar.tracer.capture import PREFIX
 from autopar.tracer.cleanup import module_of
+from autopar.tracer.regions import calls_in, drop_operands, named_graphs, unread_operands
 from autopar.tracer.repeats import KEPT_PERIODS, LONGEST_PERIOD, is_nested, longest_run
-from autopar.tracer.segments import Segments, calls_in
+from autopar.tracer.segments import Segments
 from autopar.tracer.skipped_calls import LastUnlike
 
 __all__ = ["BetweenBlocks", "Run", "cut_equal_periods", "runs_of"]
@@ -52,54 +53,59 @@ class BetweenBlocks:
         self.skipped: list[str] = []  # modules that were not called
 
     def cut_skipped(
-        self, graph: fx.Graph, specs: Sequence[InputSpec], values: Mapping[str, Tensor]
+        self, gm: fx.GraphModule, specs: Sequence[InputSpec], values: Mapping[str, Tensor]
     ) -> set[fx.Node]:
         """Cut calls that were skipped, in place; the placeholders that nothing reads any more.
 
         Args:
-            graph: what was captured while blocks were skipped.
+            gm: what was captured while blocks were skipped.
             specs: of its placeholders, in order.
             values: tensors that the forward made of plain values, by name of their placeholder.
 
         Raises:
             Unlike: blocks that are left out are not like those that stand for them.
         """
-        calls = calls_of_blocks(graph)
+        calls = calls_of_blocks(gm)
         self.skipped = [str(node.args[2]) for node in calls if is_skipped(node)]
         if not calls:
             return set()
-        kinds = _kinds_of(graph, specs)
-        read = {node for node in kinds if node.users}
-        named = _named(kinds, values)
-        hidden = inside_of(graph, calls)
-        runs = runs_of(graph, left_out_of(self.lists, calls), named, hidden)
-        cut_equal_periods(graph, runs, named, hidden)
-        hand_on(graph)
+        kinds = _kinds_of(gm.graph, specs)
+        read, unread = {node for node in kinds if node.users}, unread_operands(gm.graph)
+        for graph, named in named_graphs(gm.graph, _named(kinds, values)):
+            hidden = inside_of(graph)
+            runs = runs_of(graph, left_out_of(self.lists, graph), named, hidden)
+            cut_equal_periods(graph, runs, named, hidden)
+            hand_on(graph)
+        drop_operands(gm.graph, unread)
         return {node for node in read if not node.users}
 
     def apply(
-        self, graph: fx.Graph, specs: Sequence[InputSpec], values: Mapping[str, Tensor]
+        self, gm: fx.GraphModule, specs: Sequence[InputSpec], values: Mapping[str, Tensor]
     ) -> set[fx.Node]:
         """Name, and cut, in place; the placeholders that nothing reads any more.
 
         Args:
-            graph: a captured forward of a model, or of one some of whose blocks were skipped.
+            gm: a captured forward of a model, or of one some of whose blocks were skipped.
             specs: of its placeholders, in order.
             values: tensors that the forward made of plain values, by name of their placeholder.
 
         Raises:
             LastUnlike: only the last blocks that are left out are not like those in front of them.
         """
-        kinds = _kinds_of(graph, specs)
-        read = {node for node in kinds if node.users}
-        named = _named(kinds, values)
-        runs = runs_of(graph, self.lists, named)
-        for run in runs:
-            run.name_between()
-        names = [run.repeat.container for run in runs]
-        self.joined = tuple(name for name in names if len(lists_of(name)) > 1)
+        kinds = _kinds_of(gm.graph, specs)
+        read, unread = {node for node in kinds if node.users}, unread_operands(gm.graph)
+        self.joined, self.repeats = (), ()
+        for graph, named in named_graphs(gm.graph, _named(kinds, values)):
+            runs = runs_of(graph, self.lists, named)
+            for run in runs:
+                run.name_between()
+            names = [run.repeat.container for run in runs]
+            self.joined += tuple(name for name in names if len(lists_of(name)) > 1)
+            if self.fold:
+                self.repeats += cut_equal_periods(graph, runs, named)
         if self.fold:
-            self.repeats = (*cut_equal_periods(graph, runs, named), *self._idle(graph, kinds))
+            drop_operands(gm.graph, unread)
+            self.repeats += tuple(self._idle(gm, kinds))
         if any(not _is_left_out(self.repeats, path) for path in self.skipped):
             raise LastUnlike("the last blocks that are left out are unlike those in front of them")
         return {
@@ -108,9 +114,10 @@ class BetweenBlocks:
             if _is_left_out(self.repeats, spec.target) or (node in read and not node.users)
         }
 
-    def _idle(self, graph: fx.Graph, kinds: Mapping[fx.Node, InputSpec]) -> Iterator[Repeat]:
+    def _idle(self, gm: fx.GraphModule, kinds: Mapping[fx.Node, InputSpec]) -> Iterator[Repeat]:
         """Those whose blocks are not called, as of a tower for inputs that are not given."""
-        used = {module_of(node) for node in graph.nodes}
+        parts = (part for part in gm.modules() if isinstance(part, fx.GraphModule))
+        used = {module_of(node) for part in parts for node in part.graph.nodes}
         used.update(spec.target for node, spec in kinds.items() if node.users)
         for repeat in self.lists:
             inside = (name for name in used if number_in(name, repeat.container) is not None)

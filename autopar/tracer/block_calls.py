@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -26,18 +26,10 @@ def given_to(node: fx.Node) -> Any:
     return node.args[0]
 
 
-def calls_of_blocks(graph: fx.Graph) -> list[fx.Node]:
-    """The calls, in order; those that are left out forget whose results they have the shapes of.
-
-    Raises:
-        Unlike: there is one in a region of the graph, where it cannot be told what it reads.
-    """
-    owner = graph.owning_module
-    assert owner is not None
-    for part in owner.modules():
-        if isinstance(part, fx.GraphModule) and part.graph is not graph and _calls(part.graph):
-            raise Unlike("blocks are called in a region")
-    calls = _calls(graph)
+def calls_of_blocks(gm: fx.GraphModule) -> list[fx.Node]:
+    """The calls, those in regions too; a skipped one forgets whose results it has the shapes of."""
+    parts = (part for part in gm.modules() if isinstance(part, fx.GraphModule))
+    calls = [node for part in parts for node in _calls(part.graph)]
     for node in calls:
         if is_skipped(node):
             node.args = (node.args[0], [], *node.args[2:])
@@ -48,19 +40,20 @@ def _calls(graph: fx.Graph) -> list[fx.Node]:
     return graph.find_nodes(op="call_function", target=block_call)
 
 
-def left_out_of(repeats: Iterable[Repeat], calls: Sequence[fx.Node]) -> tuple[Repeat, ...]:
-    """Those of some repeats of which blocks are left out, as long as that says."""
+def left_out_of(repeats: Iterable[Repeat], graph: fx.Graph) -> tuple[Repeat, ...]:
+    """Those of some repeats of which blocks are left out of a graph, as long as that says."""
     found = []
     for repeat in repeats:
-        paths = (str(node.args[2]) for node in calls if is_skipped(node))
+        paths = (str(node.args[2]) for node in _calls(graph) if is_skipped(node))
         numbers = {number_in(path, repeat.container) for path in paths} - {None}
         if numbers:
             found.append(replace(repeat, times=1 + len(numbers) // repeat.period))
     return tuple(found)
 
 
-def inside_of(graph: fx.Graph, calls: Sequence[fx.Node]) -> set[fx.Node]:
+def inside_of(graph: fx.Graph) -> set[fx.Node]:
     """What blocks compute that are not left out, but for the calls' results."""
+    calls = _calls(graph)
     paths = {str(node.args[2]) for node in calls if not is_skipped(node)}
     apart = {*calls, *(item for node in calls for item in node.users)}
     found: set[fx.Node] = set()

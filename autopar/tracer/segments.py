@@ -14,9 +14,10 @@ from autopar.core.blocks import MANY, Block, block_of, joined, number_in, within
 from autopar.core.graph import tensor_meta
 from autopar.tracer.block_calls import given_to
 from autopar.tracer.cleanup import module_of
+from autopar.tracer.regions import calls_in, region_of
 from autopar.tracer.skipped_calls import block_call
 
-__all__ = ["Segments", "calls_in"]
+__all__ = ["Segments"]
 
 
 class Segments:
@@ -102,7 +103,7 @@ class Segments:
             yield from (self.named.get(operand, "") for operand in node.all_input_nodes)
 
     def _op(self, number: int, node: fx.Node) -> tuple[Any, ...]:
-        region = _region(node)
+        region = region_of(node)
         target = str(node.target) if region is None else _described_region(region)
         value = tensor_meta(node)
         shape = None if value is None else (tuple(value.shape), value.dtype)
@@ -137,7 +138,7 @@ def _described_region(region: fx.GraphModule) -> str:
 
     rows = []
     for node in places:
-        inner = _region(node)
+        inner = region_of(node)
         target = str(node.target) if inner is None else _described_region(inner)
         target = "" if node.op == "placeholder" else target
         rows.append((node.op, target, str(map_aggregate((node.args, dict(node.kwargs)), said))))
@@ -182,24 +183,3 @@ def _number(node: fx.Node, container: str) -> int | None:
     own = calls if node.op == "get_attr" else (node,)
     numbers = (number_in(module_of(each), container) for each in (*own, *regions))
     return next((n for n in numbers if n is not None), None)
-
-
-def calls_in(node: fx.Node) -> Iterator[fx.Node]:
-    """The calls in the regions that a node names, or calls."""
-    part = _region(node)
-    if part is not None:
-        for inner in part.graph.nodes:
-            if inner.op == "call_function":
-                yield inner
-            yield from calls_in(inner)
-
-
-def _region(node: fx.Node) -> fx.GraphModule | None:
-    if node.op != "get_attr":
-        return None
-    owner = node.graph.owning_module
-    assert owner is not None and isinstance(node.target, str)
-    value: Any = owner
-    for name in node.target.split("."):
-        value = getattr(value, name)
-    return value if isinstance(value, fx.GraphModule) else None

@@ -110,8 +110,8 @@ def input_specs(exported: Any, model: nn.Module) -> tuple[list[InputSpec], set[s
 
 def cut_skipped(between: BetweenBlocks, model: nn.Module, exported: Any) -> None:
     """Cut calls of blocks that were skipped, with the inputs of what is computed beside them."""
-    graph, specs = exported.graph_module.graph, input_specs(exported, model)[0]
-    _drop_inputs(exported, between.cut_skipped(graph, specs, lifted_tensors(exported)))
+    specs, values = input_specs(exported, model)[0], lifted_tensors(exported)
+    _drop_inputs(exported, between.cut_skipped(exported.graph_module, specs, values))
 
 
 def apply_between(between: BetweenBlocks, model: nn.Module, exported: Any) -> None:
@@ -119,8 +119,8 @@ def apply_between(between: BetweenBlocks, model: nn.Module, exported: Any) -> No
     if not between.lists:
         return
     drop_dead(exported.graph_module)  # as what only a check of values reads, which is left out
-    graph, specs = exported.graph_module.graph, input_specs(exported, model)[0]
-    _drop_inputs(exported, between.apply(graph, specs, lifted_tensors(exported)))
+    specs, values = input_specs(exported, model)[0], lifted_tensors(exported)
+    _drop_inputs(exported, between.apply(exported.graph_module, specs, values))
 
 
 def _drop_inputs(exported: Any, unread: set[fx.Node]) -> None:

@@ -170,6 +170,15 @@ def cast_rule(call: OpCall) -> list[AxisStrategy]:
     return rows
 
 
+def rounding_rows(call: OpCall) -> list[AxisStrategy]:
+    """Rows of casts that round each part of a sum, as those of gradients of microbatches are."""
+    if call.target is not aten._to_copy.default:
+        return []
+    dtypes = call.operands[0].dtype, call.outputs[0].dtype
+    rounds = all(dtype.is_floating_point for dtype in dtypes)
+    return [AxisStrategy((Partial(),), (Partial(),))] if rounds else []
+
+
 @rule(NARROW)
 def narrow_rule(call: OpCall) -> list[AxisStrategy]:
     """A cast before a sum over ranks: each part is rounded, as a reduction in that dtype asks."""
