@@ -409,6 +409,37 @@ def test_blocks_that_are_not_called_are_folded() -> None:
     assert autopar.verify(plan, model, TEXT).worst[1] < 1e-9
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_blocks_that_count_the_batch_are_run_in_microbatches(size: int) -> None:
+    """Each counts it before the microbatches, and so do those of a stage that one stands for."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return x + self.linear(x * mask).tanh() / mask.sum()
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Counting() for _ in range(11))
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x, mask)
+            return x.square().mean()
+
+    torch.manual_seed(0)
+    model = Stack().double()
+    inputs = torch.randn(4, 8).double(), (torch.rand(4, 1) > 0.3).double()
+    pins = {"pipeline": {"size": size, "microbatches": 2}}
+    plan = autopar.plan(model, cluster(size), inputs, constraints=pins, cache=False)
+    assert plan.repeats
+    assert autopar.verify(plan, model, inputs).worst[1] < 1e-9
+
+
 def test_a_block_that_turns_out_to_differ() -> None:
     model, x = NumberedStack().double(), (torch.ones(4, 8).double(),)
     plan = autopar.plan(model, Cluster.from_profile("cpu-gloo", devices_per_node=2), x)

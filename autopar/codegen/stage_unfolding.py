@@ -13,6 +13,7 @@ from autopar.core.made_for import check_made_for
 from autopar.core.placement import Layout
 from autopar.core.plan import Plan
 from autopar.core.recompute import recomputed
+from autopar.core.strategy import op_call
 from autopar.errors import PlanMismatchError
 
 __all__ = ["unfolded_plan"]
@@ -53,9 +54,10 @@ def _stage(plan: Plan, number: int, made: Staged, real: Staged) -> Plan:
     """The plan of one stage."""
     folded, whole = made.model(number), real.model(number)
     shift = made.shifts[number]
-    ends = _ends(folded, whole, shift)
     own = made.named(number, plan, back=True).checkpoint
-    twins = stand_ins(recomputed(folded, own), recomputed(whole, plan.checkpoint), shift)
+    theirs, ours = recomputed(folded, own), recomputed(whole, plan.checkpoint)
+    twins = stand_ins(theirs, ours, shift)
+    ends = _ends(folded, whole, shift, _given(theirs, ours, twins))
     return replace(
         plan,
         fingerprint=whole.fingerprint(),
@@ -72,14 +74,32 @@ def _inputs_of(plan: Plan, ends: Mapping[str, str]) -> dict[str, Layout]:
     return same | {mine: plan.inputs[twin] for mine, twin in ends.items() if twin in plan.inputs}
 
 
-def _ends(folded: TracedModel, whole: TracedModel, shift: int) -> dict[str, str]:
+def _given(folded: TracedModel, whole: TracedModel, twins: Mapping[str, str]) -> dict[str, str]:
+    """Inputs of the folded graph, by those of the whole one that an equal op reads in their place.
+
+    What blocks compute of the batch, before its microbatches, is an input for each block.
+    """
+    nodes, other = whole.nodes(), folded.nodes()
+    names = {spec.node for spec in whole.inputs if spec.kind == "input"}
+    pairs = (
+        pair
+        for mine, twin in twins.items()
+        for pair in zip(op_call(nodes[mine], 1).nodes, op_call(other[twin], 1).nodes, strict=True)
+    )
+    return {mine.name: its.name for mine, its in pairs if mine.name in names}
+
+
+def _ends(
+    folded: TracedModel, whole: TracedModel, shift: int, given: Mapping[str, str]
+) -> dict[str, str]:
     """Names of inputs and ports in the folded graph of a stage, by those in the whole one.
 
-    A buffer of a block is that of its stand-in. All else follows each other in the same order.
+    A buffer of a block is that of its stand-in, and so is what ops read of the batch (`given`). All
+    else follows each other in the same order.
     """
     buffers = _buffers(folded, whole, shift)
-    found = {mine.node: twin.node for mine, twin in buffers}
-    paired = {twin.node for _, twin in buffers}
+    found = {mine.node: twin.node for mine, twin in buffers} | dict(given)
+    paired = set(found.values())
     for theirs, ours in (
         ([s for s in _inputs(folded) if s.node not in paired],
          [s for s in _inputs(whole) if s.node not in found]),
