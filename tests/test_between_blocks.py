@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 from unittest.mock import Mock
 
@@ -235,23 +236,39 @@ class Twice(Stack):
 
 
 class Told(nn.Module):
-    """A block that is told its number, and a rate."""
+    """A block that is told how to run."""
 
     def __init__(self) -> None:
         super().__init__()
         self.feed = feed_forward()
 
-    def forward(self, x: Tensor, number: int, rate: float) -> Tensor:
-        return self.feed(x) * rate if number >= 0 else x
+    def forward(self, x: Tensor, how: Any, rate: float = 1.0) -> Tensor:
+        y = self.feed(x) * rate
+        return y.tanh() if how in (5, Kind.ODD) else y
 
 
-class Counted(Stack):
-    def __init__(self, blocks: int) -> None:
+class Kind(Enum):
+    PLAIN = 0
+    ODD = 1
+
+
+class Telling(Stack):
+    def __init__(self, blocks: int, how: Callable[[int], Any]) -> None:
         super().__init__(blocks, Told)
+        self.how = how
 
     def run(self, x: Tensor) -> Tensor:
         for i, layer in enumerate(self.layers, start=1):
-            x = x + layer(x, i, rate=1 / i)
+            x = x + layer(x, self.how(i), rate=1 / i)
+        return x
+
+
+class Missing(Stack):
+    """One block is not called."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = x if i == 4 else x + layer(x)
         return x
 
 
@@ -338,11 +355,19 @@ FOLDED = {
     "in a region": (lambda: lowered(Stack(8)), 1),
     "weighted in a region": (lambda: lowered(Weighted(8)), 1),
     "recomputed": (lambda: Recomputed(8), 1),
-    "counted": (lambda: Counted(8), 1),
+    "rates": (lambda: Telling(8, lambda i: Kind.PLAIN), 1),
+    "counted": (lambda: Telling(8, lambda i: -i), 1),
     "methods": (lambda: Methods(8), 1),
     "not called": (lambda: Called(8), 1),
 }
-WHOLE = {"unlike": Unlike, "skips": Skips, "far": Far}
+WHOLE: dict[str, Callable[[int], Stack]] = {
+    "unlike": Unlike,
+    "skips": Skips,
+    "far": Far,
+    "missing": Missing,
+    "numbers": lambda n: Telling(n, lambda i: i),
+    "kinds": lambda n: Telling(n, lambda i: Kind.ODD if i == 5 else Kind.PLAIN),
+}
 
 
 def batch(model: Stack) -> tuple[Tensor]:
@@ -401,10 +426,13 @@ def test_the_graph_to_plan_on_does_not_grow_with_depth() -> None:
     assert small.fingerprint() != large.fingerprint()
 
 
-@pytest.mark.parametrize(
-    "build",
-    [Stack, Positions, Lists, Twice, Counted, Methods, Recomputed, lambda n: lowered(Weighted(n))],
-)
+_FEW: list[Callable[[int], Stack]] = [
+    Stack, Positions, Lists, Twice, Methods, Recomputed,
+    lambda n: lowered(Weighted(n)), lambda n: Telling(n, lambda i: Kind.PLAIN),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("build", _FEW)
 def test_few_blocks_run_while_a_model_is_captured(
     build: Callable[[int], Stack], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,7 +170,7 @@ def _zipped(
     if not same:
         raise PlanMismatchError(
             f"the ops {where} are not those of the block that the plan has for them: blocks that "
-            "looked alike compute different things"
+            "looked alike compute different things. parallelize without plan= plans each by itself"
         )
     yield from zip(mine, twins, strict=True)
 

@@ -96,7 +96,7 @@ class BetweenBlocks:
         read, unread = {node for node in kinds if node.users}, unread_operands(gm.graph)
         self.joined, self.repeats = (), ()
         for graph, named in named_graphs(gm.graph, _named(kinds, values)):
-            runs = runs_of(graph, self.lists, named)
+            runs = [run for run in runs_of(graph, self.lists, named) if self._is_complete(run)]
             for run in runs:
                 run.name_between()
             names = [run.repeat.container for run in runs]
@@ -113,6 +113,13 @@ class BetweenBlocks:
             for node, spec in kinds.items()
             if _is_left_out(self.repeats, spec.target) or (node in read and not node.users)
         }
+
+    def _is_complete(self, run: Run) -> bool:
+        """True where blocks that are not in the graph are those whose calls were skipped."""
+        repeat = run.repeat
+        behind = repeat.instances().stop + repeat.period
+        missing = {*range(repeat.first - 2 * repeat.period, behind)} - {*run.segments}
+        return missing <= {number_in(path, repeat.container) for path in self.skipped}
 
     def _idle(self, gm: fx.GraphModule, kinds: Mapping[fx.Node, InputSpec]) -> Iterator[Repeat]:
         """Those whose blocks are not called, as of a tower for inputs that are not given."""

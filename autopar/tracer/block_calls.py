@@ -41,7 +41,7 @@ def _calls(graph: fx.Graph) -> list[fx.Node]:
 
 
 def left_out_of(repeats: Iterable[Repeat], graph: fx.Graph) -> tuple[Repeat, ...]:
-    """Those of some repeats of which blocks are left out of a graph, as long as that says."""
+    """Those of some repeats of which blocks are left out of a graph, with as many as it skips."""
     found = []
     for repeat in repeats:
         paths = (str(node.args[2]) for node in _calls(graph) if is_skipped(node))

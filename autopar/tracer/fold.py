@@ -43,7 +43,7 @@ def folded(
     while waiting:
         skipped = waiting.pop(0)
         try:
-            with skipping(model, skipped), warnings.catch_warnings(record=True) as told:
+            with skipping(model, skipped) as calls, warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
                 traced = capture(fold=True)
         except LastUnlike:
@@ -52,15 +52,19 @@ def folded(
         except TraceError:
             continue  # tracing it whole tells whether the model is at fault
         else:
-            if all(_stands_for(traced, repeat) for repeat in skipped) and _is_sound(traced):
+            are_left_out = calls.all_made() and all(_is_left_out(traced, r) for r in skipped)
+            if are_left_out and _is_sound(traced):
                 for each in told:  # of a graph that is kept
                     warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
                 return traced
     return None
 
 
-def _stands_for(traced: TracedModel, skipped: Repeat) -> bool:
-    """True where the graph says that it lacks some blocks; without, parts of them were called."""
+def _is_left_out(traced: TracedModel, skipped: Repeat) -> bool:
+    """True where a repeat of the graph has the blocks that were skipped.
+
+    Otherwise the model ran what is inside of them, and not the blocks themselves.
+    """
     return any(
         skipped.container in lists_of(repeat.container)
         and (skipped.first, skipped.period) == (repeat.first, repeat.period)

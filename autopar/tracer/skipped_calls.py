@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ from torch.utils import _pytree as pytree
 from autopar._tracing import proxies_of, put_proxies
 from autopar.core.graph import Repeat
 from autopar.errors import TraceError
-from autopar.tracer.repeats import SCALARS
+from autopar.tracer.kept import is_plain_object
 
-__all__ = ["LastUnlike", "Unlike", "block_call", "shortened", "skipping"]
+__all__ = ["Calls", "LastUnlike", "Unlike", "block_call", "shortened", "skipping"]
 
 
 class Unlike(TraceError):
@@ -30,7 +31,7 @@ class Unlike(TraceError):
 
 
 class LastUnlike(Unlike):
-    """Only what is in front of the last one does."""
+    """Only the last ones are, behind which there is nothing of what stands in front of a block."""
 
 
 _library = torch.library.Library("autopar", "FRAGMENT")
@@ -73,11 +74,26 @@ class _Call:
         return pytree.tree_unflatten(leaves, self.out_spec)
 
 
-class _Calls:
-    """What modules of blocks were called with, by path."""
+class Calls:
+    """What modules of blocks were called with, by path.
+
+    Attributes:
+        made: in the latest call of the model.
+        like: by path of a module that is left out, that of the one that stands for it.
+    """
 
     def __init__(self) -> None:
         self.made: dict[str, list[_Call]] = {}
+        self.like: dict[str, str] = {}
+
+    def begin(self, _model: nn.Module, _args: Any) -> None:
+        """Forget the calls of an earlier attempt to capture the model."""
+        self.made.clear()
+
+    def all_made(self) -> bool:
+        """True if what is left out was called as often as what stands for it."""
+        counts = {path: len(calls) for path, calls in self.made.items()}
+        return all(counts.get(path, 0) == counts.get(like, 0) for path, like in self.like.items())
 
     def enter(self, path: str, args: Any, kwargs: Any) -> _Call:
         call = _Call(*pytree.tree_flatten((args, kwargs)))
@@ -92,7 +108,7 @@ class _Watch:
     """
 
     path: str
-    calls: _Calls
+    calls: Calls
 
     # bound methods, as functions would be taken for the user's own (`scopes.py`)
     def enter(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -108,12 +124,12 @@ class _Watch:
 
 
 class _Skipped(nn.Module):
-    """Stands where a module is that the capture leaves out; answers for its attributes."""
+    """Stands where a module is that the capture leaves out, and has its attributes to read."""
 
-    def __init__(self, real: nn.Module, path: str, like: str, by: int, calls: _Calls) -> None:
+    def __init__(self, real: nn.Module, path: str, calls: Calls) -> None:
         super().__init__()
         # past nn.Module's own setter, which would register the module
-        self.__dict__.update(_real=real, _path=path, _like=like, _by=by, _calls=calls)
+        self.__dict__.update(_real=real, _path=path, _calls=calls)
         self.training = real.training
 
     def __getattr__(self, name: str) -> Any:
@@ -121,23 +137,18 @@ class _Skipped(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call = self._calls.enter(self._path, args, kwargs)
-        made = self._calls.made.get(self._like, [])
+        like = self._calls.like[self._path]
+        made = self._calls.made.get(like, [])
         turn = len(self._calls.made[self._path]) - 1
-        ended = turn < len(made) and made[turn].out_spec is not None
-        if not ended or not _alike(call, made[turn], self._by):
-            raise Unlike(f"{self._path} is not called as {self._like} is")
+        if turn >= len(made) or made[turn].out_spec is None or not _alike(call, made[turn]):
+            raise Unlike(f"{self._path} is not called as {like} is")
         return made[turn].handed_on(self._path, call.given, skipped=True)
 
 
-def _alike(call: _Call, other: _Call, by: int) -> bool:
-    """True for the same arguments but for what is in their tensors.
-
-    Args:
-        call, other: of two blocks.
-        by: how many blocks are from the other one to it; a number may count them.
-    """
+def _alike(call: _Call, other: _Call) -> bool:
+    """True for the same arguments but for what is in their tensors, modules and other objects."""
     return call.spec == other.spec and all(
-        _described(mine) == _described(its) or (type(mine) is type(its) is int and mine - its == by)
+        _described(mine) == _described(its)
         for mine, its in zip(call.inputs, other.inputs, strict=True)
     )
 
@@ -147,20 +158,22 @@ def _described(leaf: Any) -> Any:
         return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
     if type(leaf) is float:  # rates and scales, which no placement depends on
         return (float, leaf == 0.0)
-    return leaf if isinstance(leaf, SCALARS) else None
+    has_state = isinstance(leaf, nn.Module) or is_plain_object(leaf)
+    return type(leaf) if has_state and not isinstance(leaf, Enum) else leaf
 
 
 @contextmanager
-def skipping(model: nn.Module, repeats: Sequence[Repeat]) -> Iterator[None]:
+def skipping(model: nn.Module, repeats: Sequence[Repeat]) -> Iterator[Calls]:
     """Inside, modules of the blocks that others stand for are not called, though they seem to be.
 
     Args:
         model: any; afterwards it is as it was.
         repeats: blocks that look alike.
     """
-    calls = _Calls()
+    calls = Calls()
     owners = Counter(id(part) for _, part in model.named_modules(remove_duplicate=False))
     with ExitStack() as undo:
+        undo.callback(model.register_forward_pre_hook(calls.begin).remove)
         for repeat in repeats:
             behind = range(repeat.first + repeat.period, repeat.instances().stop)
             for index in range(repeat.first - 2 * repeat.period, behind.stop + repeat.period):
@@ -170,12 +183,11 @@ def skipping(model: nn.Module, repeats: Sequence[Repeat]) -> Iterator[None]:
                     if owners[id(module)] > 1:
                         continue  # several blocks call it
                     if index in behind:
-                        other = f"{repeat.container}.{like}{path}"
-                        skipped = _Skipped(module, name, other, index - like, calls)
-                        _replace(model, name, skipped, undo)
+                        calls.like[name] = f"{repeat.container}.{like}{path}"
+                        _replace(model, name, _Skipped(module, name, calls), undo)
                     else:
                         _watch(module, name, calls, undo)
-        yield
+        yield calls
 
 
 def _called(owner: nn.Module, name: str, path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -197,7 +209,7 @@ def _replace(model: nn.Module, path: str, module: nn.Module, undo: ExitStack) ->
     modules[name] = module
 
 
-def _watch(module: nn.Module, path: str, calls: _Calls, undo: ExitStack) -> None:
+def _watch(module: nn.Module, path: str, calls: Calls, undo: ExitStack) -> None:
     watch = _Watch(path, calls)
     for hook in (
         module.register_forward_pre_hook(watch.enter, with_kwargs=True, prepend=True),
