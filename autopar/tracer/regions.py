@@ -81,6 +81,9 @@ def _called(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.GraphModule, list[fx.
         if node.op != "call_function" or len(named) != 1 or named[0] not in node.args:
             continue
         region = region_of(named[0])
-        operands = [x for x in node.args[node.args.index(named[0]) + 1 :] if isinstance(x, fx.Node)]
-        if region is not None and len(operands) == len(region.graph.find_nodes(op="placeholder")):
+        behind = node.args[node.args.index(named[0]) + 1 :]
+        operands = [x for x in behind if isinstance(x, fx.Node)]
+        if region is None or len(operands) < len(behind):
+            continue
+        if len(operands) == len(region.graph.find_nodes(op="placeholder")):
             yield node, region, operands

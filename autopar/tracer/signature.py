@@ -110,6 +110,8 @@ def input_specs(exported: Any, model: nn.Module) -> tuple[list[InputSpec], set[s
 
 def cut_skipped(between: BetweenBlocks, model: nn.Module, exported: Any) -> None:
     """Cut calls of blocks that were skipped, with the inputs of what is computed beside them."""
+    if not between.lists:
+        return
     specs, values = input_specs(exported, model)[0], lifted_tensors(exported)
     _drop_inputs(exported, between.cut_skipped(exported.graph_module, specs, values))
 
