@@ -18,14 +18,16 @@ from autopar._compat import register_dataclasses
 from autopar.codegen.emit import emit
 from autopar.codegen.fusion import Fusion
 from autopar.codegen.passes import check_passes
+from autopar.codegen.program import Program
 from autopar.codegen.stage_unfolding import unfolded_plan
+from autopar.codegen.traffic import collectives_digest
 from autopar.core.constraints import NO_PIPELINE, Constraints, PipelinePin
 from autopar.core.folding import every_instance, same_for_all_instances
 from autopar.core.graph import Repeat, TracedModel
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, ConstraintError, PlanMismatchError
-from autopar.runtime.agree import agree, of_one_rank
+from autopar.runtime.agree import agree, agree_on_collectives, of_one_rank
 from autopar.runtime.compiled_step import CompiledStep, in_one_piece, outputs_behind
 from autopar.runtime.index_ranges import shared_lookups
 from autopar.runtime.inductor import compile_program
@@ -189,18 +191,7 @@ class Planner:
                 backend=self.settings.backend,
             )
         planned = self.device_mesh(chosen)
-        coords = planned.get_coordinate()
-        assert coords is not None
-        groups = [planned.get_group(i).group_name for i in range(planned.ndim)]
-        program = emit(
-            traced,
-            chosen,
-            coords,
-            group_names=groups,
-            device=self.mesh.device_type,
-            passes=self.passes,
-            fusion=self.settings.fusion,
-        )
+        program = self._emitted(traced, chosen, planned)
         compiled = compile_program(program) if self.settings.backend == "inductor" else None
         return CompiledStep(
             traced=traced,
@@ -213,6 +204,29 @@ class Planner:
             shared=shared_lookups(traced, chosen),
             reached_from=outputs_behind(traced),
         )
+
+    def _emitted(self, traced: TracedModel, chosen: Plan, planned: DeviceMesh) -> Program:
+        """This rank's program, with the collectives that all ranks have."""
+        coords = planned.get_coordinate()
+        assert coords is not None
+        program: Program | None = None
+        failure: Exception | None = None
+        try:
+            program = emit(
+                traced,
+                chosen,
+                coords,
+                group_names=[planned.get_group(i).group_name for i in range(planned.ndim)],
+                device=self.mesh.device_type,
+                passes=self.passes,
+                fusion=self.settings.fusion,
+            )
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            failure = error
+        found = {} if program is None else {"the step": collectives_digest(program.joint.graph)}
+        agree_on_collectives(failure, found)
+        assert program is not None
+        return program
 
     def _planned(self, args: Any, kwargs: Any, training: bool) -> tuple[TracedModel, Plan]:
         """The whole graph and its plan, chosen on the folded graph where there is one."""

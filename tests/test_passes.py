@@ -39,7 +39,7 @@ from autopar.runtime.lockstep import mesh_coords, run_lockstep
 from autopar.runtime.shards import assemble, take_shard
 from autopar.solver.solve import solve
 from autopar.tracer.trace import normalize_inputs, trace
-from autopar.verification import relative_error, whole_inputs
+from autopar.verification import relative_error, verify, whole_inputs
 from tests import handwritten as hw
 from tests.test_matrix import MODES, REFUSED, traced_model
 
@@ -522,6 +522,36 @@ def test_live_bytes_of_a_graph() -> None:
     assert lifetimes.live[lifetimes.position[product]] == 8 * 8 * 8 + 32 * 8 * 8
     reduce = next(n for n in graph.nodes if n.target is REDUCE_SCATTER)
     assert len(lifetimes.held(reduce)) == 1
+
+
+class Written(nn.Module):
+    """Columns of a table are written over: of a rank's share, and of a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(64, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (self.table * 2).slice_scatter(x[:, :3], 1, 0, 3)
+        part = rows[:, 2:6].select_scatter(x[:, 0], 1, 1).diagonal_scatter(x[:4, 0])
+        return (part * part).sum() + rows.square().mean()
+
+
+def test_a_write_to_a_part_copies_no_more_than_that_part() -> None:
+    """The kernels clone the whole storage; fakes of them one that depends on the rank."""
+    torch.manual_seed(0)
+    model = Written()
+    traced, plan = planned(model, {"data": 2})
+    graphs = [emit(traced, plan, [rank], passes=()).joint.graph for rank in (0, 1)]
+    scatters = [n for g in graphs for n in g.nodes if "_scatter.default" in str(n.target)]
+    assert len(scatters) == 12  # of forward and backward
+    for node in scatters:
+        written = node.all_input_nodes[0].meta["val"]
+        assert written.untyped_storage().nbytes() == written.numel() * written.element_size()
+    assert any(n.target is torch.ops.aten.clone.default for n in graphs[0].nodes)
+    first, second = (Lifetimes(graph).live.tolist() for graph in graphs)
+    assert first == second
+    assert max(verify(plan, model, (torch.randn(64, 8).double(),)).worst[1:]) < 1e-12
 
 
 def test_passes_hide_communication_in_the_simulator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -231,3 +233,43 @@ def solved_on_each_rank(rank: int) -> bool:
 
 def test_ranks_may_each_plan() -> None:
     assert try_ranks(solved_on_each_rank, 2) == [True, True]
+
+
+def another_program(rank: int, name: str, pins: dict[str, Any], changed: dict[str, Any]) -> None:
+    """One rank writes its program otherwise than the rest do."""
+    module, _, function = name.rpartition(".")
+    emit = getattr(importlib.import_module(module), function)
+
+    def written(*args: Any, **kwargs: Any) -> Any:
+        return emit(*args, **{**kwargs, **(changed if rank == 3 else {})})
+
+    with mock.patch(name, written):
+        mesh = init_device_mesh("cpu", (4,))
+        autopar.parallelize(hw.Mlp(layers=2), mesh, hw.vectors(), constraints=pins)
+
+
+PIPELINE = {"pipeline": {"size": 2, "microbatches": 2}, "data": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "pins", "changed", "words"),
+    [
+        ("autopar.planning.emit", {"data": 4}, {"passes": ()}, ["the step", "3 than on rank 0"]),
+        ("autopar.planning.emit", {"data": 4}, {"passes": ["none"]}, ["none", "passes"]),
+        (
+            "autopar.runtime.pipeline.emit_stage",
+            PIPELINE,
+            {"passes": ()},
+            ["stage 1", "3 than on rank 2"],
+        ),
+    ],
+    ids=["joined", "failed", "stage"],
+)
+def test_no_step_begins_where_ranks_have_unlike_collectives(
+    name: str, pins: dict[str, Any], changed: dict[str, Any], words: list[str]
+) -> None:
+    for outcome in try_ranks(another_program, 4, name, pins, changed, timeout=100):
+        assert isinstance(outcome, RankError), "a rank went on"
+        assert outcome.kind == "AutoparError", outcome.trace
+        for word in words:
+            assert word in outcome.message, outcome.message

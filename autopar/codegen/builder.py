@@ -244,6 +244,11 @@ class Builder:
         """`x`, for an op that fails or reads wrong elements where it is not contiguous."""
         return self._packed(x) if x in self._turned else self.contiguous(x)
 
+    def alone(self, x: fx.Node) -> fx.Node:
+        """`x`, for an op whose result has a storage as large as that of which `x` shows a part."""
+        part = self.value(x).untyped_storage().nbytes() > self._num_bytes(x)
+        return self.call(aten.clone.default, x) if part else x
+
     def _packed(self, x: fx.Node) -> fx.Node:
         return self.call(aten.clone.default, x, memory_format=torch.contiguous_format)
 

@@ -108,8 +108,21 @@ DENSE = frozenset(
 )
 
 
+# kernels that clone the whole storage of which their first operand shows a part
+_SCATTERS = frozenset(
+    {
+        aten.slice_scatter.default,
+        aten.select_scatter.default,
+        aten.diagonal_scatter.default,
+        aten.as_strided_scatter.default,
+    }
+)
+
+
 def lower(b: Builder, local: LocalCall) -> fx.Node:
     """Append the local form of an op; multi-output ops yield a node with a tuple value."""
+    if local.call.target in _SCATTERS:
+        return _lowered(b, replace(local, args=(b.alone(local.args[0]), *local.args[1:])))
     if local.call.target not in DENSE:
         return _lowered(b, local)
     args, kwargs = fx.map_arg((local.args, local.kwargs), b.dense)

@@ -1,7 +1,11 @@
-"""Counts what the collectives of an emitted program move, which must be what its plan says."""
+"""What the collectives of an emitted program move, which must be what its plan says.
+
+And in which order they come, which must be the same on all ranks of a mesh.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 
 from torch import fx
@@ -9,7 +13,7 @@ from torch import fx
 from autopar.core.plan import CommBytes, Plan
 from autopar.errors import AutoparError
 
-__all__ = ["check_traffic", "count_collectives"]
+__all__ = ["check_traffic", "collectives_digest", "count_collectives"]
 
 
 def count_collectives(graph: fx.Graph) -> tuple[CommBytes, ...]:
@@ -26,6 +30,16 @@ def count_collectives(graph: fx.Graph) -> tuple[CommBytes, ...]:
         CommBytes(axis=axis, kind=kind, num_bytes=size[axis, kind], count=n)
         for (axis, kind), n in sorted(count.items())
     )
+
+
+def collectives_digest(graph: fx.Graph) -> str:
+    """What tells the collectives of a graph, in their order, from those of another rank's."""
+    found = hashlib.sha256()
+    for node in graph.nodes:
+        sent = node.meta.get("collective") or node.meta.get("overlapped")
+        if sent is not None:
+            found.update(f"{node.target} {sent}\n".encode())
+    return found.hexdigest()[:16]
 
 
 def check_traffic(found: tuple[CommBytes, ...], plan: Plan) -> None:

@@ -18,6 +18,7 @@ from autopar.runtime.lost import NEVER, Life, lost_text, tell_reason, watching
 
 __all__ = [
     "agree",
+    "agree_on_collectives",
     "agreed",
     "arrived",
     "of_one_rank",
@@ -52,6 +53,44 @@ def agree(error: Exception | None, mine: Mapping[str, Any], what: str) -> None:
         AutoparError: another rank failed, holds something else, is about to do something else, or
             does not come within `$AUTOPAR_TIMEOUT_S` seconds (default 300).
     """
+    reference, *others = _of_everyone(error, mine, what)
+    for rank, other in enumerate(others, 1):
+        if other != reference:
+            raise AutoparError(
+                f"ranks hold different models or inputs: {_difference(reference, other)} on ranks "
+                f"0 and {rank}. Build the same model with the same configuration, and pass the "
+                "same plan and the same global batch shape on every rank."
+            )
+
+
+def agree_on_collectives(error: Exception | None, mine: Mapping[str, str]) -> None:
+    """Stop before a step in which ranks would wait for each other's collectives for ever.
+
+    Args:
+        error: what this rank is about to raise.
+        mine: `collectives_digest` of each program that this rank runs, by the name that the program
+            has on all ranks that run it.
+
+    Raises:
+        Exception: `error`, where there is one.
+        AutoparError: another rank failed, or has other collectives, or has them in another order.
+    """
+    known: dict[str, tuple[int, str]] = {}
+    for rank, theirs in enumerate(_of_everyone(error, mine, "emit a step")):
+        for name, digest in theirs.items():
+            other, expected = known.setdefault(name, (rank, digest))
+            if digest != expected:
+                raise AutoparError(
+                    f"{name} has other collectives on rank {rank} than on rank {other}: this is a "
+                    "defect of autopar, please report it. With passes=() each rank runs the "
+                    "program as the plan has it."
+                )
+
+
+def _of_everyone(
+    error: Exception | None, mine: Mapping[str, Any], what: str
+) -> list[Mapping[str, Any]]:
+    """`mine` of every rank of the world; an error of one of them is raised on all."""
     text = None if error is None else f"{type(error).__name__}: {error}"
     everyone: list[Any] = [(text, dict(mine))]
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -63,14 +102,7 @@ def agree(error: Exception | None, mine: Mapping[str, Any], what: str) -> None:
     for rank, (failure, _) in enumerate(everyone):
         if failure is not None:
             raise AutoparError(f"rank {rank} failed: {failure}")
-    reference = everyone[0][1]
-    for rank, (_, other) in enumerate(everyone):
-        if other != reference:
-            raise AutoparError(
-                f"ranks hold different models or inputs: {_difference(reference, other)} on ranks "
-                f"0 and {rank}. Build the same model with the same configuration, and pass the "
-                "same plan and the same global batch shape on every rank."
-            )
+    return [theirs for _, theirs in everyone]
 
 
 def agreed(failure: Exception | None, mine: Mapping[str, Any]) -> None:
