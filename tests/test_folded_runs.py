@@ -34,6 +34,12 @@ class Program:
         node.meta.update(val=self._value(size), phase=phase, times=times)
         return node
 
+    def cast(self, phase: str) -> fx.Node:
+        """A cast of what is given, as in front of a gather of another block."""
+        node = self.graph.call_function(aten._to_copy.default, (self.given,))
+        node.meta.update(val=self._value(1), phase=phase, times=1)
+        return node
+
     def gather(self, phase: str, times: int) -> fx.Node:
         """A gather and the wait for it."""
         start = self.op(phase, self.given, times=times)
@@ -106,6 +112,20 @@ def test_what_is_gathered_before_a_block_counts_among_its_own_ops() -> None:
     program.graph.output(after)
     assert program.live(before, also, first, second) == [1, 2, 1 + 2, 1 + 2]
     assert program.live(after) == [2]
+
+
+def test_casts_of_what_another_block_reads_may_stand_among_the_ops_of_a_block() -> None:
+    """They begin early with the gather behind them: all of the block's ops are still one run."""
+    program = Program()
+    first = program.op("forward", program.given, times=9)
+    cast = program.cast("forward")
+    second = program.op("forward", first, times=9)
+    loss = program.op("forward", second, cast)
+    start = program.op("backward", loss)
+    back = program.op("backward", start, first, times=9)
+    program.graph.output(program.op("backward", back))
+    assert program.live(first, cast, second) == [5, 5 + 1, 5 + 1 + 1]
+    assert program.live(loss, start) == [9 + 1 + 1 + 1, 9 + 2]
 
 
 def test_a_whole_program_counts_each_storage_once() -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import fx
 
+from autopar.codegen.passes.order import is_packing
 from autopar.codegen.passes.sends import is_start, is_wait
 from autopar.core.block_counts import block_counts
 
@@ -75,8 +76,9 @@ class FoldedRuns:
     def _found(self, ops: set[fx.Node]) -> list[_Run]:
         found: list[_Run] = []
         inside = False
+        stored = _of_storage(self.nodes) if ops else set()
         for position, node in enumerate(self.nodes if ops else ()):
-            if node not in ops:
+            if node not in ops or node in stored:
                 continue
             of = self._blocks[node], node.meta.get("phase")
             if inside and (found[-1].times, found[-1].phase) == of:
@@ -132,6 +134,16 @@ class FoldedRuns:
             away = [max(run.first - position, position - run.last, 0) for run in runs]
             self._nearest[position] = runs[away.index(min(away))] if runs else None
         return self._nearest[position]
+
+
+def _of_storage(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """Placeholders, and casts, views and gathers of them: they may stand among another block's."""
+    found: set[fx.Node] = set()
+    for node in nodes:
+        passes_on = is_packing(node) or is_start(node) or is_wait(node)
+        if node.op == "placeholder" or (passes_on and found.issuperset(node.all_input_nodes)):
+            found.add(node)
+    return found
 
 
 def _is_op(node: fx.Node) -> bool:
