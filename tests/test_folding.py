@@ -11,13 +11,14 @@ from torch import nn
 
 import autopar
 from autopar.core.constraints import Constraints, assign_mesh
+from autopar.core.graph import Repeat
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.errors import PlanMismatchError
 from autopar.explanation import explain
 from autopar.report.page import page_data
 from autopar.solver.solve import solve
-from autopar.tracer.repeats import find_repeats
+from autopar.tracer.repeats import find_repeats, longest_run
 from autopar.tracer.trace import trace
 from tests.folding import cluster, same_costs
 
@@ -47,7 +48,8 @@ def gpt2(layers: int, **settings: Any) -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
-def gemma(layers: int) -> nn.Module:
+def gemma(layers: int, period: int = 2) -> nn.Module:
+    """Every so many layers one attends to everything."""
     config = transformers.Gemma3TextConfig(
         vocab_size=96,
         hidden_size=32,
@@ -57,7 +59,9 @@ def gemma(layers: int) -> nn.Module:
         num_key_value_heads=2,
         head_dim=8,
         sliding_window=8,
-        layer_types=["sliding_attention", "full_attention"] * (layers // 2),
+        layer_types=[
+            "sliding_attention" if (i + 1) % period else "full_attention" for i in range(layers)
+        ],
     )
     return transformers.Gemma3ForCausalLM(config)
 
@@ -211,6 +215,7 @@ CASES = {
     "gpt2": (lambda: gpt2(8), 1, TEXT),
     "scaled": (lambda: gpt2(8, scale_attn_by_inverse_layer_idx=True), 1, TEXT),
     "gemma": (lambda: gemma(14), 2, TEXT),
+    "seldom": (lambda: gemma(15, 4), 4, TEXT),
     "t5": (lambda: t5(7), 1, TEXT),
     "buffers": (lambda: ShiftedStack(9), 1, TEXT),
     "constants": (lambda: PickedStack(9), 1, TEXT),
@@ -225,6 +230,7 @@ _QUICK = {
     ("llama", (8,), "none"),
     ("llama", (2, 4), "full"),
     ("gpt2", (8,), "selective"),
+    ("seldom", (2, 4), "selective"),
     ("gpt2", (2, 4), "none"),
     ("buffers", (8,), "none"),
     ("shared modules", (8,), "none"),
@@ -324,6 +330,32 @@ def test_numbers_that_count_with_the_blocks_do_not_tell_them_apart() -> None:
     assert [r.times for r in find_repeats(model)] == [6]
     model.layers = nn.ModuleList(Named(i, width=64 // (1 + i)) for i in range(9))
     assert not find_repeats(model)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "first", "period", "times"),
+    [
+        ("aaaaa", 2, 1, 2),
+        ("aaaaaaaaa", 2, 1, 6),
+        ("baaaaaaaaab", 3, 1, 6),
+        ("abababab", 3, 2, 2),
+        ("aaaabaaaabaaaabaa", 6, 5, 2),
+        ("b" + "aaab" * 3 + "aa", 5, 4, 2),
+        ("aaaab" + "ab" * 4, 6, 2, 3),
+    ],
+)
+def test_of_equal_periods_the_graph_holds_two_and_a_block_on_either_side(
+    kinds: str, first: int, period: int, times: int
+) -> None:
+    repeat = longest_run("layers", [ord(kind) for kind in kinds])
+    assert repeat == Repeat(container="layers", first=first, period=period, times=times)
+    held = [k for i, k in enumerate(kinds) if not repeat.covers(i) or repeat.holds(i)]
+    assert len(held) == len(kinds) - period * (times - 1)
+
+
+@pytest.mark.parametrize("kinds", ["aaaa", "abababa", "aaabaaabaaaba", "abcdefghi"])
+def test_too_few_equal_periods_are_all_held(kinds: str) -> None:
+    assert longest_run("layers", [ord(kind) for kind in kinds]) is None
 
 
 def test_shared_blocks_are_not_folded() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -137,7 +138,8 @@ def stand_ins(folded: TracedModel, whole: TracedModel, shift: int = 0) -> dict[s
 
 
 def _pairs(folded: Blocks, whole: Blocks, shift: int) -> Iterator[tuple[fx.Node, fx.Node]]:
-    yield from _zipped("outside of blocks", _outside(whole), _outside(folded))
+    outside = _outside(whole)
+    yield from _zipped("outside of blocks", outside, _in_order_of(outside, _outside(folded)))
     for block, nodes in whole.members.items():
         twin = stand_in(folded, Block(block.container, block.number - shift))
         members = folded.members.get(twin)
@@ -159,6 +161,20 @@ def stand_in(folded: Blocks, block: Block) -> Block:
 def _outside(blocks: Blocks) -> list[fx.Node]:
     graph = blocks.traced.graph
     return [n for n in op_nodes(list(graph.nodes)) if n.name not in blocks.place]
+
+
+def _in_order_of(mine: list[fx.Node], twins: list[fx.Node]) -> list[fx.Node]:
+    """The twins in another graph's order: what blocks share stands where the first one reads it."""
+    waiting: dict[Any, deque[fx.Node]] = defaultdict(deque)
+    for twin in twins:
+        waiting[_role(twin)].append(twin)
+    found = [waiting[role].popleft() for role in map(_role, mine) if waiting[role]]
+    return found if len(found) == len(mine) == len(twins) else twins
+
+
+def _role(node: fx.Node) -> Any:
+    """What a node computes, and of what shapes."""
+    return _kind(node), tuple(_kind(source)[1] for source in node.all_input_nodes)
 
 
 def _zipped(

@@ -1,13 +1,15 @@
 """Stages of a folded graph: of equal stages one is made, and of its equal blocks four periods.
 
 A folded graph holds four periods of a run of equal blocks, numbered here -2, -1, 0 and `times`,
-where period 0 stands for all from 0 to `times - 1`. An `Outline` says which stages of a pipeline
-are equal, and which periods are kept of the others; `extended_fold.extended` writes the graph that
-holds these. Cut between its blocks, it gives stages that are folded again.
+where period 0 stands for all from 0 to `times - 1`; of the first and last of them it may hold a
+part. An `Outline` says which stages of a pipeline are equal, and which periods are kept of the
+others; `extended_fold.extended` writes the graph that holds these. Cut between its blocks, it gives
+stages that are folded again.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +18,7 @@ from autopar.core.cells import Cells
 from autopar.core.graph import Repeat, TracedModel
 from autopar.errors import ConstraintError
 
-__all__ = ["Outline", "block_names", "outline"]
+__all__ = ["Outline", "block_names", "outline", "period_of"]
 
 _KEPT = 4  # periods of a stage that is folded
 
@@ -77,6 +79,21 @@ def block_names(traced: TracedModel, cells: Cells) -> list[tuple[str, str]]:
     return found
 
 
+def period_of(name: str, repeats: Mapping[str, Repeat]) -> tuple[str, int] | None:
+    """The list of a folded block, and its period; None of all else.
+
+    Args:
+        name: FQN of a cell.
+        repeats: of the folded graph, by list.
+    """
+    block = block_of(name, repeats)
+    repeat = repeats.get(block.container) if block is not None else None
+    if block is None or repeat is None:
+        return None
+    period = (block.number - repeat.first) // repeat.period
+    return (block.container, period) if -2 <= period <= repeat.times else None
+
+
 def outline(traced: TracedModel, cuts: Sequence[str]) -> Outline:
     """Which stages the cuts of a folded graph make.
 
@@ -89,8 +106,9 @@ def outline(traced: TracedModel, cuts: Sequence[str]) -> Outline:
     """
     repeats = {r.container: r for r in traced.repeats}
     cells = Cells(traced)
-    stages = _stages([name for name, _ in block_names(traced, cells)], cuts, cells)
-    found = [_Stage.of(blocks, repeats) for blocks in stages]
+    names = [name for name, _ in block_names(traced, cells)]
+    whole = Counter(period_of(name, repeats) for name in names)
+    found = [_Stage.of(blocks, repeats, whole) for blocks in _stages(names, cuts, cells)]
     made: list[_Stage] = []
     kinds: list[int] = []
     shifts: list[int] = []
@@ -143,30 +161,36 @@ class _Stage:
     inner: bool  # it holds nothing but periods that the folded one stands for
 
     @classmethod
-    def of(cls, names: list[str], repeats: Mapping[str, Repeat]) -> _Stage:
+    def of(
+        cls,
+        names: list[str],
+        repeats: Mapping[str, Repeat],
+        whole: Mapping[tuple[str, int] | None, int],
+    ) -> _Stage:
+        """The stage of some cells.
+
+        Args:
+            names: of the cells.
+            repeats: by list.
+            whole: how many cells of the model each period has.
+        """
         runs: dict[str, tuple[int, int]] = {}
-        inner = True
-        counts: dict[tuple[str, int], int] = {}
         first = names[0] if names else ""  # all blocks may run before the microbatches
         begins = block_of(first, repeats)
-        for name in names:
-            block = block_of(name, repeats)
-            repeat = repeats.get(block.container) if block is not None else None
-            period = (block.number - repeat.first) // repeat.period if block and repeat else -3
-            if block is None or repeat is None or not -2 <= period <= repeat.times:
-                inner = False
+        counts = Counter(period_of(name, repeats) for name in names)
+        inner = all(p is not None and 0 <= p[1] < repeats[p[0]].times for p in counts)
+        for found, count in counts.items():
+            if found is None:
                 continue
-            inner &= 0 <= period < repeat.times
-            low, high = runs.get(block.container, (period, period))
-            runs[block.container] = min(low, period), max(high, period)
-            counts[block.container, period] = counts.get((block.container, period), 0) + 1
-        for (name, period), count in counts.items():
-            if count != repeats[name].period:
-                start = repeats[name].first + period * repeats[name].period
+            name, period = found
+            if count != whole[found]:
+                start = max(0, repeats[name].first + period * repeats[name].period)
                 raise ConstraintError(
-                    f"{name}.{start} and the {repeats[name].period - 1} blocks behind it repeat "
+                    f"{name}.{start} and the {whole[found] - 1} blocks behind it repeat "
                     "together: a pipeline cannot be cut between them"
                 )
+            low, high = runs.get(name, (period, period))
+            runs[name] = min(low, period), max(high, period)
         number = begins.number if begins is not None else 0
         return cls(first, number, runs, inner and len(runs) == 1)
 

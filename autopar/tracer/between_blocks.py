@@ -26,7 +26,7 @@ from autopar.tracer.block_calls import (
 from autopar.tracer.capture import PREFIX
 from autopar.tracer.cleanup import module_of
 from autopar.tracer.regions import calls_in, drop_operands, named_graphs, unread_operands
-from autopar.tracer.repeats import KEPT_PERIODS, LONGEST_PERIOD, is_nested, longest_run
+from autopar.tracer.repeats import LONGEST_PERIOD, is_nested, longest_run, repeat_within
 from autopar.tracer.segments import Segments
 from autopar.tracer.skipped_calls import LastUnlike
 
@@ -116,10 +116,8 @@ class BetweenBlocks:
 
     def _is_complete(self, run: Run) -> bool:
         """True where blocks that are not in the graph are those whose calls were skipped."""
-        repeat = run.repeat
-        behind = repeat.instances().stop + repeat.period
-        missing = {*range(repeat.first - 2 * repeat.period, behind)} - {*run.segments}
-        return missing <= {number_in(path, repeat.container) for path in self.skipped}
+        missing = {*_extent(run.repeat)} - {*run.segments}
+        return missing <= {number_in(path, run.repeat.container) for path in self.skipped}
 
     def _idle(self, gm: fx.GraphModule, kinds: Mapping[fx.Node, InputSpec]) -> Iterator[Repeat]:
         """Those whose blocks are not called, as of a tower for inputs that are not given."""
@@ -226,11 +224,10 @@ def runs_of(
 
 def _candidates(repeat: Repeat, segments: Segments) -> Iterator[Repeat]:
     """What may repeat in a list: what the ops of its blocks say, or of blocks that are skipped."""
-    last = repeat.first + repeat.period * (repeat.times + 1)
     if not segments.numbers:
         return
     is_whole = segments.numbers == list(range(segments.numbers[-1] + 1)) and not segments.hidden
-    if is_whole and last <= len(segments.numbers):
+    if is_whole and _extent(repeat).stop <= len(segments.numbers):
         run = longest_run(segments.container, _kinds(segments))
         if run is not None:
             yield from _multiples(run)
@@ -257,16 +254,15 @@ def _kinds(segments: Segments) -> list[int]:
 
 def _multiples(repeat: Repeat) -> Iterator[Repeat]:
     """The repeat, and those of several of its periods."""
-    start, period = repeat.first - 2 * repeat.period, repeat.period
-    times = repeat.times + KEPT_PERIODS - 1
-    for more in range(1, LONGEST_PERIOD // period + 1):
-        if times // more > KEPT_PERIODS:
-            yield Repeat(
-                container=repeat.container,
-                first=start + 2 * period * more,
-                period=period * more,
-                times=times // more - KEPT_PERIODS + 1,
-            )
+    for more in range(1, LONGEST_PERIOD // repeat.period + 1):
+        found = repeat_within(repeat.container, _extent(repeat), repeat.period * more)
+        if found is not None:
+            yield found
+
+
+def _extent(repeat: Repeat) -> range:
+    """Numbers of the blocks that what may be left out was found in."""
+    return range(repeat.first - repeat.period - 1, repeat.instances().stop + 1)
 
 
 def cut_equal_periods(
@@ -331,25 +327,22 @@ def _move(node: fx.Node, path: str) -> None:
 
 def _equal_run(repeat: Repeat, segments: Segments) -> Run | None:
     """The segments of a repeat, where those of the same place in its periods are equal."""
-    period = repeat.period
-    ends = range(repeat.first - 2 * period, repeat.first + period * (repeat.times + 1))
-    inside = [number for number in segments.numbers if number in ends]
-    if len(inside) < KEPT_PERIODS * period:
+    period, first, stop = repeat.period, repeat.first, repeat.instances().stop
+    equal = [number for number in segments.numbers if first - period <= number < stop]
+    around = range(first - period - 1, stop + period)  # the first and last meet other things
+    if len(equal) < 2 * period or not {around.start, stop} <= segments.nodes.keys():
         return None
-    equal = inside[period:-period]  # the first and the last period meet other things
     for one, other in zip(equal, equal[period:], strict=False):
         if segments.ops(one) != segments.ops(other):
             return None
         if segments.operands(one, period) != segments.operands(other, period):
             return None
     found = {number: segments.nodes[number] for number in equal}
-    for i, number in enumerate(inside):
-        if number not in found:
-            like = equal[i % period]
-            found[number] = segments.nodes[number][: segments.common(number, like)]
+    for number in (n for n in segments.numbers if n in around and n not in found):
+        like = first + (number - first) % period
+        found[number] = segments.nodes[number][: segments.common(number, like)]
     between = {n: i for i, own in found.items() for n in own if not segments.is_own(n)}
-    last = enumerate(inside[-period:])
-    if not segments.hidden and any(len(found[i]) < len(found[equal[k - period]]) for k, i in last):
+    if not segments.hidden and len(found[stop]) < len(segments.nodes[first]):
         # what is done in front of a block is none of the last one, where sums of gradients begin
         repeat = replace(repeat, times=repeat.times - 1)
     return Run(repeat, found, between)

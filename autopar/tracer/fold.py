@@ -1,10 +1,11 @@
-"""Folding: of many equal blocks a graph holds four periods, and one of them stands for the rest.
+"""Folding: of many equal blocks, or periods of blocks, a graph holds one that stands for the rest.
 
-The blocks after the third period, up to the last, are skipped while the model is captured
-(`skipped_calls.py`), and cut out of what is captured with what is computed between them
-(`between_blocks.py`). What is left is checked: equal blocks must have equal nodes, and only their
-neighbours may see inside them. A model that fails a check is captured whole, and cut then, as its
-blocks may take turns or get more from some block on; if that fails, too, it is not folded.
+Beside it, it holds the period in front, the first block and the last one. The others are skipped
+while the model is captured (`skipped_calls.py`), and cut out of what is captured with what is
+computed between them (`between_blocks.py`). What is left is checked: equal blocks must have equal
+nodes, and only their neighbours may see inside them. A model that fails a check is captured whole,
+and cut then, as its blocks may take turns or get more from some block on; if that fails, too, it is
+not folded.
 """
 
 from __future__ import annotations

@@ -16,10 +16,16 @@ from torch import nn
 
 from autopar.core.graph import Repeat
 
-__all__ = ["KEPT_PERIODS", "LONGEST_PERIOD", "SCALARS", "find_repeats", "is_nested", "longest_run"]
+__all__ = [
+    "LONGEST_PERIOD",
+    "SCALARS",
+    "find_repeats",
+    "is_nested",
+    "longest_run",
+    "repeat_within",
+]
 
-KEPT_PERIODS = 4
-"""The first two, one that stands for others, and the last."""
+_KEPT = 4  # blocks of a run of equal ones: the first two, one that stands for others, and the last
 LONGEST_PERIOD = 8
 SCALARS = (int, float, bool, str, type(None), torch.dtype)
 
@@ -36,7 +42,7 @@ def find_repeats(model: nn.Module) -> tuple[Repeat, ...]:
         if names != [str(i) for i in range(len(blocks))]:
             continue
         kinds = _kinds(blocks)
-        if len(set(kinds)) == len(kinds) or len(kinds) <= KEPT_PERIODS:
+        if len(set(kinds)) == len(kinds) or len(kinds) <= _KEPT:
             unlike |= {f"{path}.{name}" for name in names}
         elif (repeat := longest_run(path, kinds)) is not None and _separate(model, blocks):
             found.append(repeat)
@@ -140,21 +146,26 @@ def longest_run(path: str, kinds: Sequence[int]) -> Repeat | None:
         kinds: of its blocks, in order.
     """
     best: Repeat | None = None
-    for period in range(1, min(LONGEST_PERIOD, len(kinds) // (KEPT_PERIODS + 1)) + 1):
+    for period in range(1, LONGEST_PERIOD + 1):
         start = 0
         while start < len(kinds):
             end = start + period
             while end < len(kinds) and kinds[end] == kinds[end - period]:
                 end += 1
-            times = (end - start) // period
-            if times > KEPT_PERIODS:
-                run = Repeat(
-                    container=path,
-                    first=start + 2 * period,
-                    period=period,
-                    times=times - KEPT_PERIODS + 1,
-                )
-                if best is None or run.skipped > best.skipped:
-                    best = run
+            run = repeat_within(path, range(start, end), period)
+            if run is not None and (best is None or run.skipped > best.skipped):
+                best = run
             start = max(end - period + 1, start + 1)
     return best
+
+
+def repeat_within(path: str, run: range, period: int) -> Repeat | None:
+    """What may be left out of a run of equal periods; None where that is nothing.
+
+    The graph holds the first block, which reads something else than the others do, the period
+    behind it, the one that stands for others, and the last block.
+    """
+    times = (len(run) - 2) // period - 1
+    if times < 2:
+        return None
+    return Repeat(container=path, first=run.start + 1 + period, period=period, times=times)

@@ -15,17 +15,17 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from autopar.core.blocks import block_of
 from autopar.core.cells import Cells
 from autopar.core.fused import FusedShares, Share
 from autopar.core.graph import TracedModel, dependents, node_info
 from autopar.core.loops import bytes_read_again, steps_in_turn
-from autopar.core.stage_folding import block_names
+from autopar.core.stage_folding import block_names, period_of
 from autopar.core.work import LOOKUPS, global_flops, op_class
 from autopar.cost_model import Cluster, compute_seconds_array, kernel_seconds
 from autopar.solver.discrete.problem import Array
@@ -77,7 +77,9 @@ class BlockWork:
         self.cells = Cells(traced)
         whole = block_names(traced, self.cells)
         self.names = [name for name, _ in whole]
-        self.joint = [_is_joint(name, traced) for name in self.names]
+        repeats = {r.container: r for r in traced.repeats}
+        periods = [period_of(name, repeats) for name in self.names]
+        self.joint = [False, *(a is not None and a == b for a, b in pairwise(periods))]
         held = list(dict.fromkeys(captured for _, captured in whole))
         self.held = held
         self.like = np.array([held.index(captured) for _, captured in whole], dtype=int)
@@ -203,16 +205,6 @@ def owners_of(traced: TracedModel, cells: Cells, held: Sequence[str], step: Step
         elif info.module in of_module:
             owners[op.name] = of_module[info.module]
     return owners
-
-
-def _is_joint(name: str, traced: TracedModel) -> bool:
-    """True for a block that repeats together with the one before."""
-    block = block_of(name, traced.nested)
-    repeats = {r.container: r for r in traced.repeats}
-    if block is None or (repeat := repeats.get(block.container)) is None:
-        return False
-    offset, period = block.number - repeat.first, repeat.period
-    return -2 * period <= offset < (repeat.times + 1) * period and offset % period > 0
 
 
 def _lasting(step: Step, fed: Collection[str]) -> set[str]:
