@@ -338,13 +338,14 @@ def test_numbers_that_count_with_the_blocks_do_not_tell_them_apart() -> None:
         ("aaaaa", 2, 1, 2),
         ("aaaaaaaaa", 2, 1, 6),
         ("baaaaaaaaab", 3, 1, 6),
-        ("abababab", 3, 2, 2),
+        ("ababababab", 4, 2, 2),
+        ("abababababa", 3, 2, 3),
         ("aaaabaaaabaaaabaa", 6, 5, 2),
         ("b" + "aaab" * 3 + "aa", 5, 4, 2),
-        ("aaaab" + "ab" * 4, 6, 2, 3),
+        ("aaaab" + "ab" * 4, 7, 2, 2),
     ],
 )
-def test_of_equal_periods_the_graph_holds_two_and_a_block_on_either_side(
+def test_of_equal_periods_the_graph_holds_two_and_blocks_on_either_side(
     kinds: str, first: int, period: int, times: int
 ) -> None:
     repeat = longest_run("layers", [ord(kind) for kind in kinds])
@@ -353,7 +354,7 @@ def test_of_equal_periods_the_graph_holds_two_and_a_block_on_either_side(
     assert len(held) == len(kinds) - period * (times - 1)
 
 
-@pytest.mark.parametrize("kinds", ["aaaa", "abababa", "aaabaaabaaaba", "abcdefghi"])
+@pytest.mark.parametrize("kinds", ["aaaa", "abababab", "aaabaaabaaaba", "abcdefghi"])
 def test_too_few_equal_periods_are_all_held(kinds: str) -> None:
     assert longest_run("layers", [ord(kind) for kind in kinds]) is None
 

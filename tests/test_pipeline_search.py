@@ -279,7 +279,7 @@ def test_folded_stages_give_the_same_numbers(name: str) -> None:
         "llama": lambda: llama(9),
         "gpt2": lambda: gpt2(8),
         "gemma": lambda: gemma(14),
-        "seldom": lambda: gemma(16, 4),
+        "seldom": lambda: gemma(18, 4),
         "t5": lambda: t5(18),
         "buffers": lambda: ShiftedStack(9),
     }

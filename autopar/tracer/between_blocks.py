@@ -26,7 +26,13 @@ from autopar.tracer.block_calls import (
 from autopar.tracer.capture import PREFIX
 from autopar.tracer.cleanup import module_of
 from autopar.tracer.regions import calls_in, drop_operands, named_graphs, unread_operands
-from autopar.tracer.repeats import LONGEST_PERIOD, is_nested, longest_run, repeat_within
+from autopar.tracer.repeats import (
+    LONGEST_PERIOD,
+    is_nested,
+    longest_run,
+    repeat_within,
+    run_around,
+)
 from autopar.tracer.segments import Segments
 from autopar.tracer.skipped_calls import LastUnlike
 
@@ -228,9 +234,10 @@ def _candidates(repeat: Repeat, segments: Segments) -> Iterator[Repeat]:
         return
     is_whole = segments.numbers == list(range(segments.numbers[-1] + 1)) and not segments.hidden
     if is_whole and _extent(repeat).stop <= len(segments.numbers):
-        run = longest_run(segments.container, _kinds(segments))
-        if run is not None:
-            yield from _multiples(run)
+        kinds = _kinds(segments)
+        found = longest_run(segments.container, kinds)
+        if found is not None:
+            yield from _multiples(found, run_around(found, kinds))
     else:
         yield replace(repeat, container=segments.container)
 
@@ -252,16 +259,16 @@ def _kinds(segments: Segments) -> list[int]:
     return [*kinds, kinds[like] if like >= 0 and alike[like] >= own else -1]
 
 
-def _multiples(repeat: Repeat) -> Iterator[Repeat]:
-    """The repeat, and those of several of its periods."""
+def _multiples(repeat: Repeat, run: range) -> Iterator[Repeat]:
+    """The repeat of a run, and those of several of its periods."""
     for more in range(1, LONGEST_PERIOD // repeat.period + 1):
-        found = repeat_within(repeat.container, _extent(repeat), repeat.period * more)
+        found = repeat_within(repeat.container, run, repeat.period * more)
         if found is not None:
             yield found
 
 
 def _extent(repeat: Repeat) -> range:
-    """Numbers of the blocks that what may be left out was found in."""
+    """Numbers of the blocks of a repeat, of the period in front and of the blocks beside these."""
     return range(repeat.first - repeat.period - 1, repeat.instances().stop + 1)
 
 
@@ -329,8 +336,8 @@ def _equal_run(repeat: Repeat, segments: Segments) -> Run | None:
     """The segments of a repeat, where those of the same place in its periods are equal."""
     period, first, stop = repeat.period, repeat.first, repeat.instances().stop
     equal = [number for number in segments.numbers if first - period <= number < stop]
-    around = range(first - period - 1, stop + period)  # the first and last meet other things
-    if len(equal) < 2 * period or not {around.start, stop} <= segments.nodes.keys():
+    # the first and the last one meet other things
+    if len(equal) < 2 * period or not {first - period - 1, stop} <= segments.nodes.keys():
         return None
     for one, other in zip(equal, equal[period:], strict=False):
         if segments.ops(one) != segments.ops(other):
@@ -338,6 +345,7 @@ def _equal_run(repeat: Repeat, segments: Segments) -> Run | None:
         if segments.operands(one, period) != segments.operands(other, period):
             return None
     found = {number: segments.nodes[number] for number in equal}
+    around = range(first - 2 * period, stop + period)
     for number in (n for n in segments.numbers if n in around and n not in found):
         like = first + (number - first) % period
         found[number] = segments.nodes[number][: segments.common(number, like)]

@@ -1,6 +1,6 @@
 """Folding: of many equal blocks, or periods of blocks, a graph holds one that stands for the rest.
 
-Beside it, it holds the period in front, the first block and the last one. The others are skipped
+Beside it, it holds the period in front, and the first and last blocks. The others are skipped
 while the model is captured (`skipped_calls.py`), and cut out of what is captured with what is
 computed between them (`between_blocks.py`). What is left is checked: equal blocks must have equal
 nodes, and only their neighbours may see inside them. A model that fails a check is captured whole,

@@ -23,6 +23,7 @@ __all__ = [
     "is_nested",
     "longest_run",
     "repeat_within",
+    "run_around",
 ]
 
 _KEPT = 4  # blocks of a run of equal ones: the first two, one that stands for others, and the last
@@ -159,13 +160,25 @@ def longest_run(path: str, kinds: Sequence[int]) -> Repeat | None:
     return best
 
 
+def run_around(repeat: Repeat, kinds: Sequence[int]) -> range:
+    """The blocks of the run that a repeat is found in, given the kinds of all."""
+    start, end, period = repeat.first, repeat.first + repeat.period, repeat.period
+    while start > 0 and kinds[start - 1] == kinds[start - 1 + period]:
+        start -= 1
+    while end < len(kinds) and kinds[end] == kinds[end - period]:
+        end += 1
+    return range(start, end)
+
+
 def repeat_within(path: str, run: range, period: int) -> Repeat | None:
     """What may be left out of a run of equal periods; None where that is nothing.
 
     The graph holds the first block, which reads something else than the others do, the period
-    behind it, the one that stands for others, and the last block.
+    behind it, the one that stands for others, and the last block. Where periods fill the run, they
+    begin with it, as pipelines are cut between them.
     """
-    times = (len(run) - 2) // period - 1
+    ends = period if len(run) % period == 0 else 1
+    times = (len(run) - 2 * ends) // period - 1
     if times < 2:
         return None
-    return Repeat(container=path, first=run.start + 1 + period, period=period, times=times)
+    return Repeat(container=path, first=run.start + ends + period, period=period, times=times)
