@@ -20,14 +20,13 @@ from autopar.codegen.fusion import Fusion
 from autopar.codegen.passes import check_passes
 from autopar.codegen.program import Program
 from autopar.codegen.stage_unfolding import unfolded_plan
-from autopar.codegen.traffic import collectives_digest
 from autopar.core.constraints import NO_PIPELINE, Constraints, PipelinePin
 from autopar.core.folding import every_instance, same_for_all_instances
 from autopar.core.graph import Repeat, TracedModel
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.errors import AutoparError, ConstraintError, PlanMismatchError
-from autopar.runtime.agree import agree, agree_on_collectives, of_one_rank
+from autopar.runtime.agree import agree, alike_on_all, of_one_rank
 from autopar.runtime.compiled_step import CompiledStep, in_one_piece, outputs_behind
 from autopar.runtime.index_ranges import shared_lookups
 from autopar.runtime.inductor import compile_program
@@ -209,24 +208,17 @@ class Planner:
         """This rank's program, with the collectives that all ranks have."""
         coords = planned.get_coordinate()
         assert coords is not None
-        program: Program | None = None
-        failure: Exception | None = None
-        try:
-            program = emit(
-                traced,
-                chosen,
-                coords,
-                group_names=[planned.get_group(i).group_name for i in range(planned.ndim)],
-                device=self.mesh.device_type,
-                passes=self.passes,
-                fusion=self.settings.fusion,
-            )
-        except Exception as error:  # whatever it is, the other ranks must hear of it
-            failure = error
-        found = {} if program is None else {"the step": collectives_digest(program.joint.graph)}
-        agree_on_collectives(failure, found)
-        assert program is not None
-        return program
+        write = partial(
+            emit,
+            traced,
+            chosen,
+            coords,
+            group_names=[planned.get_group(i).group_name for i in range(planned.ndim)],
+            device=self.mesh.device_type,
+            passes=self.passes,
+            fusion=self.settings.fusion,
+        )
+        return alike_on_all(write, lambda program: {"the step": program.joint.graph})
 
     def _planned(self, args: Any, kwargs: Any, training: bool) -> tuple[TracedModel, Plan]:
         """The whole graph and its plan, chosen on the folded graph where there is one."""

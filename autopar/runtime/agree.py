@@ -11,15 +11,17 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import fx
 
 from autopar._compat import default_store
+from autopar.codegen.traffic import collectives_digest
 from autopar.errors import AutoparError, CheckpointError, LostRankError
 from autopar.runtime.lost import NEVER, Life, lost_text, tell_reason, watching
 
 __all__ = [
     "agree",
-    "agree_on_collectives",
     "agreed",
+    "alike_on_all",
     "arrived",
     "of_one_rank",
     "patience_s",
@@ -63,20 +65,28 @@ def agree(error: Exception | None, mine: Mapping[str, Any], what: str) -> None:
             )
 
 
-def agree_on_collectives(error: Exception | None, mine: Mapping[str, str]) -> None:
-    """Stop before a step in which ranks would wait for each other's collectives for ever.
+def alike_on_all(
+    write: Callable[[], Result], graphs: Callable[[Result], Mapping[str, fx.Graph]]
+) -> Result:
+    """The programs that this rank writes; no rank then waits for collectives that never come.
 
     Args:
-        error: what this rank is about to raise.
-        mine: `collectives_digest` of each program that this rank runs, by the name that the program
-            has on all ranks that run it.
+        write: makes the programs.
+        graphs: of what was made, by the name that a program has on all ranks that run it.
 
     Raises:
-        Exception: `error`, where there is one.
+        Exception: of `write`.
         AutoparError: another rank failed, or has other collectives, or has them in another order.
     """
+    made: list[Result] = []
+    failure: Exception | None = None
+    try:
+        made = [write()]
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        failure = error
+    mine = {name: collectives_digest(g) for each in made for name, g in graphs(each).items()}
     known: dict[str, tuple[int, str]] = {}
-    for rank, theirs in enumerate(_of_everyone(error, mine, "emit a step")):
+    for rank, theirs in enumerate(_of_everyone(failure, mine, "emit a step")):
         for name, digest in theirs.items():
             other, expected = known.setdefault(name, (rank, digest))
             if digest != expected:
@@ -85,6 +95,7 @@ def agree_on_collectives(error: Exception | None, mine: Mapping[str, str]) -> No
                     "defect of autopar, please report it. With passes=() each rank runs the "
                     "program as the plan has it."
                 )
+    return made[0]
 
 
 def _of_everyone(

@@ -21,12 +21,11 @@ import torch
 from autopar.codegen.fusion import Fusion
 from autopar.codegen.stage_program import StageProgram, emit_stage
 from autopar.codegen.stages import Staged
-from autopar.codegen.traffic import collectives_digest
 from autopar.core.flights import arrived
 from autopar.core.graph import TracedModel, output_paths, tensor_meta
 from autopar.core.plan import PipelinePlan, Plan
 from autopar.core.schedule import Action, closing_action
-from autopar.runtime.agree import agree_on_collectives
+from autopar.runtime.agree import alike_on_all
 from autopar.runtime.index_ranges import shared_lookups
 from autopar.runtime.inductor import compile_parts
 from autopar.runtime.pipeline_mesh import PipelineMesh, own_plan
@@ -89,7 +88,12 @@ class PipelinedStep:
         assert coords is not None
         self.coords = tuple(coords)
         groups = [mesh.stage.get_group(i).group_name for i in range(mesh.stage.ndim)]
-        self.programs = self._agreed(turns, groups)
+        self.programs = alike_on_all(
+            lambda: {
+                s: self.emit(turns, s, self.coords, groups) for s in self.stages_of(mesh.rank)
+            },
+            lambda programs: {f"stage {s}": p.joint.graph for s, p in programs.items()},
+        )
         self.backend = backend
         self.returned = _returned(turns[0])
         self.updated = self._updated(turns[0])
@@ -97,19 +101,6 @@ class PipelinedStep:
         self.compiled: Mapping[tuple[int, str], Callable[[list[Any]], Any]] = {}
         if backend == "inductor":
             self.compiled = compile_parts(self.programs, self._executed())
-
-    def _agreed(self, turns: Sequence[Staged], groups: Sequence[str]) -> dict[int, StageProgram]:
-        """The programs of this rank's stages, of which all ranks have the same collectives."""
-        programs: dict[int, StageProgram] = {}
-        failure: Exception | None = None
-        try:
-            for stage in self.stages_of(self.mesh.rank):
-                programs[stage] = self.emit(turns, stage, self.coords, groups)
-        except Exception as error:  # whatever it is, the other ranks must hear of it
-            failure = error
-        found = {f"stage {s}": collectives_digest(p.joint.graph) for s, p in programs.items()}
-        agree_on_collectives(failure, found)
-        return programs
 
     def _updated(self, first: Staged) -> dict[int, list[tuple[str, torch.Tensor]]]:
         """`updated`. Where several stages write a buffer, the last one yields its final value."""
