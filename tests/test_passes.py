@@ -22,6 +22,7 @@ from autopar.codegen.passes import (
     run_passes,
 )
 from autopar.codegen.passes.lifetimes import Lifetimes
+from autopar.codegen.passes.link_gaps import links
 from autopar.codegen.passes.order import copied
 from autopar.codegen.passes.sends import is_start, is_wait
 from autopar.codegen.passes.sites import find_sites, key_of
@@ -411,6 +412,7 @@ class Runs:
             names,
             sizes=self.plan.bucket_sizes(),
             block_of=self.block_of,
+            links=links(self.plan),
             spare=spare,
             pieces={key_of(site.start): 2 for site in find_sites(copy)},
             calls={key_of(site.start) for site in find_sites(copy) if can_be_called(site)},

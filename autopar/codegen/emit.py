@@ -24,6 +24,7 @@ from autopar.codegen.lowering import LocalCall, lower
 from autopar.codegen.passes import check_passes, run_last_passes, run_passes
 from autopar.codegen.passes.bucket import Sizes
 from autopar.codegen.passes.lifetimes import FUSED_BYTES
+from autopar.codegen.passes.link_gaps import links
 from autopar.codegen.passes.order import copied
 from autopar.codegen.passes.sites import Key
 from autopar.codegen.program import Program, tangents_of
@@ -213,6 +214,7 @@ class Emitter:
             passes,
             sizes=self.plan.bucket_sizes() if sizes is None else sizes,
             block_of=self._block,
+            links=links(self.plan),
             resident=resident,
             pieces=self.plan.piece_counts() if pieces is None else pieces,
             calls=self.plan.symmetric_calls() if calls is None else calls,

@@ -23,7 +23,7 @@ everything else that is done to a graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
 from torch import fx
 
@@ -84,6 +84,7 @@ def run_passes(
     *,
     sizes: Mapping[tuple[int, str], int],
     block_of: Callable[[str], Hashable],
+    links: Sequence[str],
     spare: int = 0,
     resident: Mapping[str, int] | None = None,
     pieces: Mapping[Key, int] | None = None,
@@ -96,6 +97,7 @@ def run_passes(
         names: out of `PASSES` and `OPTIONAL_PASSES`; None for `PASSES`.
         sizes: bytes that close a bucket, by axis and kind.
         block_of: block of a node of the traced graph, by name; None outside of blocks.
+        links: that collectives of each mesh axis use.
         spare: bytes by which the peak may grow.
         resident: bytes that live beside the graph's own, by phase.
         pieces: of collectives that are cut, by origin, axis and kind.
@@ -124,7 +126,7 @@ def run_passes(
         if in_place:
             mark_in_place(graph, phase_of)
     moves: dict[str, Callable[[Lifetimes], None]] = {
-        "prefetch": lambda now: _prefetch(graph, now, block, budget, room, resident),
+        "prefetch": lambda now: _prefetch(graph, now, block, budget, room, resident, links),
         "early": lambda now: _early(graph, now, budget, resident),
         "late": lambda now: wait_late(graph, now, budget),
     }
@@ -179,8 +181,9 @@ def _prefetch(
     budget: int,
     room: int,
     resident: Mapping[str, int] | None,
+    links: Sequence[str],
 ) -> None:
-    prefetch(graph, now, block_of, int((1 - _SCRATCH) * budget))
+    prefetch(graph, now, block_of, int((1 - _SCRATCH) * budget), links)
     fetch_ahead(graph, block_of, room, resident)
 
 

@@ -23,6 +23,7 @@ from torch import fx
 
 from autopar.codegen.passes.bucket import is_gather_of_storage, leaving, reduced_before
 from autopar.codegen.passes.lifetimes import LITTLE, Lifetimes
+from autopar.codegen.passes.link_gaps import LinkGaps
 from autopar.codegen.passes.order import feeding, is_packing, link, phase_starts, reorder
 from autopar.codegen.passes.sends import is_start, is_wait
 from autopar.core.host import ARRIVED, FROM_HOST
@@ -50,13 +51,14 @@ def prefetch(
     lifetimes: Lifetimes,
     block_of: Callable[[fx.Node], Hashable],
     budget: int,
+    links: Sequence[str],
 ) -> None:
     """Gather the parameters of a block while the block before it runs.
 
     Gathers are grouped by the block that reads them. Those of a group are issued behind the first
-    of the group before, so that two groups are held at a time (Zhao et al. 2023, arXiv 2304.11277).
-    A gather of what is gathered again, over another axis, is issued a group earlier yet, so that
-    the second has something to work on.
+    of the group before, so that two groups are held at a time (Zhao et al. 2023, arXiv 2304.11277),
+    and where the link has time for them (`link_gaps.py`). A gather of what is gathered again, over
+    another axis, is issued a group earlier yet, so that the second has something to work on.
     """
     begins = phase_starts(lifetimes.nodes)
     ahead = _gathers_behind(lifetimes.nodes)
@@ -64,15 +66,24 @@ def prefetch(
     placed: dict[fx.Node, int] = {}
     groups: list[int] = []
     last = None
+    gaps = LinkGaps(graph, links)
     for phase, group in _gather_groups(lifetimes.nodes, block_of):
         groups = groups if phase == last else []
         last = phase
+        begin = min(lifetimes.position[node] for node in group)
+        horizons: dict[fx.Node, int] = {}
+        for depth in set(map(ahead.__getitem__, group)):
+            at = len(groups) - 1 - depth
+            alike = [start for start in group if ahead[start] == depth]
+            if at < 0:
+                horizons.update(dict.fromkeys(alike, begins[phase]))
+            else:
+                end = groups[at + 1] if depth else begin
+                horizons.update(gaps.places(alike, groups[at] + 1, end))
         for start in group:
-            at = len(groups) - 1 - ahead[start]
-            horizon = groups[at] + 1 if at >= 0 else begins[phase]
-            chain = link(start)
+            chain, horizon = link(start), horizons[start]
             placed[start] = _move_chain(lifetimes, start, chain, horizon, budget, keys, placed)
-        groups.append(min(lifetimes.position[node] for node in group))
+        groups.append(begin)
     reorder(graph, keys)
 
 
