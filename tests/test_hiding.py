@@ -302,6 +302,35 @@ def test_all_is_counted_where_the_rule_is_in_doubt(
     assert 0 < plan.solver.bound <= plan.solver.objective
 
 
+@pytest.mark.parametrize(("hidden", "counted"), [(0.85, {EXPOSED, 0.5}), (0.95, {EXPOSED})])
+def test_half_is_counted_where_what_is_not_hidden_is_much(
+    hidden: float, counted: set[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the step was to hide, and most of that does: another plan may have less to hide."""
+    whole = _two_products(mesh_shape=(8,))
+    asked: set[float] = set()
+    searched = OnePiece.plan
+
+    def plan(
+        self: OnePiece, limit: int, exposed: float = EXPOSED, *given: Any, **named: Any
+    ) -> Plan:
+        asked.add(exposed)
+        return searched(self, limit, exposed, *given, **named)
+
+    def seconds(plan: Plan) -> float:
+        solver = plan.solver
+        return solver.objective * (1.2 if solver.exposed == EXPOSED else 0.5)
+
+    monkeypatch.setattr(OnePiece, "plan", plan)
+    monkeypatch.setattr(OnePiece, "_hidden", lambda self, plan: hidden)
+    monkeypatch.setattr("autopar.search.one_piece.hoped_s", lambda plan: plan.solver.objective / 2)
+    _programs_take(monkeypatch, seconds)
+    best = whole.best(UNLIMITED)
+    assert asked == counted
+    assert best.solver.exposed == max(counted)
+    assert 0 < best.solver.bound <= best.solver.objective
+
+
 def test_a_plan_that_counts_otherwise_is_proved_once_it_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -7,11 +7,12 @@ faster of the two programs is taken. Where it hides so little that the rule is i
 solved with all communication counted, too, and under a limit with nothing else where the program of
 the plan without one hides next to nothing. Where it hides about what was counted on, and is still
 slower than the bound, programs of plain data parallelism are simulated, too, and of what counts
-nearly as little on other meshes: the rule does not know how each overlaps. Where no limit binds,
-data parallelism is looked at in any case. Of all programs the fastest is taken, those that were
-simulated to see what a plan hides among them. A bound takes longer than a plan, so only that of
-what is taken is looked for. Under a limit so do many axes: they are searched behind few, and with
-other shares only where they have the plan that counts least.
+nearly as little on other meshes: the rule does not know how each overlaps. Where what it does not
+hide is much, so is that of the plan that counts least with half of all exposed. Where no limit
+binds, data parallelism is looked at in any case. Of all programs the fastest is taken, those that
+were simulated to see what a plan hides among them. A bound takes longer than a plan, so only that
+of what is taken is looked for. Under a limit so do many axes: they are searched behind few, and
+with other shares only where they have the plan that counts least.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ _JOINED = 1e-3  # what a mesh with joined axes must save
 _HIDDEN = 0.8  # of what was counted on: less, and the step is solved again
 _NEXT_TO_NONE = 0.25  # of it: the plan that counts on nothing serves
 _SLOWER = 0.01  # than the bound: more, and other programs are looked at
+_FAR = 0.05  # of what was counted: if more is not hidden, another plan may have less to hide
+_HALF = 0.5  # of what may hide, exposed: plans that send less count least then
 _NEAR = 0.01  # of what counts least: less, and a plan on another mesh may be faster
 _UNSEEN = 0.03  # of the step: what is not counted, that other programs are thought to have as well
 _AS_FAST = 3e-3  # of a step: programs that differ by less
@@ -213,7 +216,7 @@ class OnePiece(MeshSearches):
                 # soon found where no limit binds; of what is not counted they have half, or more
                 most_s = (now_s - missed_s / 2) / (1 - CLOSE)
             # no more than half of what runs on two streams is hidden
-            below_s = min(most_s, now_s if exposed < ALL_EXPOSED else 2 * now_s)
+            below_s = min(most_s, now_s if exposed < _HALF else (1 + exposed) * now_s)
             proved = UNLIMITED if roomy and exposed != counted else None
             with suppress(ConstraintError, InfeasiblePlanError, NotBelow):
                 found = other.planner._within(limit, roomy, exposed, below_s, proved)
@@ -262,6 +265,8 @@ class OnePiece(MeshSearches):
             yield _Other(few, ALL_EXPOSED)
         if hidden < _HIDDEN and not (is_doubtful and hidden < _NEXT_TO_NONE):
             yield _Other(few, 1 - (1 - EXPOSED) * hidden)
+        elif not is_doubtful and (1 - hidden) * hoped_s(first) > _FAR * first.solver.objective:
+            yield _Other(few, _HALF)
         near_s = (1 + _NEAR) * first.solver.objective
         for shape in shapes:
             if first.mesh_shape in shapes and shape != first.mesh_shape:
