@@ -325,7 +325,7 @@ def test_half_is_counted_where_what_is_not_hidden_is_much(
     monkeypatch.setattr(OnePiece, "_hidden", lambda self, plan: hidden)
     monkeypatch.setattr("autopar.search.one_piece.hoped_s", lambda plan: plan.solver.objective / 2)
     _programs_take(monkeypatch, seconds)
-    best = whole.best(UNLIMITED)
+    best = whole.best(UNLIMITED, whole.plan(UNLIMITED))
     assert asked == counted
     assert best.solver.exposed == max(counted)
     assert 0 < best.solver.bound <= best.solver.objective

@@ -7,12 +7,12 @@ faster of the two programs is taken. Where it hides so little that the rule is i
 solved with all communication counted, too, and under a limit with nothing else where the program of
 the plan without one hides next to nothing. Where it hides about what was counted on, and is still
 slower than the bound, programs of plain data parallelism are simulated, too, and of what counts
-nearly as little on other meshes: the rule does not know how each overlaps. Where what it does not
-hide is much, so is that of the plan that counts least with half of all exposed. Where no limit
-binds, data parallelism is looked at in any case. Of all programs the fastest is taken, those that
-were simulated to see what a plan hides among them. A bound takes longer than a plan, so only that
-of what is taken is looked for. Under a limit so do many axes: they are searched behind few, and
-with other shares only where they have the plan that counts least.
+nearly as little on other meshes: the rule does not know how each overlaps. Where no limit binds,
+data parallelism is looked at in any case, and where what is not hidden is much, so is the plan that
+counts least with half of all exposed. Of all programs the fastest is taken, those that were
+simulated to see what a plan hides among them. A bound takes longer than a plan, so only that of
+what is taken is looked for. Under a limit so do many axes: they are searched behind few, and with
+other shares only where they have the plan that counts least.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ class OnePiece(MeshSearches):
             yield _Other(few, ALL_EXPOSED)
         if hidden < _HIDDEN and not (is_doubtful and hidden < _NEXT_TO_NONE):
             yield _Other(few, 1 - (1 - EXPOSED) * hidden)
-        elif not is_doubtful and (1 - hidden) * hoped_s(first) > _FAR * first.solver.objective:
+        elif roomy and (1 - hidden) * hoped_s(first) > _FAR * first.solver.objective:
             yield _Other(few, _HALF)
         near_s = (1 + _NEAR) * first.solver.objective
         for shape in shapes:
