@@ -8,11 +8,11 @@ solved with all communication counted, too, and under a limit with nothing else 
 the plan without one hides next to nothing. Where it hides about what was counted on, and is still
 slower than the bound, programs of plain data parallelism are simulated, too, and of what counts
 nearly as little on other meshes: the rule does not know how each overlaps. Where no limit binds,
-data parallelism is looked at in any case, and where what is not hidden is much, so is the plan that
-counts least with half of all exposed. Of all programs the fastest is taken, those that were
-simulated to see what a plan hides among them. A bound takes longer than a plan, so only that of
-what is taken is looked for. Under a limit so do many axes: they are searched behind few, and with
-other shares only where they have the plan that counts least.
+data parallelism is looked at in any case, and where a program takes much more than was counted, so
+is the plan that counts least with half of all exposed. Of all programs the fastest is taken, those
+that were simulated to see what a plan hides among them. A bound takes longer than a plan, so only
+that of what is taken is looked for. Under a limit so do many axes: they are searched behind few,
+and with other shares only where they have the plan that counts least.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _JOINED = 1e-3  # what a mesh with joined axes must save
 _HIDDEN = 0.8  # of what was counted on: less, and the step is solved again
 _NEXT_TO_NONE = 0.25  # of it: the plan that counts on nothing serves
 _SLOWER = 0.01  # than the bound: more, and other programs are looked at
-_FAR = 0.05  # of what was counted: if more is not hidden, another plan may have less to hide
+_FAR = 0.05  # above what was counted: more, and a plan that has less to hide may be faster
 _HALF = 0.5  # of what may hide, exposed: plans that send less count least then
 _NEAR = 0.01  # of what counts least: less, and a plan on another mesh may be faster
 _UNSEEN = 0.03  # of the step: what is not counted, that other programs are thought to have as well
@@ -207,7 +207,8 @@ class OnePiece(MeshSearches):
         program, hidden = self._program(first), self._hidden(first)
         best = self._fastest(program, limit)
         missed_s = min(unseen_s(first, program), _UNSEEN * best.predicted.step_time_s)
-        for other in self._others(first, counted, hidden, roomy):
+        program_s = program.predicted.step_time_s
+        for other in self._others(first, counted, hidden, program_s, roomy):
             now_s, most_s, exposed = best.predicted.step_time_s, other.most_s, other.exposed
             near = now_s - missed_s <= (1 + _SLOWER) * first.solver.bound
             if near:
@@ -245,13 +246,16 @@ class OnePiece(MeshSearches):
                 return replace(found, memory_limit_bytes=limit)
         return self.plan(limit, exposed, below_s, proved_within=proved_within)
 
-    def _others(self, first: Plan, counted: float, hidden: float, roomy: bool) -> Iterator[_Other]:
+    def _others(
+        self, first: Plan, counted: float, hidden: float, program_s: float, roomy: bool
+    ) -> Iterator[_Other]:
         """What else may have a faster program than the plan that counts least, data parallel first.
 
         Args:
             first: that counts least.
             counted: share that was taken to be exposed.
             hidden: what its program hides, of what was counted on.
+            program_s: seconds of its program.
             roomy: no limit binds.
         """
         is_doubtful = not roomy and hidden < DOUBTED
@@ -265,7 +269,7 @@ class OnePiece(MeshSearches):
             yield _Other(few, ALL_EXPOSED)
         if hidden < _HIDDEN and not (is_doubtful and hidden < _NEXT_TO_NONE):
             yield _Other(few, 1 - (1 - EXPOSED) * hidden)
-        elif roomy and (1 - hidden) * hoped_s(first) > _FAR * first.solver.objective:
+        elif roomy and program_s > (1 + _FAR) * first.solver.objective:
             yield _Other(few, _HALF)
         near_s = (1 + _NEAR) * first.solver.objective
         for shape in shapes:
