@@ -71,25 +71,3 @@ def test_a_pipeline_that_was_too_slow_for_one_look_counts_in_the_next() -> None:
     took_s = counted_s(search.pipeline)
     assert search._climb(shapes, 0.9 * took_s) is None
     assert search._climb(shapes, 1.1 * took_s) is free_pipeline()
-
-
-@pytest.mark.parametrize(("slower", "asked"), [(1.05, False), (1.2, True)])
-def test_plans_within_the_limit_are_searched_where_the_program_without_one_is_slow(
-    slower: float, asked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What counts more than that may have a faster program, and one faster than the pipeline."""
-    known = StepLimits(traced(), cluster(), Constraints())
-    free = known.free(UNLIMITED)
-    counted = free.solver.bound
-
-    def taking(plan: Plan, seconds: float) -> Plan:
-        predicted = replace(plan.predicted, step_time_s=seconds, unseen_compute_s=0.0)
-        return replace(plan, predicted=predicted)
-
-    pipeline, plain = taking(free_pipeline(), 0.9 * slower * counted), taking(free, 0.9 * counted)
-    monkeypatch.setattr(StepLimits, "free_program", lambda *_: taking(free, slower * counted))
-    monkeypatch.setattr(_Search, "_plain", lambda *_: plain)
-    monkeypatch.setattr(_Search, "_reported", lambda search, plan, *rest: plan)
-    search = _Search(known, free.predicted.peak_memory_bytes - 1)
-    shapes = Shapes(search.planner, PipelinePin(), short=True)
-    assert search._against_limited(pipeline, shapes) is (plain if asked else pipeline)

@@ -40,7 +40,6 @@ _MOST = 4  # shapes that are planned unasked
 _UNSUITED = 1.1  # times what a pipeline may take before its stages are suited to its schedule
 _LARGE = 4  # shapes that turn out not to fit, before no more are tried
 _FAR = 0.75  # of what a plan in one piece takes at least: faster pipelines are planned without it
-_NEAR = 0.1  # of what none counts less than: a program that takes no more is as fast as they get
 _PROVED = 0.01  # shapes whose bounds are nearer to the best plan are not planned
 
 
@@ -171,12 +170,9 @@ class _Search:
 
     def _against_limited(self, found: Plan | None, shapes: Shapes) -> Plan:
         """A pipeline, or the plan in one piece that fits the limit."""
-        # a limit makes no step faster: what is slower without one is not searched with it. A plan
-        # without one that is far from what is proved was not searched for to the end
-        free, program = self.known.free(self.limit), self.known.free_program(self.limit)
-        near = program.predicted.step_time_s <= (1 + _NEAR) * free.solver.bound
-        if found is not None and near and counted_s(found) < to_beat_s(program):
-            return self._reported(found, shapes, free.solver.bound)
+        # a limit makes no step faster: what is slower without one is not searched with it
+        if found is not None and counted_s(found) < to_beat_s(self.known.free_program(self.limit)):
+            return self._reported(found, shapes, self.known.free(self.limit).solver.bound)
         try:
             plain = self._plain()
         except InfeasiblePlanError as error:
