@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.core.axis_geometry import axis_geometry
 from autopar.cost_model import (
     Cluster,
     ClusterError,
@@ -25,7 +26,6 @@ from autopar.cost_model import (
     load_profile,
     profile_names,
 )
-from autopar.cost_model.collectives import axis_geometry
 from autopar.errors import AutoparError
 
 K = CollectiveKind

@@ -107,6 +107,8 @@ def test_axes_inside_nodes_share_a_link_and_so_do_those_between() -> None:
     for per_node, wanted in ((2, ("between", "inside")), (1, ("between", "between"))):
         cluster = {**plan.cluster, "devices_per_node": per_node}
         assert links(replace(plan, cluster=cluster)) == wanted
+    few = replace(plan, mesh_shape=(3, 2), cluster={**plan.cluster, "devices_per_node": 8})
+    assert links(few) == ("inside", "inside")  # a part of a node
 
 
 @cache

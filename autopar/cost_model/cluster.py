@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from autopar.core.axis_geometry import axis_geometry
 from autopar.cost_model.catalogue import load_profile, profile_names
-from autopar.cost_model.collectives import CollectiveKind, alpha_beta, axis_geometry
+from autopar.cost_model.collectives import CollectiveKind, alpha_beta
 from autopar.cost_model.host_memory import with_live_memory
 from autopar.cost_model.profile import (
     ClusterError,

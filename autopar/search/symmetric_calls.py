@@ -28,11 +28,11 @@ from autopar.codegen.passes.sites import Key, Site, find_sites, key_of
 from autopar.codegen.passes.symmetric import can_be_called, in_one_call
 from autopar.codegen.stage_program import StageProgramWriter
 from autopar.codegen.stages import staged_as_planned
+from autopar.core.axis_geometry import axis_geometry
 from autopar.core.calls import Pieces
 from autopar.core.graph import TracedModel
 from autopar.core.plan import PipelinePlan, Plan
 from autopar.cost_model import Cluster
-from autopar.cost_model.collectives import axis_geometry
 from autopar.cost_model.simulator import simulate
 from autopar.search.decomposing import form_of
 from autopar.search.trials import Trial

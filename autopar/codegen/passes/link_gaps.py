@@ -15,7 +15,6 @@ whatever the speed of both.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from torch import fx
 
 from autopar.codegen.passes.bucket import is_gather_of_storage, leaving
 from autopar.codegen.passes.sends import is_start, is_wait
+from autopar.core.axis_geometry import axis_geometry
 from autopar.core.emitted_work import emitted_work
 from autopar.core.plan import Plan
 
@@ -35,9 +35,9 @@ _FLOPS_PER_BYTE = 100.0
 
 def links(plan: Plan) -> tuple[str, ...]:
     """The link that collectives of each mesh axis use: inside nodes or between them."""
-    node, shape = plan.cluster.get("devices_per_node", 1), plan.mesh_shape
-    inside = (node % math.prod(shape[axis:]) == 0 for axis in range(len(shape)))
-    return tuple("inside" if each else "between" for each in inside)
+    per_node, shape = plan.cluster.get("devices_per_node", 1), plan.mesh_shape
+    found = (axis_geometry(shape, axis, per_node) for axis in range(len(shape)))
+    return tuple("inside" if each.num_nodes == 1 else "between" for each in found)
 
 
 class LinkGaps:

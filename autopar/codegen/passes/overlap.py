@@ -70,21 +70,39 @@ def prefetch(
     for phase, group in _gather_groups(lifetimes.nodes, block_of):
         groups = groups if phase == last else []
         last = phase
-        begin = min(lifetimes.position[node] for node in group)
-        horizons: dict[fx.Node, int] = {}
-        for depth in set(map(ahead.__getitem__, group)):
-            at = len(groups) - 1 - depth
-            alike = [start for start in group if ahead[start] == depth]
-            if at < 0:
-                horizons.update(dict.fromkeys(alike, begins[phase]))
-            else:
-                end = groups[at + 1] if depth else begin
-                horizons.update(gaps.places(alike, groups[at] + 1, end))
+        groups.append(min(lifetimes.position[node] for node in group))
+        horizons = _horizons(group, ahead, groups, begins[phase], gaps)
         for start in group:
             chain, horizon = link(start), horizons[start]
             placed[start] = _move_chain(lifetimes, start, chain, horizon, budget, keys, placed)
-        groups.append(begin)
     reorder(graph, keys)
+
+
+def _horizons(
+    group: Sequence[fx.Node],
+    ahead: Mapping[fx.Node, int],
+    groups: Sequence[int],
+    begin: int,
+    gaps: LinkGaps,
+) -> dict[fx.Node, int]:
+    """The first position at which each gather of a group may be issued.
+
+    Args:
+        group: gathers.
+        ahead: as of `_gathers_behind`.
+        groups: where the groups of the phase begin so far, that of `group` last.
+        begin: of the phase.
+        gaps: of the program.
+    """
+    found: dict[fx.Node, int] = {}
+    for depth in sorted(set(map(ahead.__getitem__, group))):
+        alike = [start for start in group if ahead[start] == depth]
+        if depth + 2 > len(groups):
+            found.update(dict.fromkeys(alike, begin))
+        else:
+            first, end = groups[-depth - 2], groups[-depth - 1]
+            found.update(gaps.places(alike, first + 1, end))
+    return found
 
 
 def _gathers_behind(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
