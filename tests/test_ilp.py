@@ -222,6 +222,24 @@ def test_sweeps_that_only_raise_a_bound_are_left_out_where_it_is_of_no_use() -> 
     assert proved.objective <= found.objective <= 1.002 * proved.objective
 
 
+def test_what_few_sweeps_leave_far_is_swept_on() -> None:
+    """Nodes in no order along a chain: a sweep takes what one end costs few nodes far."""
+    rng = np.random.default_rng(0)
+    problem = ChoiceProblem({int(n): rng.random(40) * 1e-3 for n in rng.permutation(60)})
+    for n in (0, 59):
+        problem.costs[n] = rng.random(40)
+    for n in range(59):
+        problem.add_edge(n, n + 1, 10.0 * (1.0 - np.eye(40)))
+    for n, away in itertools.product(range(60), (2, 3)):
+        if n + away < 60:
+            problem.add_edge(n, n + away, rng.random((40, 40)) * 1e-4)
+    few = MessagePassing(problem).run(40, 0.0)
+    assert few.gap > 0.5
+    found = solve_problem(problem, exact=False)
+    assert found.gap < 1e-3
+    assert found.objective < few.upper
+
+
 def slow_gain(costs: Array, matrices: list[Array]) -> Array:
     """At least how much state r saves over s, pair by pair."""
     count = len(costs)

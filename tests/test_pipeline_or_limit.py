@@ -12,9 +12,10 @@ from autopar.core.plan import Plan
 from autopar.search.one_piece import OnePiece
 from autopar.search.pipeline_shapes import Shapes
 from autopar.search.pipelining import _Search
-from autopar.search.plan_seconds import counted_s
+from autopar.search.plan_seconds import GAIN, counted_s
 from autopar.search.step_limits import StepLimits
 from autopar.solver.fit import UNLIMITED
+from autopar.solver.overlap import NotBelow
 from tests.test_limited_stages import cluster, traced
 from tests.test_limited_stages import free as free_pipeline
 
@@ -71,3 +72,48 @@ def test_a_pipeline_that_was_too_slow_for_one_look_counts_in_the_next() -> None:
     took_s = counted_s(search.pipeline)
     assert search._climb(shapes, 0.9 * took_s) is None
     assert search._climb(shapes, 1.1 * took_s) is free_pipeline()
+
+
+def a_search(least_s: float, monkeypatch: pytest.MonkeyPatch) -> tuple[_Search, Plan]:
+    """A search of a step that does not fit, and a pipeline that takes as much of it without."""
+    known = StepLimits(traced(), cluster(), Constraints())
+    free = known.free(UNLIMITED)
+    pipeline = free_pipeline()
+    seconds = least_s * counted_s(known.free_program(UNLIMITED))
+    predicted = replace(pipeline.predicted, step_time_s=seconds, unseen_compute_s=0.0)
+    monkeypatch.setattr(_Search, "_reported", lambda search, plan, *rest: plan)
+    search = _Search(known, free.predicted.peak_memory_bytes - 1)
+    return search, replace(pipeline, predicted=predicted)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.98])
+def test_what_a_pipeline_beats_is_searched_without_bounds(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that saves enough without the limit is not asked about; else plans must stay below it."""
+    search, pipeline = a_search(share, monkeypatch)
+    asked: list[tuple[float, bool]] = []
+
+    def best(
+        whole: OnePiece, limit: int, plan: object = None, below_s: float = 0.0, proved: bool = True
+    ) -> Plan:
+        asked.append((below_s, proved))
+        raise NotBelow(0.0)
+
+    shapes = Shapes(search.planner, PipelinePin(), short=True)
+    search.known.free(search.limit)
+    monkeypatch.setattr(OnePiece, "best", best)
+    assert search._against_limited(pipeline, shapes) is pipeline
+    proved = search.known.free(search.limit).solver.bound < counted_s(pipeline) * 0.99
+    assert asked == [(counted_s(pipeline) / (1 - GAIN), proved)][: share > 0.95]
+
+
+def test_a_plan_within_the_limit_that_a_pipeline_does_not_beat_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    search, pipeline = a_search(10.0, monkeypatch)
+    shapes = Shapes(search.planner, PipelinePin(), short=True)
+    found = search._against_limited(pipeline, shapes)
+    assert found.pipeline is None
+    assert found.predicted.peak_memory_bytes <= search.limit
+    assert 0 < found.solver.bound <= found.solver.objective

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from contextlib import suppress
 from dataclasses import replace
 
 from autopar.core.plan import Plan
@@ -72,8 +71,13 @@ class FittingCuts:
                 return None
         if peak_bytes <= _LIGHTER * self.planner.limit and self._may_be_lighter(shape):
             for each in (*waits_least, cut):
-                with suppress(Stopped, InfeasiblePlanError):
+                try:
                     return self.planner.plan(each, below_s=below_s, as_is=True)
+                except Stopped as stopped:
+                    if not stopped.kinds:
+                        break  # too slow, and other orders wait longer
+                except InfeasiblePlanError:
+                    continue
         if not self._recut(shape, shapes):
             self.large.append(shape)
             shapes.too_large(shape, peak_bytes)

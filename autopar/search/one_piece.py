@@ -92,11 +92,11 @@ class OnePiece(MeshSearches):
         Raises:
             ConstraintError: the constraints cannot hold.
         """
-        given = limit, EXPOSED, math.inf, UNLIMITED
-        key = (*given, self.only)
+        key = limit, EXPOSED, self.only
         if key not in self.begun:
+            glanced = self._simulated if is_timed() else None
             self.begun[key] = self._begun(
-                *given, glance=True, glanced=self._simulated if is_timed() else None
+                limit, EXPOSED, math.inf, UNLIMITED, glance=True, glanced=glanced
             )
         first = self.begun[key][0][1].soon()
         return None if first is None else self._program(self._finished(first))
@@ -124,9 +124,10 @@ class OnePiece(MeshSearches):
         best: Plan | None = None
         bound = math.inf
         refused: list[InfeasiblePlanError] = []
-        given = limit, exposed, below_s, proved_within
-        searches = self.begun.pop((*given, self.only), None) or self._begun(*given)
+        searches = self.begun.pop((limit, exposed, self.only), None)
+        searches = searches or self._begun(limit, exposed, below_s, proved_within)
         for cluster, search in searches:
+            search.prove_within(proved_within)
             to_beat_s = min(below_s, self._to_beat_s(cluster, best))
             free_s = self.free_s.get(cluster.mesh_shape, 0.0)
             if free_s >= to_beat_s:
@@ -150,7 +151,8 @@ class OnePiece(MeshSearches):
                 self.free_s[cluster.mesh_shape] = known_s
             if exposed < ALL_EXPOSED:
                 self.told_t[cluster.mesh_shape] = t
-        if self.only is None and exposed <= EXPOSED and math.isfinite(bound):
+        every = self.only is None and proved_within is not None  # what is bounded
+        if every and exposed <= EXPOSED and math.isfinite(bound):
             self.proved_s[limit] = max(self.proved_s.get(limit, 0.0), bound)
         if best is None and math.isfinite(bound):
             raise NotBelow(bound)
@@ -168,25 +170,38 @@ class OnePiece(MeshSearches):
         margin = 1 + _JOINED * (own and joined) - _JOINED * (not own and not joined)
         return best.solver.objective * margin
 
-    def best(self, limit: int, plan: Plan | None = None) -> Plan:
+    def best(
+        self,
+        limit: int,
+        plan: Plan | None = None,
+        below_s: float = math.inf,
+        proved: bool = True,
+    ) -> Plan:
         """A plan within the limit with what its program hides, or a faster one.
 
         Args:
             limit: bytes per device.
             plan: that counts least.
+            below_s: seconds that a program must stay below to be of use.
+            proved: a bound is of use.
 
         Raises:
             ConstraintError: the constraints cannot hold.
             InfeasiblePlanError: nothing fits.
+            NotBelow: nothing counts so little that its program may stay below `below_s`.
         """
         # searches that count otherwise go on with what is known, if not those of other limits
         known = self if self.searches is not None else replace(self, searches={})
         doubts = Doubts(self._hidden)
         counted = ALL_EXPOSED if plan is None and self._hides_nothing() else EXPOSED
-        first = plan or known.plan(limit, counted, doubts=doubts)
+        count_s = _most_counted_s(below_s * (1 + _NEAR), counted)
+        within = UNLIMITED if proved else None
+        first = plan or known.plan(limit, counted, count_s, doubts, within)
         best = known._fastest_of_others(limit, first, counted, roomy=plan is not None)
         best = replace(best, constraints=self.constraints.to_dict())
         now = best.solver
+        if not proved:
+            return best
         if plan is None and now.exposed != counted:
             # only what is taken is proved, as that takes longer: the bound known is of no mixtures
             best = known._in_full(limit, _proved(best, 0.0), now.exposed, now.objective)
@@ -216,8 +231,7 @@ class OnePiece(MeshSearches):
                     break
                 # soon found where no limit binds; of what is not counted they have half, or more
                 most_s = (now_s - missed_s / 2) / (1 - CLOSE)
-            # no more than half of what runs on two streams is hidden
-            below_s = min(most_s, now_s if exposed < _HALF else (1 + exposed) * now_s)
+            below_s = min(most_s, _most_counted_s(now_s, exposed))
             proved = UNLIMITED if roomy and exposed != counted else None
             with suppress(ConstraintError, InfeasiblePlanError, NotBelow):
                 found = other.planner._within(limit, roomy, exposed, below_s, proved)
@@ -384,6 +398,12 @@ class _Other(NamedTuple):
     exposed: float
     most_s: float = math.inf
     plain: bool = False
+
+
+def _most_counted_s(program_s: float, exposed: float) -> float:
+    """Seconds that a plan may count where its program takes so many, as a rule."""
+    # no more than half of what runs on two streams is hidden
+    return program_s if exposed < _HALF else (1 + exposed) * program_s
 
 
 def _proved(plan: Plan, bound: float) -> Plan:

@@ -30,6 +30,7 @@ from autopar.search.step_limits import StepLimits
 from autopar.search.verified_limits import with_verified_limit
 from autopar.solver.discrete.time_limit import OutOfTime, is_timed, plan_found, time_limit
 from autopar.solver.fit import UNLIMITED
+from autopar.solver.overlap import NotBelow
 from autopar.solver.pipelines.pipeline_shape import PipelineShape
 from autopar.solver.solve import fits
 
@@ -170,20 +171,33 @@ class _Search:
 
     def _against_limited(self, found: Plan | None, shapes: Shapes) -> Plan:
         """A pipeline, or the plan in one piece that fits the limit."""
-        # a limit makes no step faster: what is slower without one is not searched with it
-        if found is not None and counted_s(found) < to_beat_s(self.known.free_program(self.limit)):
-            return self._reported(found, shapes, self.known.free(self.limit).solver.bound)
+        free_s, found_s = self.known.free(self.limit).solver.bound, counted_s(found)
+        if found is not None:
+            # a limit makes no step faster: what is slower without one is not searched with it,
+            # nor what would have to be as fast, as one that binds costs something
+            free_to_beat_s = to_beat_s(self.known.free_program(self.limit))
+            if found_s * (1 - _PROVED) < free_to_beat_s:
+                return self._reported(found, shapes, free_s)
+        # bounds take longer than plans, and those above what is found are of no use
+        proved = free_s < found_s * (1 - _PROVED)
         try:
-            plain = self._plain()
+            plain = self.whole.best(self.limit, below_s=found_s / (1 - GAIN), proved=proved)
+            if not proved and found_s >= to_beat_s(plain):
+                plain, proved = self._plain(), True
         except InfeasiblePlanError as error:
             found = found or self._limited(shapes, math.inf)
             return self._reported(_or_raise(found, error), shapes, math.inf)
+        except NotBelow as error:
+            alone_s = max(free_s, error.bound) if proved else free_s
+            return self._reported(_or_raise(found, None), shapes, alone_s)
         found = found or self._limited(shapes, to_beat_s(plain))
         best = found if found is not None and counted_s(found) < to_beat_s(plain) else plain
-        share = min(1 - _PROVED, 1 - plain.solver.gap)  # beyond which the other bound is the lower
-        best_s = to_beat_s(best) if best is plain else counted_s(best)
-        shapes.close_least(share * best_s, short=True)
-        return self._reported(best, shapes, plain.solver.bound)
+        if proved:
+            # beyond this share the other bound is the lower
+            share = min(1 - _PROVED, 1 - plain.solver.gap)
+            best_s = to_beat_s(best) if best is plain else counted_s(best)
+            shapes.close_least(share * best_s, short=True)
+        return self._reported(best, shapes, plain.solver.bound if proved else free_s)
 
     def asked(self, pin: PipelinePin) -> Plan:
         """The best plan with what is pinned of a pipeline."""

@@ -181,6 +181,10 @@ class StepSearch:
         self._has_glanced = self.counts_all
         self._slow: NotBelow | None = None  # what a glance has told
 
+    def prove_within(self, num_bytes: int | None) -> None:
+        """Go on with another `proved_within`."""
+        self.search = replace(self.search, proved_within=num_bytes)
+
     def hasty(self) -> Plan | None:
         """The first plan that is found, without a bound, if there is one.
 

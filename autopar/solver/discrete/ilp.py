@@ -35,6 +35,9 @@ _LEAST_NODES = 20
 # sweeps of message passing, and the gap at which they end
 _CLOSE = 200, 1e-6
 _SWEEPS = (10, 20, 40)  # behind which what looks best is tried
+_MORE_SWEEPS = (100, 200)  # where the bound is far, and has risen still
+_FAR = 0.05  # gap that says little of an assignment
+_RISING = 0.01  # of the bound
 _LIKELY = 1200  # states of that
 _ROUGH = 1e-3  # gap at which it ends
 _WIDE = 0.02  # gap: more, and as many states as are soon eliminated are tried
@@ -107,15 +110,18 @@ class Prepared:
 
     def _rough(self, proved: bool) -> Bounds:
         """Bounds by a few sweeps, with the optimum among the states that look best then."""
-        lower, before = -math.inf, math.inf
-        for sweeps in _SWEEPS:
+        lower, before, is_far = -math.inf, math.inf, True
+        for sweeps in (*_SWEEPS, *_MORE_SWEEPS):
+            if sweeps in _MORE_SWEEPS and not is_far:
+                break
             found = self.passing.run(sweeps, _ROUGH)
             if found.gap > _ROUGH:
                 found = self._with_likeliest(found)
+            is_far = found.gap > _FAR and found.lower - lower > _RISING * abs(found.lower)
             lower = max(lower, found.lower)
             if found.gap <= _ROUGH:
                 break
-            if not proved and found.upper >= before * (1 - _ROUGH):
+            if not proved and not is_far and found.upper >= before * (1 - _ROUGH):
                 break  # more sweeps would raise the bound alone
             before = found.upper
         if found.gap > _WIDE:
