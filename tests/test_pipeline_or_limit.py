@@ -86,11 +86,17 @@ def a_search(least_s: float, monkeypatch: pytest.MonkeyPatch) -> tuple[_Search, 
     return search, replace(pipeline, predicted=predicted)
 
 
-@pytest.mark.parametrize("share", [0.9, 0.98])
-def test_what_a_pipeline_beats_is_searched_without_bounds(
-    share: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("share", "least", "proved"),
+    [(0.9, 2.0, None), (0.98, 2.0, False), (1.5, 2.0, True), (1.5, 1.0, False)],
+)
+def test_within_the_limit_a_bound_is_asked_for_where_it_tells(
+    share: float, least: float, proved: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that saves enough without the limit is not asked about; else plans must stay below it."""
+    """Not of a pipeline that is as fast as plans without a limit, nor where other ones may be.
+
+    One that saves enough without a limit is not asked about; else plans must stay below it.
+    """
     search, pipeline = a_search(share, monkeypatch)
     asked: list[tuple[float, bool]] = []
 
@@ -100,20 +106,35 @@ def test_what_a_pipeline_beats_is_searched_without_bounds(
         asked.append((below_s, proved))
         raise NotBelow(0.0)
 
+    free, free_s = search.known.free(search.limit), counted_s(search.known.free_program(UNLIMITED))
+    search.known._free = UNLIMITED, replace(free, solver=replace(free.solver, bound=free_s))
     shapes = Shapes(search.planner, PipelinePin(), short=True)
-    search.known.free(search.limit)
+    monkeypatch.setattr(Shapes, "least_s", lambda shapes: least * free_s)
     monkeypatch.setattr(OnePiece, "best", best)
     assert search._against_limited(pipeline, shapes) is pipeline
-    proved = search.known.free(search.limit).solver.bound < counted_s(pipeline) * 0.99
-    assert asked == [(counted_s(pipeline) / (1 - GAIN), proved)][: share > 0.95]
+    expected = [] if proved is None else [(counted_s(pipeline) / (1 - GAIN), proved)]
+    assert asked == expected
 
 
+@pytest.mark.parametrize("least", [0.5, 2.0])
 def test_a_plan_within_the_limit_that_a_pipeline_does_not_beat_is_taken(
-    monkeypatch: pytest.MonkeyPatch,
+    least: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With its own bound, or that without a limit where pipelines are bounded lower."""
     search, pipeline = a_search(10.0, monkeypatch)
     shapes = Shapes(search.planner, PipelinePin(), short=True)
+    free_s = search.known.free(search.limit).solver.bound
+    monkeypatch.setattr(Shapes, "least_s", lambda shapes: least * free_s)
+    asked: list[bool] = []
+    best = OnePiece.best
+
+    def noted(whole: OnePiece, *given: object, proved: bool = True, **named: object) -> Plan:
+        asked.append(proved)
+        return best(whole, *given, proved=proved, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(OnePiece, "best", noted)
     found = search._against_limited(pipeline, shapes)
     assert found.pipeline is None
     assert found.predicted.peak_memory_bytes <= search.limit
-    assert 0 < found.solver.bound <= found.solver.objective
+    assert free_s <= found.solver.bound <= found.solver.objective
+    assert asked == [least > 1]

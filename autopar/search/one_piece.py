@@ -201,7 +201,7 @@ class OnePiece(MeshSearches):
         best = replace(best, constraints=self.constraints.to_dict())
         now = best.solver
         if not proved:
-            return best
+            return _proved(best, 0.0)
         if plan is None and now.exposed != counted:
             # only what is taken is proved, as that takes longer: the bound known is of no mixtures
             best = known._in_full(limit, _proved(best, 0.0), now.exposed, now.objective)

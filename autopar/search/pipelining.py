@@ -24,7 +24,7 @@ from autopar.errors import AutoparError, ConstraintError, InfeasiblePlanError
 from autopar.search.fitting_cuts import FittingCuts
 from autopar.search.one_piece import OnePiece
 from autopar.search.pipeline_shapes import Shapes
-from autopar.search.plan_seconds import GAIN, counted_s, faster, to_beat_s
+from autopar.search.plan_seconds import GAIN, as_fast_s, counted_s, faster, to_beat_s
 from autopar.search.stage_planning import StagePlanner, on_the_clock
 from autopar.search.step_limits import StepLimits
 from autopar.search.verified_limits import with_verified_limit
@@ -41,6 +41,7 @@ _MOST = 4  # shapes that are planned unasked
 _UNSUITED = 1.1  # times what a pipeline may take before its stages are suited to its schedule
 _LARGE = 4  # shapes that turn out not to fit, before no more are tried
 _FAR = 0.75  # of what a plan in one piece takes at least: faster pipelines are planned without it
+_BELOW = 0.9  # of a bound of pipelines: beneath, one of plans in one piece tells more
 _PROVED = 0.01  # shapes whose bounds are nearer to the best plan are not planned
 
 
@@ -178,11 +179,14 @@ class _Search:
             free_to_beat_s = to_beat_s(self.known.free_program(self.limit))
             if found_s * (1 - _PROVED) < free_to_beat_s:
                 return self._reported(found, shapes, free_s)
-        # bounds take longer than plans, and those above what is found are of no use
-        proved = free_s < found_s * (1 - _PROVED)
+        # bounds take longer than plans, and those above what is found, or bounds pipelines, tell
+        # nothing: what that is of a plan in one piece is known once there is one
+        least_s = shapes.least_s() / (1 - GAIN)
+        proved = free_s < min(found_s * (1 - _PROVED), least_s * _BELOW)
         try:
             plain = self.whole.best(self.limit, below_s=found_s / (1 - GAIN), proved=proved)
-            if not proved and found_s >= to_beat_s(plain):
+            alone = found_s >= to_beat_s(plain)
+            if not proved and alone and free_s < self._bound_by(plain, shapes) * (1 - _PROVED):
                 plain, proved = self._plain(), True
         except InfeasiblePlanError as error:
             found = found or self._limited(shapes, math.inf)
@@ -190,6 +194,8 @@ class _Search:
         except NotBelow as error:
             alone_s = max(free_s, error.bound) if proved else free_s
             return self._reported(_or_raise(found, None), shapes, alone_s)
+        if not proved:
+            plain = replace(plain, solver=plain.solver.proved(free_s))
         found = found or self._limited(shapes, to_beat_s(plain))
         best = found if found is not None and counted_s(found) < to_beat_s(plain) else plain
         if proved:
@@ -197,7 +203,12 @@ class _Search:
             share = min(1 - _PROVED, 1 - plain.solver.gap)
             best_s = to_beat_s(best) if best is plain else counted_s(best)
             shapes.close_least(share * best_s, short=True)
-        return self._reported(best, shapes, plain.solver.bound if proved else free_s)
+        return self._reported(best, shapes, plain.solver.bound)
+
+    def _bound_by(self, plain: Plan, shapes: Shapes) -> float:
+        """What bounds pipelines, made as close as can be, in seconds that a plan counts."""
+        shapes.close_least(to_beat_s(plain) * (1 - _PROVED), short=True)
+        return as_fast_s(plain, shapes.least_s())
 
     def asked(self, pin: PipelinePin) -> Plan:
         """The best plan with what is pinned of a pipeline."""
@@ -382,8 +393,7 @@ class _Search:
         if p is None and shapes.pin == PipelinePin():
             # a pipeline must save more: those that do not are no rivals; its seconds are a step's,
             # those of the objective are longer by what is hidden
-            ahead = to_beat_s(plan) / shapes.least_s()
-            bound_s = min(report.bound, report.objective / max(1.0, ahead))
+            bound_s = min(report.bound, as_fast_s(plan, shapes.least_s()))
             limit_s = to_beat_s(plan)
         else:
             bound_s = min(shapes.least_s(), plain_bound_s)

@@ -6,7 +6,7 @@ import math
 
 from autopar.core.plan import Plan
 
-__all__ = ["GAIN", "counted_s", "faster", "to_beat_s"]
+__all__ = ["GAIN", "as_fast_s", "counted_s", "faster", "to_beat_s"]
 
 GAIN = 0.05
 """Share that a pipeline must save unasked: stage programs overlap less than others."""
@@ -28,6 +28,11 @@ def counted_s(plan: Plan | None) -> float:
 def to_beat_s(plain: Plan | None) -> float:
     """Seconds that a pipeline must stay below, to be preferred to a plan in one piece."""
     return counted_s(plain) * (1 - GAIN)
+
+
+def as_fast_s(plain: Plan, pipeline_s: float) -> float:
+    """Seconds that a plan in one piece would count if it were as fast as a pipeline may be."""
+    return plain.solver.objective * min(1.0, pipeline_s / to_beat_s(plain))
 
 
 def faster(a: Plan | None, b: Plan | None) -> Plan | None:
