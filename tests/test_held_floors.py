@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +18,7 @@ from autopar.search.pipelining import plan_step
 from autopar.search.stage_planning import StagePlanner
 from autopar.solver.known import places_of
 from autopar.solver.offers import Offers
+from autopar.solver.pipelines.held_runs import HeldRuns, Priced
 from autopar.solver.pipelines.pipeline_shape import PipelineShape, least_seconds
 from autopar.tracer.trace import trace
 
@@ -49,7 +51,11 @@ def cluster(host_bandwidth: float) -> Cluster:
     return replace(given, device=replace(given.device, **link))
 
 
-@pytest.mark.parametrize("host_bandwidth", [0.0, 5e10])
+def held(planner: StagePlanner, shape: PipelineShape) -> dict[str, list[HeldRuns]]:
+    return {name: [runs] for name, runs in planner.within(shape).items()}
+
+
+@pytest.mark.parametrize("host_bandwidth", [0.0, 5e8, 5e10])
 def test_no_plan_within_the_limit_is_below_the_bound(host_bandwidth: float) -> None:
     step, devices = traced(), cluster(host_bandwidth)
     states = 16 * sum(p.numel() for p in Deep().parameters())
@@ -57,14 +63,19 @@ def test_no_plan_within_the_limit_is_below_the_bound(host_bandwidth: float) -> N
     assert len(places) == (2 if host_bandwidth else 1)
     raised = 0
     limit = int(0.35 * states)
-    for size, turns in ((1, 2), (2, 2)):
+    for size, turns, schedule, starts in (
+        (1, 2, "1f1b", None), (2, 2, "1f1b", None), (2, 2, "interleaved", [1, 2, 3]),
+    ):  # fmt: skip
         planner = StagePlanner(step, devices, Constraints(), limit, "adamw", Offers(devices))
-        shape = PipelineShape(size=size, microbatches=turns, schedule="1f1b")
-        turn, within = planner.turn(shape), planner.within(shape)
-        free_s = least_seconds(shape, turn, 0.0, planner.work.joint)
-        bound_s = least_seconds(shape, replace(turn, within=within), 0.0, planner.work.joint)
+        chunks = 1 if starts is None else 2
+        shape = PipelineShape(size=size, microbatches=turns, schedule=schedule, chunks=chunks)
+        turn, within = planner.turn(shape), held(planner, shape)
+        free_s = least_seconds(shape, turn, 0.0, planner.work.joint, starts)
+        known = replace(turn, within=within)
+        bound_s = least_seconds(shape, known, 0.0, planner.work.joint, starts)
         assert bound_s >= free_s
-        pin = {"pipeline": {"size": size, "microbatches": turns, "schedule": "1f1b"}}
+        given = {"size": size, "microbatches": turns, "schedule": schedule, "chunks": chunks}
+        pin = {"pipeline": given}
         try:
             plan = plan_step(step, devices, constraints=Constraints.parse(pin), memory_limit=limit)
         except InfeasiblePlanError:
@@ -83,14 +94,39 @@ def test_what_cannot_be_held_is_bounded_beyond_any_use() -> None:
     shape = PipelineShape(size=2, microbatches=2, schedule="1f1b")
     turn = planner.turn(shape)
     free_s = least_seconds(shape, turn, 0.0, planner.work.joint)
-    within = replace(turn, within=planner.within(shape))
+    within = replace(turn, within=held(planner, shape))
     assert least_seconds(shape, within, 0.0, planner.work.joint) > 100 * free_s
 
 
-def test_a_limit_that_nothing_reaches_tells_nothing() -> None:
+def test_a_limit_that_nothing_reaches_tells_next_to_nothing() -> None:
+    """Whole blocks are bounded a little more closely than their parts."""
     devices = cluster(5e10)
     planner = StagePlanner(traced(), devices, Constraints(), 1 << 40, "adamw", Offers(devices))
     shape = PipelineShape(size=2, microbatches=2, schedule="1f1b")
     turn = planner.turn(shape)
     for name, runs in planner.within(shape).items():
-        assert np.all(np.isneginf(runs) | (runs <= turn.runs(name)))
+        found = np.triu(runs.alone, 1)
+        assert np.all(found <= np.triu(turn.runs(name), 1) * 1.05)
+
+
+def test_runs_of_a_rank_share_its_limit_and_may_have_the_optimizer_in_unlike_places() -> None:
+    rng = np.random.default_rng(0)
+    prices = []
+    for limit_s in (0.0, 3.0, 9.0):
+        prices.append(Priced((rng.random(8) * limit_s + 1.0, rng.random(8) + 2.0), limit_s))
+    runs = HeldRuns(tuple(prices))
+    firsts, ends = [0, 2, 3, 6], [2, 3, 6, 8]
+    for rank, (a, b) in enumerate(((0, 2), (1, 3))):
+        each = [
+            min(
+                priced.places[i][firsts[a] : ends[a]].sum()
+                + priced.places[j][firsts[b] : ends[b]].sum()
+                for i, j in itertools.product(range(2), repeat=2)
+            )
+            - priced.limit_s
+            for priced in prices
+        ]
+        assert runs.together(firsts, ends, 2)[rank] == pytest.approx(max(each))
+    for i, j in itertools.combinations(range(9), 2):
+        least = (max(p.places[k][i:j].sum() - p.limit_s for p in prices) for k in range(2))
+        assert runs.alone[i, j] == pytest.approx(min(least))

@@ -164,7 +164,7 @@ class Shapes(ShapeBounds):
                 before = self.known[shape].bound_s
                 self.weighed[each] = False
                 with suppress(Infeasible):
-                    self.weighed[each] = any(map(len, self.planner.within(each).values()))
+                    self.weighed[each] = bool(self.planner.within(each))
                 for other in [s for s in self.known if is_bound_of(each, s)]:
                     self.raised(other, self._bound(other, self.known[other].level))
                 if self.known[shape].bound_s > before:

@@ -14,14 +14,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from autopar.core.constraints import PipelinePin, assign_mesh
 from autopar.core.schedule import AUTOMATIC, SCHEDULES, actions
 from autopar.cost_model import CollectiveKind
 from autopar.search.stage_planning import StagePlanner
-from autopar.solver.discrete.problem import Array
 from autopar.solver.pipelines.balanced_cuts import balanced_cuts
+from autopar.solver.pipelines.held_runs import HeldRuns
 from autopar.solver.pipelines.pipeline_shape import PipelineShape, least_seconds
 from autopar.solver.pipelines.turn import Turn, hoped
 from autopar.solver.pipelines.windows import WindowKind
@@ -101,12 +99,12 @@ class ShapeBounds:
             turn = turn.above(coarser)
         if level:
             turn = turn.above(self.planner.turn(shape, _SUMS[level]))
-        within: dict[str, Array] = {}
+        within: dict[str, list[HeldRuns]] = {}
         for other, tells in self.weighed.items():
             if tells and is_bound_of(other, shape):
                 for name, runs in self.planner.within(other).items():
                     if other == shape or name in _OF_ALL_TURNS:
-                        within[name] = np.maximum(within.get(name, 0.0), runs)
+                        within.setdefault(name, []).append(runs)
         return replace(turn, within=within)
 
     def _of_schedule(self, shape: PipelineShape, turn: Turn, hop_s: float) -> float:

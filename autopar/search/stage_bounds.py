@@ -18,7 +18,6 @@ from autopar.core.schedule import AUTOMATIC
 from autopar.cost_model import Cluster
 from autopar.errors import ConstraintError
 from autopar.solver.discrete.ilp import Infeasible
-from autopar.solver.discrete.problem import Array
 from autopar.solver.known import places_of
 from autopar.solver.meshes import meshes
 from autopar.solver.microbatch import split_in_time
@@ -28,6 +27,7 @@ from autopar.solver.pins import with_roles
 from autopar.solver.pipelines.floor import Floors
 from autopar.solver.pipelines.functionals import functionals
 from autopar.solver.pipelines.held_floors import HeldFloors, runs_within
+from autopar.solver.pipelines.held_runs import HeldRuns
 from autopar.solver.pipelines.ideal import BlockWork
 from autopar.solver.pipelines.pipeline_shape import PipelineShape, line_of, open_runs, stage_mesh
 from autopar.solver.pipelines.ranks_together import Plane, least_together
@@ -64,7 +64,7 @@ class StageBounds:
         # of the last shape without all sums: of many it would be much to hold
         self._begun: dict[tuple[int, int], Floors] = {}
         self._wide: dict[tuple[int, int], Floors] = {}
-        self._within: dict[tuple[int, int, int], Mapping[str, Array]] = {}
+        self._within: dict[tuple[int, int, int], Mapping[str, HeldRuns]] = {}
 
     def rank_cluster(self, size: int) -> Cluster:
         """The devices of one of so many pipeline ranks.
@@ -170,7 +170,7 @@ class StageBounds:
         limit_s, runs = open_runs(shape, turn, hop_s, self.work.joint, limit_s, starts)
         return least_together(line_of(shape, hop_s), runs, planes, limit_s)
 
-    def within(self, shape: PipelineShape) -> Mapping[str, Array]:
+    def within(self, shape: PipelineShape) -> Mapping[str, HeldRuns]:
         """Lower bounds of runs of blocks on its ranks within the limit (`held_floors`)."""
         key = (shape.size, shape.microbatches, self.limit)
         if key not in self._within:

@@ -20,7 +20,7 @@ their inputs, and compute as much.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,9 +28,9 @@ import numpy as np
 from autopar.solver.discrete.ilp import solve_problem
 from autopar.solver.discrete.problem import Array, Indices, Row
 from autopar.solver.liveness import Liveness
-from autopar.solver.pipelines.cuts import runs_of
 from autopar.solver.pipelines.floor import Alone, Floors
 from autopar.solver.pipelines.functionals import Weights
+from autopar.solver.pipelines.held_runs import HeldRuns, Priced
 
 __all__ = ["HeldFloors", "runs_within"]
 
@@ -128,8 +128,8 @@ def runs_within(
     names: Sequence[str] = _NAMES,
     price: float = 0.0,
     enough_s: float = math.inf,
-) -> Mapping[str, Array]:
-    """Lower bounds of each run of blocks within a limit, as `cuts.runs_of` lays them out.
+) -> Mapping[str, HeldRuns]:
+    """Lower bounds of runs of blocks within a limit.
 
     Args:
         places: with the optimizer in each place where it may be.
@@ -140,18 +140,39 @@ def runs_within(
         enough_s: of a rank, beyond which a bound is of no use.
 
     Returns:
-        By the names, those that the limit may raise.
+        By the names.
     """
-    found: dict[str, Array] = {}
-    for held in places:
-        search = _Prices(held, ranks, limit, names[0])
-        prices = search.best(price, enough_s)
+    given, prices = list(places), set[float]()
+    for held in given:
+        search = _Prices(held.at, ranks, limit, names[0])
+        prices.update(search.best(price, enough_s))
         enough_s = min(enough_s, max(search.bounds.values()))  # the least of all places counts
-        for name in names:
-            runs = [runs_of(held.at(name, p)[0]) - p * limit for p in prices]
-            least = np.max(runs, axis=0) if runs else np.full([len(held.like) + 1] * 2, -np.inf)
-            found[name] = np.minimum(found[name], least) if name in found else least
-    return found
+    if len(given) > 1 and ranks > 1:  # several stages of a rank may have unlike places
+        prices.update(_Prices(_either(given), ranks, limit, names[0]).best(price, enough_s))
+    return {
+        name: HeldRuns(
+            tuple(
+                Priced(tuple(held.at(name, p)[0] for held in given), p * limit)
+                for p in sorted(prices)
+            )
+        )
+        for name in names
+    }
+
+
+_At = Callable[[str, float], tuple[Array, Array]]
+
+
+def _either(places: Sequence[HeldFloors]) -> _At:
+    """As `HeldFloors.at`, each block with the optimizer where it takes least."""
+
+    def at(name: str, price: float) -> tuple[Array, Array]:
+        seconds, sizes = zip(*(held.at(name, price) for held in places), strict=True)
+        best = np.argmin(seconds, axis=0)[None]
+        least = (np.take_along_axis(np.array(x), best, axis=0)[0] for x in (seconds, sizes))
+        return next(least), next(least)
+
+    return at
 
 
 class _Line(NamedTuple):
@@ -168,8 +189,8 @@ class _Prices:
     is tried next (Kelley 1960).
     """
 
-    def __init__(self, held: HeldFloors, ranks: int, limit: int, name: str) -> None:
-        self.held = held
+    def __init__(self, at: _At, ranks: int, limit: int, name: str) -> None:
+        self.at = at
         self.ranks = ranks
         self.limit = limit
         self.name = name
@@ -178,12 +199,12 @@ class _Prices:
         self.light: _Line | None = None
 
     def best(self, first: float, enough_s: float) -> list[float]:
-        """The two with the highest bounds; none without need. Arguments as of `runs_within`."""
+        """The two with the highest bounds; 0 alone without need. Arguments as of `runs_within`."""
         price = first
         while len(self.bounds) <= _PRICES and price not in self.bounds:
             self._try(price)
             if price == 0 and self.heavy is None:
-                return []
+                break  # what an optimizer elsewhere takes is of the bound all the same
             if self.bounds[price] >= enough_s:
                 break
             if self.heavy is not None and self.light is not None:
@@ -199,7 +220,7 @@ class _Prices:
         return sorted(sorted(self.bounds, key=self.bounds.__getitem__)[-2:])
 
     def _try(self, price: float) -> None:
-        seconds, num_bytes = self.held.at(self.name, price)
+        seconds, num_bytes = self.at(self.name, price)
         total, size = float(seconds.sum()) / self.ranks, float(num_bytes.sum()) / self.ranks
         self.bounds[price] = total - price * self.limit
         line = _Line(total - price * size, size)

@@ -29,7 +29,7 @@ itself (`core/schedule.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -129,9 +129,7 @@ def least_seconds(
         ]
         return float(max(found))
     assert starts is not None
-    firsts, ends = [0, *starts], [*starts, len(turn.step)]
-    sums = {name: turn.runs(name)[firsts, ends] for name in turn.found}
-    return _of_stages(shape, sums, hop_s)
+    return _of_stages(shape, turn, hop_s, [0, *starts], [*starts, len(turn.step)])
 
 
 def line_of(shape: PipelineShape, hop_s: float) -> Line:
@@ -268,21 +266,24 @@ def _before(seconds: Array) -> Array:
     return np.concatenate([[0.0], np.cumsum(seconds)])
 
 
-def _of_stages(shape: PipelineShape, sums: Mapping[str, Array], hop_s: float) -> float:
+def _of_stages(
+    shape: PipelineShape, turn: Turn, hop_s: float, firsts: Sequence[int], ends: Sequence[int]
+) -> float:
     """The first three bounds of given stages, several on a rank."""
     known, size, m = shape.schedule in SCHEDULES, shape.size, shape.microbatches
 
     def by_rank(name: str) -> Array:
-        return sums[name].reshape(shape.chunks, size).sum(axis=0)
+        return turn.on_ranks(name, firsts, ends, size)
 
     found = by_rank("step")
     if known:  # another's schedule may begin with any stage
         ranks = np.arange(size)
-        ahead = _before(sums["forward"] / m)[ranks] + ranks * hop_s
+        ahead = _before(turn.runs("forward")[firsts, ends] / m)[ranks] + ranks * hop_s
         found = np.maximum(found, ahead + by_rank("end"))
     if shape.schedule in _WHOLE_BACKWARD:
-        both = sums["turns"] / m
+        both = turn.runs("turns")[firsts, ends] / m
         between = _before(both)[1:size] - both[0] + 2 * np.arange(1, size) * hop_s
-        around = sums["one turn"][0] + between + by_rank("turns")[1:]
+        one_turn = turn.runs("one turn")[firsts, ends]
+        around = one_turn[0] + between + by_rank("turns")[1:]
         found = np.append(found, around)
     return float(found.max())

@@ -16,6 +16,7 @@ from autopar.core.graph import TracedModel
 from autopar.solver.discrete.problem import Array
 from autopar.solver.pipelines.floor import Floors
 from autopar.solver.pipelines.functionals import functionals, left_out
+from autopar.solver.pipelines.held_runs import HeldRuns
 from autopar.solver.pipelines.ideal import BlockWork
 from autopar.solver.pipelines.windows import Window, WindowKind, between, runs_with, windows_of
 
@@ -35,7 +36,7 @@ class Turn:
         ahead: forwards that a rank may begin ahead of its first gradient (`floor.left_out`).
         windows: of blocks that follow each other.
         beside: of what is around each block, in `found`, where that is known apart.
-        within: of each run of blocks under a memory limit (`held_floors`), by the same names.
+        within: under a memory limit (`held_floors`), by the same names; all hold.
     """
 
     found: Mapping[str, Array]
@@ -43,7 +44,7 @@ class Turn:
     ahead: int
     windows: tuple[Window, ...] = ()
     beside: Mapping[str, Array] = field(default_factory=dict)
-    within: Mapping[str, Array] = field(default_factory=dict)
+    within: Mapping[str, Sequence[HeldRuns]] = field(default_factory=dict)
 
     @classmethod
     def exact(cls, microbatches: int, ahead: int, parts: Sequence[Array]) -> Turn:
@@ -107,7 +108,14 @@ class Turn:
     def runs(self, name: str) -> Array:
         """What each run of blocks takes on one rank, as `cuts.runs_of` lays them out."""
         found = runs_with(self.found[name], name, self.windows)
-        return np.maximum(found, self.within[name]) if name in self.within else found
+        return np.maximum.reduce([found, *(w.alone for w in self.within.get(name, ()))])
+
+    def on_ranks(self, name: str, firsts: Sequence[int], ends: Sequence[int], ranks: int) -> Array:
+        """What each rank takes that has every so many-th of some runs (`HeldRuns.together`)."""
+        runs = runs_with(self.found[name], name, self.windows)[firsts, ends]
+        sums = runs.reshape(-1, ranks).sum(axis=0)
+        held = (w.together(firsts, ends, ranks) for w in self.within.get(name, ()))
+        return np.maximum.reduce([sums, *held])
 
     def without(self, runs: Mapping[str, Array], turns: int, prepared: bool) -> Array:
         """Each run's seconds of a step without the forward of so many turns, at most `early`.
