@@ -128,5 +128,11 @@ def test_runs_of_a_rank_share_its_limit_and_may_have_the_optimizer_in_unlike_pla
         ]
         assert runs.together(firsts, ends, 2)[rank] == pytest.approx(max(each))
     for i, j in itertools.combinations(range(9), 2):
-        least = (max(p.places[k][i:j].sum() - p.limit_s for p in prices) for k in range(2))
+        least = [max(p.places[k][i:j].sum() - p.limit_s for p in prices) for k in range(2)]
         assert runs.alone[i, j] == pytest.approx(min(least))
+        one_known = HeldRuns((prices[0], prices[1]._replace(places=(None, prices[1].places[1]))))
+        assert one_known.alone[i, j] <= HeldRuns((prices[0], prices[1])).alone[i, j]
+        assert one_known.alone[i, j] >= HeldRuns((prices[0],)).alone[i, j]
+    assert one_known.together(firsts, ends, 2) == pytest.approx(
+        HeldRuns((prices[0],)).together(firsts, ends, 2)
+    )

@@ -200,15 +200,13 @@ class OnePiece(MeshSearches):
         best = known._fastest_of_others(limit, first, counted, roomy=plan is not None)
         best = replace(best, constraints=self.constraints.to_dict())
         now = best.solver
-        if not proved:
-            return _proved(best, 0.0)
-        if plan is None and now.exposed != counted:
+        if proved and plan is None and now.exposed != counted:
             # only what is taken is proved, as that takes longer: the bound known is of no mixtures
             best = known._in_full(limit, _proved(best, 0.0), now.exposed, now.objective)
         if doubts.founded and best.solver.exposed <= EXPOSED:
             # a plan that counts on the doubtful rule is fastest yet
             best = known._in_full(limit, best, EXPOSED, best.predicted.step_time_s)
-        return best
+        return best if proved else _proved(best, 0.0)
 
     def _fastest_of_others(self, limit: int, first: Plan, counted: float, roomy: bool) -> Plan:
         """The plan with the fastest program of the one that counts least and others.

@@ -142,22 +142,22 @@ def runs_within(
     Returns:
         By the names.
     """
-    given, prices = list(places), set[float]()
+    given, own = list(places), list[set[float]]()
     for held in given:
         search = _Prices(held.at, ranks, limit, names[0])
-        prices.update(search.best(price, enough_s))
+        own.append(set(search.best(price, enough_s)))
         enough_s = min(enough_s, max(search.bounds.values()))  # the least of all places counts
+    prices = set[float]().union(*own)
     if len(given) > 1 and ranks > 1:  # several stages of a rank may have unlike places
         prices.update(_Prices(_either(given), ranks, limit, names[0]).best(price, enough_s))
-    return {
-        name: HeldRuns(
-            tuple(
-                Priced(tuple(held.at(name, p)[0] for held in given), p * limit)
-                for p in sorted(prices)
-            )
-        )
-        for name in names
-    }
+        own = [prices] * len(given)
+    tried_at = list(zip(given, own, strict=True))
+
+    def at(name: str, price: float) -> Priced:
+        found = (h.at(name, price)[0] if price in tried else None for h, tried in tried_at)
+        return Priced(tuple(found), price * limit)
+
+    return {name: HeldRuns(tuple(at(name, price) for price in sorted(prices))) for name in names}
 
 
 _At = Callable[[str, float], tuple[Array, Array]]

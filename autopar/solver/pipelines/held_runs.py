@@ -23,20 +23,26 @@ class Priced(NamedTuple):
     """Bounds at a price of a byte.
 
     Attributes:
-        places: seconds of each block with its bytes, (n,), with the optimizer in each place.
+        places: seconds of each block with its bytes, (n,), with the optimizer in each place; None
+            where they are not known at this price.
         limit_s: what the bytes of the limit cost.
     """
 
-    places: tuple[Array, ...]
+    places: tuple[Array | None, ...]
     limit_s: float
 
     def alone(self) -> list[Array]:
         """Seconds of a rank with one run, by place."""
-        return [runs_of(seconds) - self.limit_s for seconds in self.places]
+        found = [None if x is None else runs_of(x) - self.limit_s for x in self.places]
+        nothing = np.full_like(next(x for x in found if x is not None), -np.inf)
+        return [nothing if x is None else x for x in found]
 
     def together(self, firsts: Sequence[int], ends: Sequence[int], ranks: int) -> Array:
         """As of `HeldRuns`: each run may have the optimizer in another place."""
-        totals = (np.concatenate([[0.0], np.cumsum(x)]) for x in self.places)
+        known = [x for x in self.places if x is not None]
+        if len(known) < len(self.places):
+            return np.full(ranks, -np.inf)
+        totals = (np.concatenate([[0.0], np.cumsum(x)]) for x in known)
         runs = np.min([x[list(ends)] - x[list(firsts)] for x in totals], axis=0)
         return np.asarray(runs.reshape(-1, ranks).sum(axis=0) - self.limit_s)
 
