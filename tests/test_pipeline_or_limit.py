@@ -9,6 +9,7 @@ import pytest
 
 from autopar.core.constraints import Constraints, PipelinePin
 from autopar.core.plan import Plan
+from autopar.search.fitting_cuts import FittingCuts
 from autopar.search.one_piece import OnePiece
 from autopar.search.pipeline_shapes import Shapes
 from autopar.search.pipelining import _Search
@@ -72,6 +73,37 @@ def test_a_pipeline_that_was_too_slow_for_one_look_counts_in_the_next() -> None:
     took_s = counted_s(search.pipeline)
     assert search._climb(shapes, 0.9 * took_s) is None
     assert search._climb(shapes, 1.1 * took_s) is free_pipeline()
+
+
+def test_a_pipeline_that_is_too_slow_is_suited_only_for_a_look_that_it_may_help(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    search = _Search(StepLimits(traced(), cluster(), Constraints()), UNLIMITED)
+    shapes = Shapes(search.planner, PipelinePin(), short=True)
+    first = shapes.most_promising(math.inf)
+    assert first is not None
+    for shape in set(shapes.known) - {first}:
+        shapes.settle(shape, "planned")
+    slow = free_pipeline()
+    suited: list[Plan] = []
+
+    def suit(search: _Search, plan: Plan) -> Plan:
+        suited.append(plan)
+        return plan
+
+    monkeypatch.setattr(FittingCuts, "fitting", lambda cuts, *given: slow)
+    monkeypatch.setattr(_Search, "_with_schedule", lambda search, shape, plan, *rest: plan)
+    monkeypatch.setattr(_Search, "_suited", suit)
+    monkeypatch.setattr(Shapes, "close_least", lambda shapes, *given, **named: None)
+    monkeypatch.setattr(
+        Shapes, "most_promising", lambda shapes, s: first if shapes.is_open(first) else None
+    )
+    took_s = counted_s(slow)
+    assert search._climb(shapes, took_s / 1.2) is None
+    assert not suited
+    assert search._climb(shapes, took_s / 1.05) is None
+    assert search._climb(shapes, 1.1 * took_s) is slow
+    assert suited == [slow]
 
 
 def a_search(least_s: float, monkeypatch: pytest.MonkeyPatch) -> tuple[_Search, Plan]:

@@ -103,6 +103,7 @@ class _Search:
         self.limit = limit
         self.refused: tuple[PipelineShape, AutoparError] | None = None  # the first
         self.pipeline: Plan | None = None  # the fastest that was climbed to
+        self.unsuited: Plan | None = None  # the fastest that was too slow to be suited
         self.noted: Plan | None = None  # the fastest in microbatches or stages that fits
         self.shapes: Shapes | None = None  # of which plans are weighed
         self.alone_s = 0.0  # that no plan in one piece is below, as far as is known
@@ -300,15 +301,22 @@ class _Search:
     def _climb(self, shapes: Shapes, limit_s: float) -> Plan | None:
         """Plans the most promising shapes, while that may help; None above the limit."""
         best, planned = self.pipeline, 0
+        if self.unsuited is not None and counted_s(self.unsuited) < limit_s * _UNSUITED:
+            best, self.unsuited = faster(best, self._suited(self.unsuited)), None
         while planned < _MOST and len({shape.size for shape in self.cuts.large}) < _LARGE:
             below_s = min(limit_s, counted_s(best) * (1 - _PROVED))
             shape = shapes.most_promising(below_s)
             if shape is None:
                 break
-            found = self.cuts.fitting(shape, shapes, min(limit_s, counted_s(best)) * _UNSUITED)
+            suited_s = min(limit_s, counted_s(best)) * _UNSUITED
+            found = self.cuts.fitting(shape, shapes, suited_s)
             if found is not None:
                 self._note(found)
-                found = self._suited(self._with_schedule(shape, found, limit_s, shapes))
+                found = self._with_schedule(shape, found, limit_s, shapes)
+                if counted_s(found) < suited_s:
+                    found = self._suited(found)
+                else:
+                    self.unsuited = faster(self.unsuited, found)
                 shapes.planned(shape, found)
                 self._note(found)
             # also one that is given up
