@@ -106,12 +106,12 @@ def test_a_pipeline_that_is_too_slow_is_suited_only_for_a_look_that_it_may_help(
     assert suited == [slow]
 
 
-def a_search(least_s: float, monkeypatch: pytest.MonkeyPatch) -> tuple[_Search, Plan]:
-    """A search of a step that does not fit, and a pipeline that takes as much of it without."""
+def a_search(share: float, monkeypatch: pytest.MonkeyPatch) -> tuple[_Search, Plan]:
+    """Of a step that does not fit; a pipeline that takes a share of what it takes without limit."""
     known = StepLimits(traced(), cluster(), Constraints())
     free = known.free(UNLIMITED)
     pipeline = free_pipeline()
-    seconds = least_s * counted_s(known.free_program(UNLIMITED))
+    seconds = share * counted_s(known.free_program(UNLIMITED))
     predicted = replace(pipeline.predicted, step_time_s=seconds, unseen_compute_s=0.0)
     monkeypatch.setattr(_Search, "_reported", lambda search, plan, *rest: plan)
     search = _Search(known, free.predicted.peak_memory_bytes - 1)
@@ -160,9 +160,15 @@ def test_a_plan_within_the_limit_that_a_pipeline_does_not_beat_is_taken(
     asked: list[bool] = []
     best = OnePiece.best
 
-    def noted(whole: OnePiece, *given: object, proved: bool = True, **named: object) -> Plan:
+    def noted(
+        whole: OnePiece,
+        limit: int,
+        plan: Plan | None = None,
+        below_s: float = math.inf,
+        proved: bool = True,
+    ) -> Plan:
         asked.append(proved)
-        return best(whole, *given, proved=proved, **named)  # type: ignore[arg-type]
+        return best(whole, limit, plan, below_s, proved)
 
     monkeypatch.setattr(OnePiece, "best", noted)
     found = search._against_limited(pipeline, shapes)

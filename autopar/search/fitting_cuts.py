@@ -75,7 +75,7 @@ class FittingCuts:
                     return self.planner.plan(each, below_s=below_s, as_is=True)
                 except Stopped as stopped:
                     if not stopped.kinds:
-                        break  # too slow, and other orders wait longer
+                        break  # too slow; the others wait longer, though they hold less
                 except InfeasiblePlanError:
                     continue
         if not self._recut(shape, shapes):

@@ -60,7 +60,7 @@ class OnePiece(MeshSearches):
 
     Attributes:
         kernels: as of `Plan.fusion`.
-        begun: searches on each mesh that have begun, by what `plan` asks for.
+        begun: searches on each mesh that `soon` has begun, by limit, exposed share and meshes.
         programs: plans, and what they are as their programs were simulated.
         proved_s: seconds that no plan within a limit is below, by the limit.
     """
@@ -151,8 +151,9 @@ class OnePiece(MeshSearches):
                 self.free_s[cluster.mesh_shape] = known_s
             if exposed < ALL_EXPOSED:
                 self.told_t[cluster.mesh_shape] = t
-        every = self.only is None and proved_within is not None  # what is bounded
-        if every and exposed <= EXPOSED and math.isfinite(bound):
+        # without a bound to be asked for, mixtures are in none
+        bounds_all = self.only is None and proved_within is not None
+        if bounds_all and exposed <= EXPOSED and math.isfinite(bound):
             self.proved_s[limit] = max(self.proved_s.get(limit, 0.0), bound)
         if best is None and math.isfinite(bound):
             raise NotBelow(bound)

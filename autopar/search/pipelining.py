@@ -176,7 +176,7 @@ class _Search:
         free_s, found_s = self.known.free(self.limit).solver.bound, counted_s(found)
         if found is not None:
             # a limit makes no step faster: what is slower without one is not searched with it,
-            # nor what would have to be as fast, as one that binds costs something
+            # nor what is ahead by no more than a limit that binds is thought to cost
             free_to_beat_s = to_beat_s(self.known.free_program(self.limit))
             if found_s * (1 - _PROVED) < free_to_beat_s:
                 return self._reported(found, shapes, free_s)

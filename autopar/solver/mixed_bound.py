@@ -53,4 +53,4 @@ def least_mixed(
         runs = runs_within(places(), 1, given.limit, ["step"], price, enough_s)
     except Infeasible:
         return math.inf  # pins that no block can keep to
-    return max(0.0, float(runs["step"].alone[0, -1]))
+    return max(0.0, float(runs["step"].alone[0, -1])) if runs else 0.0

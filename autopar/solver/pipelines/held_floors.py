@@ -12,7 +12,7 @@ waiting or recomputing, and recomputation never makes a block faster. Of a step 
 blocks save for their backward is there at once as it begins; f_b then is the least of all ways to
 recompute the block.
 
-An optimizer whose states are in host memory is another problem; each rank has the one or the
+An optimizer whose states are in host memory is another problem; each stage has the one or the
 other. Activations in host memory leave no more on the device than blocks that are recomputed from
 their inputs, and compute as much.
 """
@@ -132,7 +132,7 @@ def runs_within(
     """Lower bounds of runs of blocks within a limit.
 
     Args:
-        places: with the optimizer in each place where it may be.
+        places: with the optimizer in each place where it may be, on the device first.
         ranks: of the pipeline: blocks are about evenly spread over them.
         limit: bytes per device.
         names: of `functionals`, what is bounded; prices are looked for with the first.
@@ -140,24 +140,27 @@ def runs_within(
         enough_s: of a rank, beyond which a bound is of no use.
 
     Returns:
-        By the names.
+        By the names; none where the first place needs no price, as the limit tells nothing then.
     """
     given, own = list(places), list[set[float]]()
     for held in given:
         search = _Prices(held.at, ranks, limit, names[0])
-        own.append(set(search.best(price, enough_s)))
+        prices = search.best(price, enough_s)
+        if not (prices or own):
+            return {}  # where states are anyway
+        own.append(set(prices or [0.0]))  # what an optimizer elsewhere takes bounds without a price
         enough_s = min(enough_s, max(search.bounds.values()))  # the least of all places counts
-    prices = set[float]().union(*own)
+    every = set[float]().union(*own)
     if len(given) > 1 and ranks > 1:  # several stages of a rank may have unlike places
-        prices.update(_Prices(_either(given), ranks, limit, names[0]).best(price, enough_s))
-        own = [prices] * len(given)
+        every.update(_Prices(_either(given), ranks, limit, names[0]).best(price, enough_s))
+        own = [every] * len(given)
     tried_at = list(zip(given, own, strict=True))
 
     def at(name: str, price: float) -> Priced:
         found = (h.at(name, price)[0] if price in tried else None for h, tried in tried_at)
         return Priced(tuple(found), price * limit)
 
-    return {name: HeldRuns(tuple(at(name, price) for price in sorted(prices))) for name in names}
+    return {name: HeldRuns(tuple(at(name, price) for price in sorted(every))) for name in names}
 
 
 _At = Callable[[str, float], tuple[Array, Array]]
@@ -167,10 +170,9 @@ def _either(places: Sequence[HeldFloors]) -> _At:
     """As `HeldFloors.at`, each block with the optimizer where it takes least."""
 
     def at(name: str, price: float) -> tuple[Array, Array]:
-        seconds, sizes = zip(*(held.at(name, price) for held in places), strict=True)
-        best = np.argmin(seconds, axis=0)[None]
-        least = (np.take_along_axis(np.array(x), best, axis=0)[0] for x in (seconds, sizes))
-        return next(least), next(least)
+        seconds, sizes = map(np.array, zip(*(h.at(name, price) for h in places), strict=True))
+        best = seconds.argmin(axis=0), np.arange(seconds.shape[1])
+        return seconds[best], sizes[best]
 
     return at
 
@@ -199,12 +201,12 @@ class _Prices:
         self.light: _Line | None = None
 
     def best(self, first: float, enough_s: float) -> list[float]:
-        """The two with the highest bounds; 0 alone without need. Arguments as of `runs_within`."""
+        """The two with the highest bounds; none without need. Arguments as of `runs_within`."""
         price = first
         while len(self.bounds) <= _PRICES and price not in self.bounds:
             self._try(price)
             if price == 0 and self.heavy is None:
-                break  # what an optimizer elsewhere takes is of the bound all the same
+                return []
             if self.bounds[price] >= enough_s:
                 break
             if self.heavy is not None and self.light is not None:
