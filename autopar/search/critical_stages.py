@@ -194,13 +194,18 @@ class CriticalStages:
             for stage, plan in enumerate(plans):
                 self.menus.add(stage, aims[stage], plan)
 
-    def _kept(self, aims: Aims, plans: list[Plan] | None) -> bool:
-        """Keep the plans of other aims if the step gets shorter."""
+    def _kept(self, aims: Aims, plans: list[Plan] | None, search: bool = False) -> bool:
+        """Keep the plans of other aims if the step gets shorter.
+
+        Args:
+            aims, plans: of all stages.
+            search: for their orders.
+        """
         if plans is None:
             return False
         orders = self.pipeliner.orders
         if self.pipeliner.automatic:
-            self.pipeliner.order(plans, quick=True)
+            self.pipeliner.order(plans, quick=not search, search=search)
         time = self._time(plans)
         holds = self._shorter(time) and self.pipeliner.holds(plans)
         if self._shorter(time) and not holds and self.pipeliner.automatic:
@@ -238,6 +243,8 @@ class CriticalStages:
 
     def _regroup(self) -> None:
         """Exchange plans of several stages at once, while mixtures of plans promise much less."""
+        self.pipeliner.order(self.plans, search=True)
+        self.time = self._time(self.plans)
         missed, tried, before_s = 0, set[tuple[int, ...]](), math.inf
         while missed <= _MISSED:
             transfer_s = self._transfer_seconds(self.plans)
@@ -259,7 +266,7 @@ class CriticalStages:
         if plans is None or (group := tuple(map(id, plans))) in tried:
             return False
         tried.add(group)
-        return self._kept(aims, plans)
+        return self._kept(aims, plans, search=True)
 
     def _extended(self, waits: Sequence[Waits]) -> bool:
         """Plan the stage that promises most for what a mixture counts; False if none does."""

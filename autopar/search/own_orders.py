@@ -4,13 +4,12 @@ Stages are planned for the orders that hold least. What they leave of each rank'
 many microbatches may be in flight. Orders are made by list scheduling (`core/list_schedule.py`)
 with several choices of how much to begin with and when to wait; the fastest on the clock whose
 ranks fit is taken. ZB-H1 is one of those that are tried. Where the fastest is not near to what no
-order is below, choices near to those of the fastest are tried at random.
+order is below, its actions are exchanged (`annealed_orders.py`).
 """
 
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -21,14 +20,12 @@ from autopar.core.schedule import Orders, actions, kinds_of, orders_of
 from autopar.core.soonest import soonest
 from autopar.cost_model.rank_memory import rank_memory
 from autopar.cost_model.stages import action_seconds, rank_load, ranks_time
+from autopar.search.annealed_orders import annealed
 
 __all__ = ["fastest_orders", "least_held", "least_seconds"]
 
 _PATIENCE = (0.0, 0.5, 1.0)
-_FINER = (0.0, 0.25, 0.5, 0.75, 1.0)  # of orders that are tried at random
 _TIGHTENED = 3  # times that budgets are cut by what their orders are over
-_EFFORT = 20_000  # microbatches × ranks × choices that are tried at random
-_STEPS = (-2, -1, 1, 2)  # in how much a rank begins with
 _CLOSE = 2e-3  # relative, to what no order is below
 
 
@@ -68,7 +65,7 @@ def fastest_orders(
         limit: bytes of each rank, if there is one.
         known: orders to compare with.
         quick: try few, and take what they leave of memory for granted.
-        search: more of them, at random.
+        search: exchange actions of the fastest that fits.
 
     Returns:
         None if none fits.
@@ -79,22 +76,16 @@ def fastest_orders(
         fixed.extend(_standard(ranks, microbatches))
     made = [clock.listed(way, clock.loads) for way in _ways(ranks, microbatches, quick)]
     open_ = [*map(clock.timed, fixed), *made]
-    if search and min(map(_seconds, open_)) > clock.near_s():
-        open_.append(clock.searched(min(made, key=_seconds)))
     while open_:
         best = min(open_, key=_seconds)
         orders = orders_of(best.kinds)
         over = [0] if limit is None or quick else _excess(plans, orders, limit)
         if not any(over):
-            return orders
+            return clock.exchanged(best, limit) if search else orders
         open_.remove(best)
         if best.way is not None and best.way.tightened < _TIGHTENED:
-            less = (
-                replace(load, budget=load.budget - more)
-                for load, more in zip(best.loads, over, strict=True)
-            )
             way = best.way._replace(tightened=best.way.tightened + 1)
-            open_.append(clock.listed(way, tuple(less)))
+            open_.append(clock.listed(way, _tightened(best.loads, over)))
     return None
 
 
@@ -165,22 +156,24 @@ class _Clock:
         done_s = soonest(self.loads, self.microbatches, self.transfer_s)
         return self._ended(done_s) * (1 + _CLOSE)
 
-    def searched(self, begun: _Timed) -> _Timed:
-        """Orders of ways near to one, changed at random while the step gets no longer."""
-        rng, best, ranks = random.Random(0), begun, len(self.plans)
-        most, near_s = most_ahead(ranks, self.microbatches), self.near_s()
-        for _ in range(_EFFORT // (ranks * self.microbatches)):
-            if best.step_s <= near_s:
-                break
-            assert best.way is not None
-            warmup = list(best.way.warmup)
-            for _ in range(rng.randint(1, 3)):
-                rank = rng.randrange(ranks)
-                warmup[rank] = min(most[rank], max(1, warmup[rank] + rng.choice(_STEPS)))
-            patience = rng.choice((best.way.patience, *_FINER))
-            found = self.listed(_Way(tuple(warmup), patience), self.loads)
-            best = found if found.step_s <= best.step_s else best
-        return best
+    def exchanged(self, known: _Timed, limit: int | None) -> Orders:
+        """Orders with actions exchanged, if they are faster and fit, or else those."""
+        finish_s = [plan.predicted.phases["finish"] for plan in self.plans]
+        enough_s, loads, orders = self.near_s() - self.updated_s, self.loads, orders_of(known.kinds)
+        for _ in range(_TIGHTENED if known.step_s > self.near_s() else 0):
+            found = annealed(known.kinds, loads, self.transfer_s, finish_s, enough_s)
+            made = orders_of(found)
+            over = [0] if limit is None else _excess(self.plans, made, limit)
+            if not any(over):
+                return made if self.timed(made).step_s < known.step_s else orders
+            loads = _tightened(loads, over)
+        return orders
+
+
+def _tightened(loads: Sequence[RankLoad], over: Sequence[int]) -> tuple[RankLoad, ...]:
+    """Loads with budgets that are less by what orders were over."""
+    pairs = zip(loads, over, strict=True)
+    return tuple(replace(load, budget=load.budget - more) for load, more in pairs)
 
 
 def _seconds(found: _Timed) -> float:
