@@ -127,3 +127,12 @@ def test_what_is_enough_ends_the_search() -> None:
     loads, finish_s = random_loads(0)
     first = kinds_of(least_held(RANKS, TURNS))
     assert annealed(first, loads, [HOP_S], finish_s, math.inf) == first
+
+
+def test_orders_that_cannot_be_better_stay() -> None:
+    first = kinds_of(least_held(RANKS, TURNS))
+    idle = RankLoad(forward_s=0.0, input_s=0.0, weight_s=0.0)
+    assert annealed(first, [idle] * RANKS, [HOP_S], [0.0] * RANKS, 0.0) == first
+    loads, finish_s = random_loads(0)
+    eager = ("FFFIWIWIW", "FFIWIWFIW")  # the last rank has its first gradient at once
+    assert annealed(eager, loads, [HOP_S], finish_s, 0.0) == eager

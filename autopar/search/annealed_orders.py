@@ -55,11 +55,10 @@ def annealed(
     """
     clock = _Clock(kinds, loads, transfer_s, finish_s)
     now = best = clock.run(kinds)
-    if now is None or best is None:
-        return kinds  # begins with more than is looked for
-    rng, actions = random.Random(0), sum(map(len, kinds))
-    tries = min(_TRIES, _ACTIONS // actions)
     warm_s = _WARM * sum(x.forward_s + x.input_s + x.weight_s for x in loads) / (3 * len(loads))
+    if now is None or best is None or not warm_s:
+        return kinds  # which begin with more than is looked for, or take no time
+    rng, tries = random.Random(0), min(_TRIES, _ACTIONS // sum(map(len, kinds)))
     open_ = list(clock.exchanges(now))
     for number in range(tries):
         if best.done_s <= enough_s or not open_:
