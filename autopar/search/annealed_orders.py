@@ -18,8 +18,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from autopar.core.list_schedule import RankLoad, most_ahead
 from autopar.solver.discrete.time_limit import check_time
@@ -31,7 +30,7 @@ _ACTIONS = 6_000_000  # that are run on the clock in all of them
 _WARM = 0.25  # of the mean seconds of an action: what an exchange may add at first
 _LATER = 1e-3  # of what all ranks end later, beside the last of them
 
-Kinds = tuple[str, ...]
+Kinds: TypeAlias = tuple[str, ...]
 
 
 def annealed(
@@ -136,7 +135,10 @@ class _Rank:
 
 
 class _Clock:
-    """Runs orders of the ranks; arguments as of `annealed`."""
+    """Runs orders of the ranks, as `simulate_pipeline` does, which is slow where thousands are run.
+
+    Arguments as of `annealed`.
+    """
 
     def __init__(
         self,
@@ -259,13 +261,9 @@ class _Clock:
 def _most_held(kinds: str, load: RankLoad) -> float:
     """Bytes of microbatches in flight that a rank holds in an order."""
     rank, most = _Rank(load, 0.0, [], []), 0.0
-    for kind, run in groupby(kinds):
-        count = len(list(run))
-        if kind == "F":
-            rank.forward += count
-        elif kind == "I":
-            rank.backward += count
-        else:
-            rank.weight += count
+    for kind in kinds:
+        rank.forward += kind == "F"
+        rank.backward += kind == "I"
+        rank.weight += kind == "W"
         most = max(most, rank.held())
     return most

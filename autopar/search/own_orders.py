@@ -159,13 +159,15 @@ class _Clock:
     def exchanged(self, known: _Timed, limit: int | None) -> Orders:
         """Orders with actions exchanged, if they are faster and fit, or else those."""
         finish_s = [plan.predicted.phases["finish"] for plan in self.plans]
-        enough_s, loads, orders = self.near_s() - self.updated_s, self.loads, orders_of(known.kinds)
-        for _ in range(_TIGHTENED if known.step_s > self.near_s() else 0):
+        near_s, loads, orders = self.near_s(), self.loads, orders_of(known.kinds)
+        for _ in range(_TIGHTENED if known.step_s > near_s else 0):
+            enough_s = near_s - self.updated_s
             found = annealed(known.kinds, loads, self.transfer_s, finish_s, enough_s)
             made = orders_of(found)
             over = [0] if limit is None else _excess(self.plans, made, limit)
             if not any(over):
-                return made if self.timed(made).step_s < known.step_s else orders
+                # what sends take of compute is not in `known`
+                return min(orders, made, key=lambda each: self.timed(each).step_s)
             loads = _tightened(loads, over)
         return orders
 
