@@ -99,11 +99,14 @@ def attention_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `attention` from the saved log-sum-exp (Dao et al. 2022, arXiv 2205.14135)."""
+    """Gradients of `attention` from the saved log-sum-exp (Dao et al. 2022, arXiv 2205.14135).
+
+    Rows with a log-sum-exp of inf are taken for such as attend to nothing here.
+    """
     num_kv_heads = k.shape[1]
     full_k, full_v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
     scores = _scores(q, full_k, mask, is_causal, scale)
-    weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse).unsqueeze(-1))
+    weights = torch.exp(scores - torch.where(lse.isneginf(), 0.0, lse).unsqueeze(-1))
     grad_v = torch.matmul(weights.to(grad.dtype).transpose(-1, -2), grad)
     grad_weights = wide(torch.matmul(grad, full_v.transpose(-1, -2)))
     delta = (wide(grad) * out).sum(-1, keepdim=True)
@@ -167,7 +170,7 @@ def _attention_backward_cpu(
         return attention_backward(grad, q, k, v, mask, out, lse, is_causal, scale)
     heads, kv_heads = q.shape[1], k.shape[1]
     if mask is not None:  # else each row attends to something
-        lse = lse.masked_fill(lse.isinf(), 0.0)
+        lse = lse.masked_fill(lse.isneginf(), 0.0)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     grad_q, grad_k, grad_v = kernel(
         rows_last(grad),

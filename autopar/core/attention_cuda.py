@@ -139,7 +139,7 @@ def efficient_backward(
     """Gradients of `efficient`."""
     heads, kv_heads, rows = q.shape[1], k.shape[1], q.shape[2]
     if mask is not None:
-        lse = lse.masked_fill(lse.isinf(), 0.0)
+        lse = lse.masked_fill(lse.isneginf(), 0.0)
     lse = F.pad(lse, (0, -rows % _ROWS), value=math.inf)  # weights of rows that are not there: 0
     unused = q.new_empty((), dtype=torch.int64), q.new_empty((), dtype=torch.int64)
     grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(

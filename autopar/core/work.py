@@ -16,6 +16,7 @@ import torch
 from autopar.core import einsum, extensions
 from autopar.core import ops as _ops  # noqa: F401  (registers the autopar ops)
 from autopar.core.host import AWAY
+from autopar.core.key_blocks import first_operand, is_causal
 from autopar.core.loops import LOOPS, loop_flops, loop_variant
 from autopar.core.reshapes import view_class
 from autopar.core.strategy import OpCall
@@ -274,7 +275,7 @@ def op_class(call: OpCall) -> str:
     if target in _ATTENTION:
         masked = "_masked" if _is_masked(call) else ""
         # half the flops, which not every kernel skips
-        return _ATTENTION[target] + ("_causal" if _is_causal(call) else masked)
+        return _ATTENTION[target] + ("_causal" if is_causal(call) else masked)
     if target in _MATMULS or _is_grouped(call):
         return "matmul_batched" if _is_batched(call) else "matmul"
     if target in _CONVOLUTIONS:
@@ -391,19 +392,13 @@ def global_flops(call: OpCall) -> float:
 
 
 def _attention_flops(call: OpCall) -> float:
-    backward = call.target is autopar_ops.attention_backward.default
-    shapes = [spec.shape for spec in call.operands]
-    q, k, v = shapes[1:4] if backward else shapes[:3]
+    first = first_operand(call)
+    q, k, v = (spec.shape for spec in call.operands[first : first + 3])
     pairs = 2.0 * q[0] * q[1] * q[2] * k[2]
     forward = pairs * (q[3] + v[3])
-    return forward * (2.5 if backward else 1.0) * (0.5 if _is_causal(call) else 1.0)
+    return forward * (2.5 if first else 1.0) * (0.5 if is_causal(call) else 1.0)
 
 
 def _is_masked(call: OpCall) -> bool:
     """The mask is behind q, k, v, and in the backward behind the gradient, too."""
-    position = 4 if call.target is autopar_ops.attention_backward.default else 3
-    return call.operand_index(position) is not None
-
-
-def _is_causal(call: OpCall) -> bool:
-    return len(call.args) > 2 and call.args[-2] is True
+    return call.operand_index(first_operand(call) + 3) is not None

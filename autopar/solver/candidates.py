@@ -21,6 +21,7 @@ from autopar.core.work import LOOKUPS, global_flops, op_class
 from autopar.cost_model import Cluster, CollectiveKind, compute_seconds_array, kernel_seconds
 from autopar.errors import UnsupportedOpWarning
 from autopar.solver.discrete.problem import Array
+from autopar.solver.key_blocks import block_seconds, runs_in_blocks
 from autopar.solver.rules.joined import joined_rows
 from autopar.solver.rules.labels import replicated
 from autopar.solver.rules.own_order import own_order_rows
@@ -147,9 +148,15 @@ def _local_bytes(
 
 @dataclass(slots=True)
 class Pricer:
-    """Seconds of candidates on a cluster."""
+    """Seconds of candidates on a cluster.
+
+    Attributes:
+        cluster: with the mesh.
+        fuses: elementwise ops are fused.
+    """
 
     cluster: Cluster
+    fuses: bool = False
 
     def collective(self, kind: str, axis: int, num_bytes: float, shared: int = 1) -> float:
         """Seconds of one collective over a mesh axis; `shared` as in `bucketed_seconds`."""
@@ -181,6 +188,12 @@ class Pricer:
             self.cluster.device, kind, _dtype(call), local_flops, local_bytes, steps_in_turn(call)
         )
         alone += self._copies(call, candidates)
+        for index, candidate in enumerate(candidates):
+            if runs_in_blocks(call, candidate, mesh):
+                alone[index] = block_seconds(
+                    self.cluster.device, call, candidate, mesh, dtype=_dtype(call),
+                    flops=local_flops[index], num_bytes=local_bytes[index], fuses=self.fuses,
+                )  # fmt: skip
         if share is None:
             return alone
         moved = np.array([_shared_traffic(call, c, share, mesh) for c in candidates])

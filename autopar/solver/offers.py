@@ -47,7 +47,7 @@ class Offers:
     def __init__(self, cluster: Cluster, fused: FusedShares | None = None) -> None:
         self.cluster = cluster
         self.fused: FusedShares = fused or {}
-        self.pricer = Pricer(cluster)
+        self.pricer = Pricer(cluster, fuses=bool(self.fused))
         self.moves = MoveCosts(cluster)
         self._offers: dict[Hashable, Offer] = {}
         self._seconds: dict[Hashable, float] = {}

@@ -7,8 +7,10 @@ values travel; block results o_j with log-sum-exp l_j merge as l = log Σ exp l_
 o = Σ exp(l_j − l) o_j. Backward: with the whole l saved, each block's gradients are exact by
 themselves; dk and dv travel with their block and take the last hop home.
 
-Masks are by global position and made for each block: the ranks of a ring must run the same
-sequence of nodes, so that none is skipped.
+The ranks of a ring must run the same sequence of nodes, so no block is skipped. A causal one needs
+no mask where a rank's keys are those of its own rows: its own block comes first, with the op's
+causal mask, and of each of the others either all counts or nothing. Elsewhere masks are made for
+each block, by global position.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch import fx
 
 from autopar.codegen.builder import Builder
 from autopar.codegen.lowering import LocalCall, lowering
+from autopar.core.key_blocks import is_diagonal
 from autopar.core.placement import Layout
 
 aten = torch.ops.aten
@@ -34,6 +37,8 @@ Work = Callable[[Nodes, int], Nodes]
 
 class _Blocks:
     """Positions and masks of the blocks that a rank sees.
+
+    `column` is the global column at which a block begins.
 
     Args:
         local: the call.
@@ -49,6 +54,8 @@ class _Blocks:
         specs = local.call.operands
         self.row = local.offset(b, local.inputs[first], specs[first].shape)[2]
         self.length = specs[first + 1].shape[2]
+        unmasked = is_causal and mask is None
+        self.is_diagonal = unmasked and is_diagonal(local.call, local.inputs, local.mesh_shape)
 
     def column(self, steps: dict[int, int]) -> int:
         """Where the block begins that has come `steps` hops along each axis of the ring."""
@@ -59,8 +66,19 @@ class _Blocks:
             start += (self.b.coords[axis] - steps.get(axis, 0)) % size * length
         return start
 
-    def block_mask(self, num_rows: int, num_columns: int, column: int) -> fx.Node | None:
-        """Mask of the block of scores whose first column is `column`."""
+    def masked(self, num_rows: int, num_columns: int, column: int) -> tuple[fx.Node | None, bool]:
+        """Mask of a block of scores, and whether the op is to mask it causally."""
+        if self.is_diagonal:
+            return None, column == self.row
+        return self._mask(num_rows, num_columns, column), False
+
+    def counted(self, lse: fx.Node, column: int, none: float) -> fx.Node:
+        """The log-sum-exp of a block: `none` where nothing of it counts, which no mask says."""
+        if not self.is_diagonal or column == self.row:
+            return lse
+        return self.b.call(aten.add.Scalar, lse, none if column > self.row else 0.0)
+
+    def _mask(self, num_rows: int, num_columns: int, column: int) -> fx.Node | None:
         b, mask = self.b, self.mask
         if mask is not None and b.shape(mask)[-1] > 1:
             mask = b.call(aten.slice.Tensor, mask, -1, column, column + num_columns)
@@ -116,11 +134,11 @@ class _Merged:
         self.lse: fx.Node | None = None
 
     def add(self, out: fx.Node, lse: fx.Node) -> None:
-        b = self.b
-        out, lse = b.widen(out), b.widen(lse)
         if self.out is None or self.lse is None:
             self.out, self.lse = out, lse
             return
+        b = self.b
+        self.out, out = b.widen(self.out), b.widen(out)
         total = b.call(aten.logaddexp.default, self.lse, lse)
         # a row with nothing to attend to so far has lse −inf, and keeps the weights 0
         infinite = b.call(aten.isinf.default, total)
@@ -191,9 +209,9 @@ def lower_attention(b: Builder, local: LocalCall) -> fx.Node:
     merged = _Merged(b)
 
     def attend(held: Nodes, column: int) -> Nodes:
-        block_mask = blocks.block_mask(b.shape(q)[2], b.shape(held[0])[2], column)
-        both = b.call(autopar.attention.default, q, *held, block_mask, False, scale)
-        merged.add(b.item(both, 0), b.item(both, 1))
+        how = (*blocks.masked(b.shape(q)[2], b.shape(held[0])[2], column), scale)
+        both = b.call(autopar.attention.default, q, *held, *how)
+        merged.add(b.item(both, 0), blocks.counted(b.item(both, 1), column, -math.inf))
         return ()
 
     _travel(blocks, blocks.ring, (k, v), {}, attend)
@@ -217,11 +235,13 @@ def lower_attention_backward(b: Builder, local: LocalCall) -> fx.Node:
     grads_q: list[fx.Node] = []
 
     def attend(held: Nodes, column: int) -> Nodes:
-        block_mask = blocks.block_mask(b.shape(q)[2], b.shape(held[0])[2], column)
-        rest: tuple[Any, ...] = (block_mask, out, lse, False, scale)
+        block_mask, causal = blocks.masked(b.shape(q)[2], b.shape(held[0])[2], column)
+        counted = blocks.counted(lse, column, math.inf)  # weights are exp(scores - lse)
+        rest: tuple[Any, ...] = (block_mask, out, counted, causal, scale)
         grads = b.call(autopar.attention_backward.default, grad, q, *held, *rest)
-        grad_q = b.widen(b.item(grads, 0))
-        grads_q[:] = [b.call(aten.add.Tensor, x, grad_q) for x in grads_q] or [grad_q]
+        grad_q = b.item(grads, 0)
+        both = [(b.widen(x), b.widen(grad_q)) for x in grads_q]
+        grads_q[:] = [b.call(aten.add.Tensor, *each) for each in both] or [grad_q]
         return b.item(grads, 1), b.item(grads, 2)
 
     grad_k, grad_v = _travel(blocks, blocks.ring, (k, v), {}, attend)

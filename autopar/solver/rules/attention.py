@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
+from autopar.core.key_blocks import first_operand
 from autopar.core.placement import Partial, Placement, Replicate, Shard
 from autopar.core.strategy import AxisStrategy, Communication, OpCall
 from autopar.solver.rules.labels import replicated
@@ -58,7 +59,7 @@ def heads_nest(call: OpCall, rows: Sequence[AxisStrategy], mesh: Sequence[int]) 
         return True
     if "ring" in variants:  # it would send heads that the next rank does not need
         return False
-    first = 1 if call.target is torch.ops.autopar.attention_backward.default else 0
+    first = first_operand(call)
     picking = False
     for row in rows:
         picking |= row.variant == "grouped"
