@@ -188,6 +188,27 @@ def test_attention_on_two_axes(picks: tuple[Pick, Pick], causal: bool) -> None:
     _check_attention(picks, (2, 2), causal, 2, "rows")
 
 
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_zigzag_attention(kv_heads: int, size: int) -> None:
+    _check_attention([_variant("zigzag")], (size,), True, kv_heads, "")
+
+
+@pytest.mark.parametrize("picks", [(_variant("zigzag"), _heads), (_batch, _variant("zigzag"))])
+def test_zigzag_attention_beside_another_axis(picks: tuple[Pick, Pick]) -> None:
+    _check_attention(picks, (2, 2), True, 2, "")
+
+
+def test_six_ranks_exchange_chunks() -> None:
+    torch.manual_seed(0)
+    q, k, v = (_x(1, 2, 24, 3) for _ in range(3))
+    out, _ = _run(
+        lambda q, k, v: autopar.attention.default(q, k, v, None, True, 1.0),
+        (q, k, v), [_variant("zigzag")], 6,
+    )  # fmt: skip
+    _close(out, F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0))
+
+
 def test_rings_of_different_size() -> None:
     torch.manual_seed(0)
     q, k, v = (_x(1, 1, 8, 2) for _ in range(3))

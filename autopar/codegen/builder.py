@@ -234,6 +234,15 @@ class Builder:
             self.contiguous(x), incoming, outgoing, self.group_names[axis],
         )  # fmt: skip
 
+    def exchange(
+        self, x: fx.Node, axis: int, incoming: Sequence[int], outgoing: Sequence[int]
+    ) -> fx.Node:
+        """Send so many rows of `x` to each rank of `axis`, in their order, and receive others."""
+        return self._collective(
+            "all_to_all", axis, self._num_bytes(x), c10d.all_to_all_single.default,
+            self.contiguous(x), list(incoming), list(outgoing), self.group_names[axis],
+        )  # fmt: skip
+
     # --- local moves ---------------------------------------------------------------------------
     def contiguous(self, x: fx.Node) -> fx.Node:
         if self.value(x).is_contiguous():

@@ -31,7 +31,7 @@ def is_causal(call: OpCall) -> bool:
 def ring_axes(variants: Sequence[str], mesh: Sequence[int]) -> list[int]:
     """Mesh axes of several devices around which keys travel."""
     pairs = enumerate(zip(variants, mesh, strict=True))
-    return [axis for axis, (name, n) in pairs if n > 1 and name == "ring"]
+    return [axis for axis, (name, n) in pairs if n > 1 and name in ("ring", "zigzag")]
 
 
 def is_diagonal(call: OpCall, inputs: Sequence[Layout], mesh: Sequence[int]) -> bool:

@@ -1,9 +1,10 @@
 """Seconds of attention over shards of the sequence, which runs in blocks of keys.
 
-The lowering (`codegen/lowerings/attention.py`) calls the op for each block that travels around the
-ring, and merges the results. Where rows and keys are sharded alike, one block of a causal call is
-half empty, and all others run whole, as some rank needs each of them; elsewhere each is run under a
-mask. So a causal call takes up to twice as long in shards of rows as in shards of heads.
+The lowerings (`codegen/lowerings/attention.py`, `zigzag.py`) call the op for each block that
+travels around the ring, and merge the results. Where rows and keys are sharded alike, one block of
+a causal call is half empty, and all others run whole, as some rank needs each of them; in a zigzag
+every rank runs half of each. Elsewhere a block is run under a mask. So a causal call may take twice
+as long in shards of rows as in shards of heads.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _ATTENTION = (
     torch.ops.autopar.attention.default,
     torch.ops.autopar.attention_backward.default,
 )
-_VARIANTS = ("ring", "causal_rows")
+_VARIANTS = ("ring", "zigzag", "causal_rows")
 _WIDE = 4  # bytes of what results are merged in, at least
 
 
@@ -77,25 +78,29 @@ def block_seconds(
             outputs.
         fuses: elementwise ops that follow each other are one kernel.
     """
-    blocks = _Blocks(call, candidate, mesh)
-    merging = blocks.merged_backward(fuses) if blocks.first else blocks.merged_forward(fuses)
-    works = (*blocks.calls(flops, num_bytes), *merging)
-    return sum(work.seconds(device, dtype) for work in works)
+    blocks = _Blocks(call, candidate, mesh, fuses)
+    made = (*blocks.calls(flops, num_bytes), *blocks.sent(), *blocks.merged())
+    return sum(work.seconds(device, dtype) for work in made)
 
 
 class _Blocks:
     """What a candidate runs; arguments as of `block_seconds`."""
 
-    def __init__(self, call: OpCall, candidate: Candidate, mesh: tuple[int, ...]) -> None:
-        self.call, self.candidate, self.mesh = call, candidate, mesh
+    def __init__(
+        self, call: OpCall, candidate: Candidate, mesh: tuple[int, ...], fuses: bool
+    ) -> None:
+        self.call, self.candidate, self.mesh, self.fuses = call, candidate, mesh, fuses
         self.first = first_operand(call)
         self.count = math.prod(mesh[axis] for axis in ring_axes(candidate.variants, mesh))
+        self.is_zigzag = "zigzag" in candidate.variants
         self.is_masked = call.operand_index(self.first + 3) is not None
         self.is_causal = is_causal(call)
         alike = is_diagonal(call, candidate.inputs, mesh)
         self.is_diagonal = self.is_causal and not self.is_masked and alike
-        self.q, k, _ = (self._local(self.first + i) for i in range(3))
-        self.pairs = self.q[2] * k[2]
+        self.rows = self._local(self.first)[2]
+        self.out = self._bytes(~0)  # of the output, or of the gradient of the queries
+        self.wide = self.out * max(1.0, _WIDE / call.outputs[0].dtype.itemsize)
+        self.lse = float(_WIDE * math.prod(self._local(self.first)[:3]))
 
     def calls(self, flops: float, num_bytes: float) -> Iterator[_Work]:
         """Those of the op, and what makes their masks."""
@@ -103,63 +108,79 @@ class _Blocks:
         flops *= (2.0 if self.is_causal else 1.0) / self.count  # of a block that is not half empty
         if self.is_diagonal:
             yield _Work(f"{base}_causal", 1, num_bytes, flops / 2)
-            yield _Work(base, self.count - 1, num_bytes, flops)
+            if self.is_zigzag:
+                yield _Work(base, 2 * (self.count - 1), num_bytes / 2, flops / 4)
+            else:
+                yield _Work(base, self.count - 1, num_bytes, flops)
             return
-        made = self.pairs if self.is_causal else 0
+        made = float(self.rows * self._local(self.first + 1)[2]) if self.is_causal else 0.0
         suffix = "_masked" if made or self.is_masked else ""
         yield _Work(f"{base}{suffix}", self.count, num_bytes + made, flops)
         if made:
-            yield _Work("pointwise", 2 * self.count, 8.0 * self.q[2])  # positions of both
+            yield _Work("pointwise", 2 * self.count, 8.0 * self.rows)  # positions of both
             yield _Work("pointwise", self.count * (1 + self.is_masked), 2.0 * made)
 
-    def merged_forward(self, fuses: bool) -> Iterator[_Work]:
-        """Outputs of blocks, weighted by their log-sum-exp."""
-        merges, out = self.count - 1, _size(self.call.outputs[0].dtype, self.q)
-        lse, wide = 2.0 * _WIDE * math.prod(self.q[:3]), self._wide(out)
-        yield from self._sent()
-        if fuses:
-            yield _Work("pointwise", (2 + self.is_diagonal) * merges, lse)
-            yield _Work("pointwise", merges, 2 * wide + out)
+    def sent(self) -> Iterator[_Work]:
+        """Copies of what is sent in the order in which that is done, and of what is received."""
+        keys = [self._bytes(self.first + i) for i in (1, 2)]
+        if self.is_zigzag:
+            tensors = (
+                *range(len(self.call.operands)),
+                *(~i for i in range(len(self.call.outputs))),
+            )
+            for tensor in tensors:
+                yield _Work("memory", 2, 2 * self._bytes(tensor))
+        elif self.count > 1:
+            for num_bytes in keys:
+                yield _Work("memory", 2 if self.first else 1, 2 * num_bytes)
+
+    def merged(self) -> Iterator[_Work]:
+        """What makes one result of those of all blocks."""
+        merges = self.count - 1
+        if self.is_zigzag:  # of chunks: one counts for the second, and one for both or neither
+            yield from self._merged(3 * merges, 0.5, 2 * merges * (not self.first))
+            yield _Work("memory", 1, 2 * self.out)  # both chunks
         else:
-            yield _Work("pointwise", (7 + self.is_diagonal) * merges, lse)
-            yield _Work("pointwise", 2 * merges, 2 * wide)
-            yield _Work("pointwise", merges, 3 * wide)
-        yield from self._cast(out, 1 if fuses else merges + 2)
+            yield from self._merged(merges, 1.0, merges * self.is_diagonal)
+        if not self.first:
+            return
+        for i in (1, 2):
+            num_bytes = self._bytes(self.first + i)
+            yield _Work("pointwise", merges, 3 * num_bytes)
+            if self.is_zigzag:
+                yield _Work("pointwise", 2 * merges, 1.25 * num_bytes)
+                yield _Work("memory", merges, 2 * num_bytes)
 
-    def merged_backward(self, fuses: bool) -> Iterator[_Work]:
-        """Gradients of the queries added up, and those of the keys that travel on."""
-        merges, out = self.count - 1, _size(self.call.outputs[0].dtype, self.q)
-        lse, wide = 2.0 * _WIDE * math.prod(self.q[:3]), self._wide(out)
-        yield from self._sent()
-        yield from self._sent()
-        yield _Work("pointwise", self.is_diagonal * merges, lse)
-        for number in (1, 2):
-            yield _Work("pointwise", merges, 3 * self._key_size(number))
-        yield _Work("pointwise", merges, 2 * wide + out if fuses else 3 * wide)
-        yield from self._cast(out, 1 if fuses else merges + 2)
+    def _merged(self, times: int, share: float, shifted: int) -> Iterator[_Work]:
+        """Results of a share of the rows, added or weighted by their log-sum-exp.
 
-    def _sent(self) -> Iterator[_Work]:
-        """Copies of keys and values in the order in which they are sent."""
-        for number in (1, 2):
-            yield _Work("memory", int(self.count > 1), 2 * self._key_size(number))
+        Args:
+            times: so often.
+            share: of the rows.
+            shifted: how often a log-sum-exp says that nothing counts.
+        """
+        out, wide, lse = share * self.out, share * self.wide, 2 * share * self.lse
+        yield _Work("pointwise", shifted, lse)
+        if not self.first:
+            yield _Work("pointwise", (2 if self.fuses else 7) * times, lse)
+        if self.fuses:
+            yield _Work("pointwise", times, 2 * wide + out)
+        else:
+            yield _Work("pointwise", times, 3 * wide)
+            yield _Work("pointwise", 0 if self.first else 2 * times, 2 * wide)
+        if wide > out and times:
+            ends = round(1 / share)
+            yield _Work("pointwise", ends if self.fuses else times + 2 * ends, wide + out)
 
-    def _cast(self, out: float, times: int) -> Iterator[_Work]:
-        wide = self._wide(out)
-        if wide > out and self.count > 1:
-            yield _Work("pointwise", times, wide + out)
-
-    def _wide(self, num_bytes: float) -> float:
-        return num_bytes * max(1.0, _WIDE / self.call.outputs[0].dtype.itemsize)
-
-    def _key_size(self, number: int) -> float:
-        """Bytes of k or v that a rank holds."""
-        index = self.first + number
-        return _size(self.call.operands[index].dtype, self._local(index))
+    def _bytes(self, tensor: int) -> float:
+        """Of what a rank has of operand `tensor`, or of output `~tensor` where negative."""
+        call, chosen = self.call, self.candidate
+        if tensor >= 0:
+            spec, layout = call.operands[tensor], chosen.inputs[tensor]
+        else:
+            spec, layout = call.outputs[~tensor], chosen.outputs[~tensor]
+        return float(spec.dtype.itemsize * math.prod(local_shape(spec.shape, layout, self.mesh)))
 
     def _local(self, index: int) -> tuple[int, ...]:
         spec, layout = self.call.operands[index], self.candidate.inputs[index]
         return local_shape(spec.shape, layout, self.mesh)
-
-
-def _size(dtype: torch.dtype, shape: tuple[int, ...]) -> float:
-    return float(dtype.itemsize * math.prod(shape))

@@ -50,6 +50,7 @@ __all__ = ["Pins", "with_roles"]
 aten = torch.ops.aten
 autopar_ops = torch.ops.autopar
 _SEQUENCE_DIM = 1
+_RINGS = ("ring", "zigzag")  # variants of attention in which keys travel
 
 
 def with_roles(cluster: Cluster, roles: Sequence[AxisRole]) -> Cluster:
@@ -189,7 +190,7 @@ class Pins:
             q = candidate.inputs[0][axis]
             if self.constraints.sequence == "ulysses" and not (q.is_shard and q.dim == 1):
                 return False
-            if self.constraints.sequence == "ring" and candidate.variants[axis] != "ring":
+            if self.constraints.sequence == "ring" and candidate.variants[axis] not in _RINGS:
                 return False
         return True
 

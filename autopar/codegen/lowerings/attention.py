@@ -24,6 +24,8 @@ from torch import fx
 
 from autopar.codegen.builder import Builder
 from autopar.codegen.lowering import LocalCall, lowering
+from autopar.codegen.lowerings.merging import Merged
+from autopar.codegen.lowerings.zigzag import lower_zigzag, lower_zigzag_backward
 from autopar.core.key_blocks import is_diagonal
 from autopar.core.placement import Layout
 
@@ -125,39 +127,8 @@ def _travel(
     return tuple(b.call(aten.add.Tensor, x, y) for x, y in zip(own, home, strict=True))
 
 
-class _Merged:
-    """Running result over the blocks seen so far."""
-
-    def __init__(self, b: Builder) -> None:
-        self.b = b
-        self.out: fx.Node | None = None
-        self.lse: fx.Node | None = None
-
-    def add(self, out: fx.Node, lse: fx.Node) -> None:
-        if self.out is None or self.lse is None:
-            self.out, self.lse = out, lse
-            return
-        b = self.b
-        self.out, out = b.widen(self.out), b.widen(out)
-        total = b.call(aten.logaddexp.default, self.lse, lse)
-        # a row with nothing to attend to so far has lse −inf, and keeps the weights 0
-        infinite = b.call(aten.isinf.default, total)
-        safe = b.call(aten.masked_fill.Scalar, total, infinite, 0.0)
-        self.out = b.call(
-            aten.add.Tensor,
-            self._weighted(self.out, self.lse, safe),
-            self._weighted(out, lse, safe),
-        )
-        self.lse = total
-
-    def _weighted(self, out: fx.Node, lse: fx.Node, total: fx.Node) -> fx.Node:
-        b = self.b
-        weight = b.call(aten.exp.default, b.call(aten.sub.Tensor, lse, total))
-        return b.call(aten.mul.Tensor, out, b.call(aten.unsqueeze.default, weight, -1))
-
-
 def _is_plain(local: LocalCall) -> bool:
-    return not (local.axes_of("ring") or local.axes_of("causal_rows"))
+    return not any(map(local.axes_of, ("ring", "zigzag", "causal_rows")))
 
 
 class _OwnGroups:
@@ -205,19 +176,25 @@ def lower_attention(b: Builder, local: LocalCall) -> fx.Node:
     k, v = groups.pick(k), groups.pick(v)
     if _is_plain(local):
         return b.call(autopar.attention.default, q, k, v, mask, is_causal, scale)
+    if local.axes_of("zigzag"):
+        return lower_zigzag(b, local)
     blocks = _Blocks(b, local, 0, mask, is_causal)
-    merged = _Merged(b)
+    merged: list[Merged] = []
 
     def attend(held: Nodes, column: int) -> Nodes:
         how = (*blocks.masked(b.shape(q)[2], b.shape(held[0])[2], column), scale)
         both = b.call(autopar.attention.default, q, *held, *how)
-        merged.add(b.item(both, 0), blocks.counted(b.item(both, 1), column, -math.inf))
+        found = b.item(both, 0), blocks.counted(b.item(both, 1), column, -math.inf)
+        if merged:
+            merged[0].add(*found)
+        else:
+            merged.append(Merged(b, *found))
         return ()
 
     _travel(blocks, blocks.ring, (k, v), {}, attend)
-    assert merged.out is not None and merged.lse is not None
+    (whole,) = merged
     out_spec, lse_spec = local.call.outputs
-    return b.pack(b.cast(merged.out, out_spec.dtype), b.cast(merged.lse, lse_spec.dtype))
+    return b.pack(b.cast(whole.out, out_spec.dtype), b.cast(whole.lse, lse_spec.dtype))
 
 
 @lowering(autopar.attention_backward.default)
@@ -231,6 +208,8 @@ def lower_attention_backward(b: Builder, local: LocalCall) -> fx.Node:
             return grads
         dq, dk, dv = (b.item(grads, i) for i in range(3))
         return b.pack(dq, groups.put_back(dk), groups.put_back(dv))
+    if local.axes_of("zigzag"):
+        return lower_zigzag_backward(b, local)
     blocks = _Blocks(b, local, 1, mask, is_causal)
     grads_q: list[fx.Node] = []
 

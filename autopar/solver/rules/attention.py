@@ -2,7 +2,8 @@
 
 out = softmax(q kᵀ · scale + mask) v with q (B, H, S, D) and k, v (B, H_kv, T, D). With the
 variant "ring" (Liu et al. 2023, arXiv 2310.01889) the sequence of q, k and v is sharded, k and v
-travel around the ring, and the partial results merge by their log-sum-exp. With "causal_rows"
+travel around the ring, and the partial results merge by their log-sum-exp. With "zigzag", that of
+causal attention, ranks exchange rows so that all have equally much to do. With "causal_rows"
 only q's sequence is sharded, and the causal mask starts at the block's row. With "grouped" the
 query heads are sharded over more ranks than there are key heads: k and v are whole, and a rank
 takes the heads of them that its query heads attend to.
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from autopar.core.key_blocks import first_operand
+from autopar.core.key_blocks import first_operand, is_causal
 from autopar.core.placement import Partial, Placement, Replicate, Shard
 from autopar.core.strategy import AxisStrategy, Communication, OpCall
 from autopar.solver.rules.labels import replicated
@@ -54,12 +55,14 @@ def heads_nest(call: OpCall, rows: Sequence[AxisStrategy], mesh: Sequence[int]) 
     So axes that shard the key heads come before those on which a rank picks its own, and a rank has
     a part of one group of query heads, or whole groups.
     """
+    first = first_operand(call)
     variants = {row.variant for row in rows}
+    if "zigzag" in variants and sum(row.inputs[first] == Shard(_ROWS) for row in rows) > 1:
+        return False  # its rows are those of one axis
     if "grouped" not in variants:
         return True
-    if "ring" in variants:  # it would send heads that the next rank does not need
+    if variants & {"ring", "zigzag"}:  # it would send heads that the next rank does not need
         return False
-    first = first_operand(call)
     picking = False
     for row in rows:
         picking |= row.variant == "grouped"
@@ -71,6 +74,18 @@ def heads_nest(call: OpCall, rows: Sequence[AxisStrategy], mesh: Sequence[int]) 
     heads, kv_heads = (call.operands[i].shape[1] for i in (first, first + 1))
     group, own = heads // kv_heads, heads // ranks
     return own > 0 and (own % group == 0 or group % own == 0)
+
+
+def _may_zigzag(call: OpCall) -> bool:
+    """Causal and without another mask, and each rank's rows are two chunks."""
+    first = first_operand(call)
+    q, k = (spec.shape[_ROWS] for spec in call.operands[first : first + 2])
+    plain = is_causal(call) and call.operand_index(first + 3) is None
+    return plain and q == k and q % (2 * call.axis_size) == 0 and call.axis_size % 2 == 0
+
+
+def _exchanged(tensors: tuple[int, ...]) -> tuple[Communication, ...]:
+    return tuple(Communication("all_to_all", t) for t in tensors)
 
 
 def _ring_comm(tensors: tuple[int, ...], axis_size: int) -> tuple[Communication, ...]:
@@ -96,7 +111,10 @@ def attention_rule(call: OpCall) -> list[AxisStrategy]:
     if _is_grouped(call, 0):
         add(_HEADS, _R, "grouped")
     add(_ROWS, _R, "causal_rows" if call.args[4] else "")
-    add(_ROWS, Shard(2), "ring", _ring_comm((1, 2), call.axis_size))
+    ring = _ring_comm((1, 2), call.axis_size)
+    add(_ROWS, Shard(2), "ring", ring)
+    if _may_zigzag(call):
+        add(_ROWS, Shard(2), "zigzag", _exchanged((0, 1, 2, ~0, ~1)) + ring)
     return rows
 
 
@@ -126,5 +144,9 @@ def attention_backward_rule(call: OpCall) -> list[AxisStrategy]:
     if _is_grouped(call, 1):
         add(_HEADS, _R, Partial(), "grouped")
     add(_ROWS, _R, Partial(), "causal_rows" if call.args[7] else "")
-    add(_ROWS, Shard(2), Shard(2), "ring", _ring_comm((2, 3, ~1, ~2), call.axis_size))
+    ring = _ring_comm((2, 3, ~1, ~2), call.axis_size)
+    add(_ROWS, Shard(2), Shard(2), "ring", ring)
+    if _may_zigzag(call):
+        exchanged = _exchanged((*range(6), ~0, ~1, ~2))
+        add(_ROWS, Shard(2), Shard(2), "zigzag", exchanged + ring)
     return rows
