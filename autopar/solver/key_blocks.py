@@ -91,7 +91,9 @@ class _Blocks:
     ) -> None:
         self.call, self.candidate, self.mesh, self.fuses = call, candidate, mesh, fuses
         self.first = first_operand(call)
-        self.count = math.prod(mesh[axis] for axis in ring_axes(candidate.variants, mesh))
+        self.ring = [mesh[axis] for axis in ring_axes(candidate.variants, mesh)]
+        self.ring = [mesh[axis] for axis in ring_axes(candidate.variants, mesh)]
+        self.count = math.prod(self.ring)
         self.is_zigzag = "zigzag" in candidate.variants
         self.is_masked = call.operand_index(self.first + 3) is not None
         self.is_causal = is_causal(call)
@@ -113,6 +115,8 @@ class _Blocks:
             else:
                 yield _Work(base, self.count - 1, num_bytes, flops)
             return
+        if self.is_masked:  # of whose columns a call takes those of its block
+            num_bytes -= self._bytes(self.first + 3) * (1 - 1 / self.count)
         made = float(self.rows * self._local(self.first + 1)[2]) if self.is_causal else 0.0
         suffix = "_masked" if made or self.is_masked else ""
         yield _Work(f"{base}{suffix}", self.count, num_bytes + made, flops)
@@ -122,17 +126,16 @@ class _Blocks:
 
     def sent(self) -> Iterator[_Work]:
         """Copies of what is sent in the order in which that is done, and of what is received."""
-        keys = [self._bytes(self.first + i) for i in (1, 2)]
         if self.is_zigzag:
-            tensors = (
-                *range(len(self.call.operands)),
-                *(~i for i in range(len(self.call.outputs))),
-            )
-            for tensor in tensors:
+            given, made = range(len(self.call.operands)), range(len(self.call.outputs))
+            for tensor in (*given, *(~i for i in made)):
                 yield _Work("memory", 2, 2 * self._bytes(tensor))
-        elif self.count > 1:
-            for num_bytes in keys:
-                yield _Work("memory", 2 if self.first else 1, 2 * num_bytes)
+            return
+        # of keys on each axis, and of gradients in each ring; what was received is in that order
+        rings = sum(math.prod(self.ring[:i]) for i in range(len(self.ring)))
+        copies = len(self.ring) + (rings if self.first else 0)
+        for i in (1, 2):
+            yield _Work("memory", copies, 2 * self._bytes(self.first + i))
 
     def merged(self) -> Iterator[_Work]:
         """What makes one result of those of all blocks."""
