@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
+from autopar.codegen.passes.lifetimes import Lifetimes
 from autopar.core.attention import tokens_first
-from autopar.core.placement import Replicate, Shard
+from autopar.core.placement import Replicate, Shard, shard_factor
 from autopar.core.strategy import OpCall, op_call
 from autopar.cost_model import Cluster
 from autopar.cost_model.emitted_ops import node_seconds
-from autopar.solver.candidates import Candidate, Pricer, expand
+from autopar.solver.candidates import Candidate, Pricer, expand, scratch_bytes
 from tests.bruteforce import Captured, Sample, capture, distribute, emit, rows_of
 
 autopar = torch.ops.autopar
@@ -41,11 +43,10 @@ def captured_of(
     return capture(Sample("", derived if backward else forward, lambda: inputs)), inputs
 
 
-def emitted_seconds(
-    captured: Captured, inputs: tuple[torch.Tensor, ...], chosen: Candidate, cluster: Cluster
-) -> float:
-    """Of the compute of one rank, that with most of it to do last in the mesh."""
-    mesh = cluster.mesh_shape
+def emitted(
+    captured: Captured, inputs: tuple[torch.Tensor, ...], chosen: Candidate, mesh: Mesh
+) -> fx.Graph:
+    """Of the last rank, which has as much to do as any."""
     rows = [
         next(
             row
@@ -59,14 +60,7 @@ def emitted_seconds(
     parts = [distribute(x, at, mesh)[rank] for x, at in zip(inputs, chosen.inputs, strict=True)]
     # as projections leave them
     parts = [tokens_first(x) if x.shape[-1] == WIDTH else x for x in parts]
-    graph = emit(captured, tuple(rows), mesh, rank, parts)
-    sent = ("_c10d_functional",)
-    ops = (
-        n
-        for n in graph.nodes
-        if n.op == "call_function" and getattr(n.target, "namespace", "") not in sent
-    )
-    return sum(node_seconds(n, cluster.device) for n in ops)
+    return emit(captured, tuple(rows), mesh, rank, parts)
 
 
 def cluster_of(profile: str, mesh: Mesh) -> Cluster:
@@ -96,9 +90,18 @@ def test_as_emitted(
     found = in_rows(call, mesh)
     kinds = {v for c in found for v in c.variants}
     assert "ring" in kinds and ("zigzag" in kinds) == (kind == "causal")
-    for candidate, priced in zip(found, Pricer(cluster).compute(call, found), strict=True):
-        emitted = emitted_seconds(captured, inputs, candidate, cluster)
-        assert priced == pytest.approx(emitted, rel=0.06), candidate.variants
+    seconds, scratch = Pricer(cluster).compute(call, found), scratch_bytes(call, found, mesh)
+    for candidate, priced_s, more in zip(found, seconds, scratch, strict=True):
+        graph = emitted(captured, inputs, candidate, mesh)
+        ops = (n for n in graph.nodes if getattr(n.target, "namespace", "") != "_c10d_functional")
+        emitted_s = sum(node_seconds(n, cluster.device) for n in ops if n.op == "call_function")
+        assert priced_s == pytest.approx(emitted_s, rel=0.06), candidate.variants
+        outputs = sum(
+            spec.num_bytes / shard_factor(layout, mesh)
+            for spec, layout in zip(call.outputs, candidate.outputs, strict=True)
+        )
+        needed = Lifetimes(graph).peak_bytes - outputs
+        assert needed * 0.97 <= more <= needed * 1.3, candidate.variants
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])

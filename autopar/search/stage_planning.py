@@ -156,7 +156,7 @@ class StagePlanner(StageBounds):
         else:
             return plan
         suited, (time, _) = critical.suited(), self.micro(p.microbatches)
-        if pipeliner.automatic:
+        if pipeliner.automatic and pipeliner.as_is:  # else their orders are annealed
             pipeliner.order(suited, search=True)
         found = pipeliner.assembled(time, suited)
         faster = found.predicted.step_time_s < plan.predicted.step_time_s

@@ -21,7 +21,12 @@ from autopar.core.work import LOOKUPS, global_flops, op_class
 from autopar.cost_model import Cluster, CollectiveKind, compute_seconds_array, kernel_seconds
 from autopar.errors import UnsupportedOpWarning
 from autopar.solver.discrete.problem import Array
-from autopar.solver.key_blocks import block_seconds, runs_in_blocks
+from autopar.solver.key_blocks import (
+    block_scratch,
+    block_seconds,
+    may_run_in_blocks,
+    runs_in_blocks,
+)
 from autopar.solver.rules.joined import joined_rows
 from autopar.solver.rules.labels import replicated
 from autopar.solver.rules.own_order import own_order_rows
@@ -308,6 +313,9 @@ def scratch_bytes(call: OpCall, candidates: Sequence[Candidate], mesh: tuple[int
     """
     found = (_copied_bytes(call, c, mesh) if c.copied else ([], []) for c in candidates)
     copied = np.array([max(sum(before), max(behind, default=0.0)) for before, behind in found])
+    for index, candidate in enumerate(candidates):
+        if runs_in_blocks(call, candidate, mesh):
+            copied[index] = block_scratch(call, candidate, mesh)
     working = working_tensors(call)
     if working is None:
         return copied
@@ -317,7 +325,9 @@ def scratch_bytes(call: OpCall, candidates: Sequence[Candidate], mesh: tuple[int
 
 def has_scratch(call: OpCall, candidates: Sequence[Candidate]) -> bool:
     """False where `scratch_bytes` are 0."""
-    return call.target in LOOPS or any(c.copied for c in candidates)
+    if call.target in LOOPS or any(c.copied for c in candidates):
+        return True
+    return may_run_in_blocks(call, candidates)
 
 
 def _traffic(call: OpCall, candidate: Candidate, mesh: tuple[int, ...]) -> float:

@@ -10,7 +10,7 @@ as long in shards of rows as in shards of heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from autopar.cost_model import DeviceProfile, compute_seconds_array
 if TYPE_CHECKING:
     from autopar.solver.candidates import Candidate
 
-__all__ = ["block_seconds", "runs_in_blocks"]
+__all__ = ["block_scratch", "block_seconds", "may_run_in_blocks", "runs_in_blocks"]
 
 _ATTENTION = (
     torch.ops.autopar.attention.default,
@@ -55,6 +55,18 @@ def runs_in_blocks(call: OpCall, candidate: Candidate, mesh: tuple[int, ...]) ->
     if call.target not in _ATTENTION:
         return False
     return any(v in _VARIANTS and n > 1 for v, n in zip(candidate.variants, mesh, strict=True))
+
+
+def may_run_in_blocks(call: OpCall, candidates: Iterable[Candidate]) -> bool:
+    """False where `runs_in_blocks` is for all candidates on any mesh."""
+    if call.target not in _ATTENTION:
+        return False
+    return any(v in _VARIANTS for c in candidates for v in c.variants)
+
+
+def block_scratch(call: OpCall, candidate: Candidate, mesh: tuple[int, ...]) -> float:
+    """Bytes beside operands and outputs at the highest moment, as ops are emitted one by one."""
+    return _Blocks(call, candidate, mesh, fuses=False).scratch()
 
 
 def block_seconds(
@@ -117,7 +129,7 @@ class _Blocks:
             return
         if self.is_masked:  # of whose columns a call takes those of its block
             num_bytes -= self._bytes(self.first + 3) * (1 - 1 / self.count)
-        made = float(self.rows * self._local(self.first + 1)[2]) if self.is_causal else 0.0
+        made = self._pairs()
         suffix = "_masked" if made or self.is_masked else ""
         yield _Work(f"{base}{suffix}", self.count, num_bytes + made, flops)
         if made:
@@ -153,6 +165,31 @@ class _Blocks:
             if self.is_zigzag:
                 yield _Work("pointwise", 2 * merges, 1.25 * num_bytes)
                 yield _Work("memory", merges, 2 * num_bytes)
+
+    def scratch(self) -> float:
+        """Bytes of copies, of what travels, and of what is merged, less those of the outputs."""
+        q, k = (self._bytes(self.first + i) for i in (0, 1))
+        out, wide, many = self.out, self.wide, self.count > 2
+        made = self._pairs()
+        if self.count == 1:  # a mask of the user's is there until both are one, and no output is
+            outputs = sum(self._bytes(~i) for i in range(len(self.call.outputs)))
+            return max(made, (1 + self.is_masked) * made - outputs)
+        if self.first:
+            travel = (8 if many else 6) * k
+            if self.is_zigzag:
+                return 3 * q + travel + 2 * wide + many * out / 2 - (q + 2 * k)
+            added = (8 if many else 4) * k + 3 * wide + (wide > out) * out
+            return made + max(added, travel + 2 * out) - (q + 2 * k)
+        if self.is_zigzag:
+            return q + 2 * k + 2 * wide + out / 2 - out
+        merged = 3 * wide + many * 2 * k
+        return made + max(merged, 3 * k + (wide if many else out), 2 * k + 2 * out) - out
+
+    def _pairs(self) -> float:
+        """Bytes of the causal mask of a block that has one."""
+        if self.is_diagonal or not self.is_causal:
+            return 0.0
+        return float(self.rows * self._local(self.first + 1)[2])
 
     def _merged(self, times: int, share: float, shifted: int) -> Iterator[_Work]:
         """Results of a share of the rows, added or weighted by their log-sum-exp.
