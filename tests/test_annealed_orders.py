@@ -12,6 +12,7 @@ import pytest
 from autopar.core.list_schedule import RankLoad, list_schedule, most_ahead
 from autopar.core.schedule import Kind, kinds_of, orders_of
 from autopar.cost_model.pipeline import ScheduleError, simulate_pipeline
+from autopar.search import annealed_orders
 from autopar.search.annealed_orders import annealed
 from autopar.search.own_orders import least_held
 
@@ -136,3 +137,36 @@ def test_orders_that_cannot_be_better_stay() -> None:
     loads, finish_s = random_loads(0)
     eager = ("FFFIWIWIW", "FFIWIWFIW")  # the last rank has its first gradient at once
     assert annealed(eager, loads, [HOP_S], finish_s, 0.0) == eager
+
+
+def test_what_an_exchange_does_not_reach_is_as_it_was(monkeypatch) -> None:
+    """The clock that goes on from there says of all orders what one from the start does."""
+    clock, compared = annealed_orders._Clock, 0
+    goes_on = clock.rerun
+
+    def both(self, known, exchange):
+        nonlocal compared
+        found = goes_on(self, known, exchange)
+        assert found == self.run(annealed_orders._exchanged(known.kinds, exchange))
+        compared += found is not None
+        return found
+
+    monkeypatch.setattr(clock, "rerun", both)
+    ranks, turns = 5, 6
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        loads = [
+            RankLoad(
+                forward_s=rng.uniform(0.5, 2),
+                input_s=rng.uniform(0.5, 2),
+                weight_s=rng.choice([0.0, 1.0]),
+                begin_s=rng.choice([0.0, 3.0]),
+                waiting=2.0,
+                delayed=1.0,
+                budget=12.0,
+            )
+            for _ in range(ranks)
+        ]
+        hops_s = list(rng.choice([0.0, 0.1], ranks - 1))
+        annealed(kinds_of(least_held(ranks, turns)), loads, hops_s, [0.0] * ranks, 0.0)
+    assert compared > 1000

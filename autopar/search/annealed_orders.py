@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import math
 import random
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
 from autopar.core.list_schedule import RankLoad, most_ahead
@@ -63,7 +64,7 @@ def annealed(
         if best.done_s <= enough_s or not open_:
             break
         check_time()
-        found = clock.run(_exchanged(now.kinds, rng.choice(open_)))
+        found = clock.rerun(now, rng.choice(open_))
         if found is None:
             continue
         more_s = found.value_s - now.value_s
@@ -98,13 +99,13 @@ class _Run:
 
     Attributes:
         kinds: of each rank's actions.
+        ranks: at the end of their work.
         ends_s: when each rank is done.
-        waited: of each action of each rank, if it waited for what another one sent.
     """
 
     kinds: Kinds
+    ranks: list[_Rank]
     ends_s: list[float]
-    waited: list[list[bool]]
 
     @property
     def done_s(self) -> float:
@@ -118,15 +119,26 @@ class _Run:
 
 @dataclass(slots=True)
 class _Rank:
-    """How far a rank is, and when what its actions read arrives."""
+    """How far a rank is.
+
+    Attributes:
+        load: of the rank.
+        free_s: when its last action ended.
+        forwards, gradients: when what its forwards and input gradients read arrives.
+        forward, backward, weight: how many of its forwards, input and weight gradients are done.
+        ended_s: when each of its actions ended.
+        waited: of each action, if it waited for what another rank sent.
+    """
 
     load: RankLoad
     free_s: float
     forwards: list[float]
     gradients: list[float]
     forward: int = 0
-    backward: int = 0  # input gradients
+    backward: int = 0
     weight: int = 0
+    ended_s: list[float] = field(default_factory=list)
+    waited: list[bool] = field(default_factory=list)
 
     def held(self) -> float:
         """Bytes of its microbatches in flight."""
@@ -160,26 +172,55 @@ class _Clock:
         """The orders on the clock; None of such as do not end, or are not looked for."""
         ranks = [_Rank(load, load.begin_s, [], []) for load in self.loads]
         ranks[0].forwards = [0.0] * self.microbatches
-        waited: list[list[bool]] = [[] for _ in kinds]
+        return self._run(kinds, ranks)
+
+    def rerun(self, known: _Run, exchange: _Exchange) -> _Run | None:
+        """The orders after an exchange; what ended before the first action of it is as it was."""
+        kinds, place = _exchanged(known.kinds, exchange), min(exchange.source, exchange.place)
+        ended_s = known.ranks[exchange.rank].ended_s
+        begun_s = ended_s[place - 1] if place else self.loads[exchange.rank].begin_s
+        done = [bisect_left(rank.ended_s, begun_s) for rank in known.ranks]
+        done[exchange.rank] = place
+        before = [order[:count] for order, count in zip(known.kinds, done, strict=True)]
+        last, ranks = len(done) - 1, []
+        for r, (rank, kept, count) in enumerate(zip(known.ranks, before, done, strict=True)):
+            arrived = before[r - 1].count("F") if r else self.microbatches
+            forward, backward = kept.count("F"), kept.count("I")
+            gradients = forward if r == last else before[r + 1].count("I")
+            ranks.append(
+                _Rank(
+                    load=rank.load,
+                    free_s=rank.ended_s[count - 1] if count else rank.load.begin_s,
+                    forwards=rank.forwards[:arrived],
+                    gradients=rank.gradients[:gradients],
+                    forward=forward,
+                    backward=backward,
+                    weight=count - forward - backward,
+                    ended_s=rank.ended_s[:count],
+                    waited=rank.waited[:count],
+                )
+            )
+        return self._run(kinds, ranks)
+
+    def _run(self, kinds: Kinds, ranks: list[_Rank]) -> _Run | None:
+        """Run ranks that are some way through their orders to the end."""
         waiting = list(range(len(kinds) - 1, -1, -1))
         while waiting:
             r = waiting.pop()
-            woken = self._advance(r, ranks, kinds[r], waited[r])
+            woken = self._advance(r, ranks, kinds[r])
             if woken is None:
                 return None
             waiting += woken
-        if any(len(done) < len(order) for done, order in zip(waited, kinds, strict=True)):
+        if any(len(rank.waited) < len(order) for rank, order in zip(ranks, kinds, strict=True)):
             return None
         ends_s = [rank.free_s + s for rank, s in zip(ranks, self.finish_s, strict=True)]
-        return _Run(kinds, ends_s, waited)
+        return _Run(kinds, ranks, ends_s)
 
-    def _advance(
-        self, r: int, ranks: list[_Rank], kinds: str, waited: list[bool]
-    ) -> list[int] | None:
+    def _advance(self, r: int, ranks: list[_Rank], kinds: str) -> list[int] | None:
         """Run a rank until it has to wait; the ranks that it woke, or None (`run`)."""
         rank, load, now_s = ranks[r], ranks[r].load, ranks[r].free_s
         last, woken = r == len(ranks) - 1, []
-        for kind in kinds[len(waited) :]:
+        for kind in kinds[len(rank.waited) :]:
             late = False
             if kind == "F":
                 if rank.forward == len(rank.forwards):
@@ -210,7 +251,8 @@ class _Clock:
                     return None
                 rank.weight += 1
                 now_s += load.weight_s
-            waited.append(late)
+            rank.waited.append(late)
+            rank.ended_s.append(now_s)
         rank.free_s = now_s
         return woken
 
@@ -225,7 +267,7 @@ class _Clock:
         for rank, place in self._critical_path(run):
             by_rank[rank].add(place)
         for rank, places in by_rank.items():
-            kinds, waited = run.kinds[rank], run.waited[rank]
+            kinds, waited = run.kinds[rank], run.ranks[rank].waited
             # of actions of the path that do not wait for others, but for the one before
             begun = 0
             for place in sorted(places):
@@ -249,7 +291,7 @@ class _Clock:
         place = len(run.kinds[rank]) - 1
         while place >= 0:
             yield rank, place
-            if not run.waited[rank][place]:
+            if not run.ranks[rank].waited[place]:
                 place -= 1
                 continue
             kind = run.kinds[rank][place]
