@@ -31,6 +31,7 @@ from autopar.solver.rules.joined import joined_rows
 from autopar.solver.rules.labels import replicated
 from autopar.solver.rules.own_order import own_order_rows
 from autopar.solver.rules.registry import find_rule, goes_together, stub_for
+from autopar.solver.split_rows import row_seconds, splits_rows
 
 __all__ = [
     "Candidate",
@@ -194,11 +195,9 @@ class Pricer:
         )
         alone += self._copies(call, candidates)
         for index, candidate in enumerate(candidates):
-            if runs_in_blocks(call, candidate, mesh):
-                alone[index] = block_seconds(
-                    self.cluster.device, call, candidate, mesh, dtype=_dtype(call),
-                    flops=local_flops[index], num_bytes=local_bytes[index], fuses=self.fuses,
-                )  # fmt: skip
+            work = local_flops[index], local_bytes[index]
+            other = self._otherwise(call, candidate, *work)
+            alone[index] = alone[index] if other is None else other
         if share is None:
             return alone
         moved = np.array([_shared_traffic(call, c, share, mesh) for c in candidates])
@@ -206,6 +205,16 @@ class Pricer:
         shared = kernel_seconds(self.cluster.device, share.op_class, _dtype(call), moved, launches)
         broken = np.array([bool(c.comm) for c in candidates])
         return np.where(broken, alone, np.minimum(alone, shared))
+
+    def _otherwise(
+        self, call: OpCall, candidate: Candidate, flops: float, num_bytes: float
+    ) -> float | None:
+        """Seconds of a candidate that runs as other ops than the traced one; None of most."""
+        given = (self.cluster.device, call, candidate, self.cluster.mesh_shape)
+        dtype, fuses = _dtype(call), self.fuses
+        if runs_in_blocks(*given[1:]):
+            return block_seconds(*given, dtype=dtype, flops=flops, num_bytes=num_bytes, fuses=fuses)
+        return row_seconds(*given, dtype=dtype, fuses=fuses) if splits_rows(*given[1:]) else None
 
     def _copies(self, call: OpCall, candidates: Sequence[Candidate]) -> Array:
         """Seconds of what the lowering of each candidate copies around the op."""

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from autopar.core.key_blocks import first_operand, is_causal, is_diagonal, ring_axes
 from autopar.core.placement import local_shape
 from autopar.core.strategy import OpCall
-from autopar.cost_model import DeviceProfile, compute_seconds_array
+from autopar.cost_model import DeviceProfile
+from autopar.solver.local_work import LocalWork
 
 if TYPE_CHECKING:
     from autopar.solver.candidates import Candidate
@@ -32,22 +32,6 @@ _ATTENTION = (
 )
 _VARIANTS = ("ring", "zigzag", "causal_rows")
 _WIDE = 4  # bytes of what results are merged in, at least
-
-
-class _Work(NamedTuple):
-    """Ops of one kind: how many, and what each does."""
-
-    op_class: str
-    times: int
-    num_bytes: float
-    flops: float = 0.0
-
-    def seconds(self, device: DeviceProfile, dtype: str) -> float:
-        if not self.times:
-            return 0.0
-        flops, num_bytes = np.array(self.flops), np.array(self.num_bytes)
-        each = compute_seconds_array(device, self.op_class, dtype, flops, num_bytes)
-        return self.times * float(each)
 
 
 def runs_in_blocks(call: OpCall, candidate: Candidate, mesh: tuple[int, ...]) -> bool:
@@ -116,55 +100,55 @@ class _Blocks:
         self.wide = self.out * max(1.0, _WIDE / call.outputs[0].dtype.itemsize)
         self.lse = float(_WIDE * math.prod(self._local(self.first)[:3]))
 
-    def calls(self, flops: float, num_bytes: float) -> Iterator[_Work]:
+    def calls(self, flops: float, num_bytes: float) -> Iterator[LocalWork]:
         """Those of the op, and what makes their masks."""
         base = "attention_backward" if self.first else "attention"
         flops *= (2.0 if self.is_causal else 1.0) / self.count  # of a block that is not half empty
         if self.is_diagonal:
-            yield _Work(f"{base}_causal", 1, num_bytes, flops / 2)
+            yield LocalWork(f"{base}_causal", 1, num_bytes, flops / 2)
             if self.is_zigzag:
-                yield _Work(base, 2 * (self.count - 1), num_bytes / 2, flops / 4)
+                yield LocalWork(base, 2 * (self.count - 1), num_bytes / 2, flops / 4)
             else:
-                yield _Work(base, self.count - 1, num_bytes, flops)
+                yield LocalWork(base, self.count - 1, num_bytes, flops)
             return
         if self.is_masked:  # of whose columns a call takes those of its block
             num_bytes -= self._bytes(self.first + 3) * (1 - 1 / self.count)
         made = self._pairs()
         suffix = "_masked" if made or self.is_masked else ""
-        yield _Work(f"{base}{suffix}", self.count, num_bytes + made, flops)
+        yield LocalWork(f"{base}{suffix}", self.count, num_bytes + made, flops)
         if made:
-            yield _Work("pointwise", 2 * self.count, 8.0 * self.rows)  # positions of both
-            yield _Work("pointwise", self.count * (1 + self.is_masked), 2.0 * made)
+            yield LocalWork("pointwise", 2 * self.count, 8.0 * self.rows)  # positions of both
+            yield LocalWork("pointwise", self.count * (1 + self.is_masked), 2.0 * made)
 
-    def sent(self) -> Iterator[_Work]:
+    def sent(self) -> Iterator[LocalWork]:
         """Copies of what is sent in the order in which that is done, and of what is received."""
         if self.is_zigzag:
             given, made = range(len(self.call.operands)), range(len(self.call.outputs))
             for tensor in (*given, *(~i for i in made)):
-                yield _Work("memory", 2, 2 * self._bytes(tensor))
+                yield LocalWork("memory", 2, 2 * self._bytes(tensor))
             return
         # of keys on each axis, and of gradients in each ring; what was received is in that order
         rings = sum(math.prod(self.ring[:i]) for i in range(len(self.ring)))
         copies = len(self.ring) + (rings if self.first else 0)
         for i in (1, 2):
-            yield _Work("memory", copies, 2 * self._bytes(self.first + i))
+            yield LocalWork("memory", copies, 2 * self._bytes(self.first + i))
 
-    def merged(self) -> Iterator[_Work]:
+    def merged(self) -> Iterator[LocalWork]:
         """What makes one result of those of all blocks."""
         merges = self.count - 1
         if self.is_zigzag:  # of chunks: one counts for the second, and one for both or neither
             yield from self._merged(3 * merges, 0.5, 2 * merges * (not self.first))
-            yield _Work("memory", 1, 2 * self.out)  # both chunks
+            yield LocalWork("memory", 1, 2 * self.out)  # both chunks
         else:
             yield from self._merged(merges, 1.0, merges * self.is_diagonal)
         if not self.first:
             return
         for i in (1, 2):
             num_bytes = self._bytes(self.first + i)
-            yield _Work("pointwise", merges, 3 * num_bytes)
+            yield LocalWork("pointwise", merges, 3 * num_bytes)
             if self.is_zigzag:
-                yield _Work("pointwise", 2 * merges, 1.25 * num_bytes)
-                yield _Work("memory", merges, 2 * num_bytes)
+                yield LocalWork("pointwise", 2 * merges, 1.25 * num_bytes)
+                yield LocalWork("memory", merges, 2 * num_bytes)
 
     def scratch(self) -> float:
         """Bytes of copies, of what travels, and of what is merged, less those of the outputs."""
@@ -191,7 +175,7 @@ class _Blocks:
             return 0.0
         return float(self.rows * self._local(self.first + 1)[2])
 
-    def _merged(self, times: int, share: float, shifted: int) -> Iterator[_Work]:
+    def _merged(self, times: int, share: float, shifted: int) -> Iterator[LocalWork]:
         """Results of a share of the rows, added or weighted by their log-sum-exp.
 
         Args:
@@ -200,17 +184,17 @@ class _Blocks:
             shifted: how often a log-sum-exp says that nothing counts.
         """
         out, wide, lse = share * self.out, share * self.wide, 2 * share * self.lse
-        yield _Work("pointwise", shifted, lse)
+        yield LocalWork("pointwise", shifted, lse)
         if not self.first:
-            yield _Work("pointwise", (2 if self.fuses else 7) * times, lse)
+            yield LocalWork("pointwise", (2 if self.fuses else 7) * times, lse)
         if self.fuses:
-            yield _Work("pointwise", times, 2 * wide + out)
+            yield LocalWork("pointwise", times, 2 * wide + out)
         else:
-            yield _Work("pointwise", times, 3 * wide)
-            yield _Work("pointwise", 0 if self.first else 2 * times, 2 * wide)
+            yield LocalWork("pointwise", times, 3 * wide)
+            yield LocalWork("pointwise", 0 if self.first else 2 * times, 2 * wide)
         if wide > out and times:
             ends = round(1 / share)
-            yield _Work("pointwise", ends if self.fuses else times + 2 * ends, wide + out)
+            yield LocalWork("pointwise", ends if self.fuses else times + 2 * ends, wide + out)
 
     def _bytes(self, tensor: int) -> float:
         """Of what a rank has of operand `tensor`, or of output `~tensor` where negative."""

@@ -31,7 +31,7 @@ def embedding_rule(call: OpCall) -> list[AxisStrategy]:
     """(weight, indices) -> out, linear in weight."""
     dims = [f"i{d}" for d in range(len(call.operands[1].shape))]
     rows = by_labels(call, [[None, "h"], dims], [[*dims, "h"]])
-    rows.append(AxisStrategy((Shard(0), Replicate()), (Partial(),), "vocab"))
+    rows.append(AxisStrategy((Shard(0), Replicate()), (Partial(),), "vocab", copied=(~0,)))
     return rows + linear_rows(call, [(0,)])
 
 
