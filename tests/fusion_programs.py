@@ -13,14 +13,17 @@ from torch import Tensor, fx, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from autopar.codegen.emit import emit
+from autopar.codegen.fusion import Fusion
 from autopar.codegen.fusion.generated import Generated
 from autopar.codegen.fusion.options import GENERATED
 from autopar.codegen.program import Program
+from autopar.codegen.shares import fused_shares
 from autopar.core.constraints import Constraints
 from autopar.core.graph import TracedModel
 from autopar.core.plan import Plan
 from autopar.cost_model import Cluster
 from autopar.kernels.registry import KERNELS
+from autopar.solver.offers import Offers
 from autopar.solver.solve import solve
 from autopar.tracer.trace import trace
 from autopar.verification import whole_inputs
@@ -167,7 +170,9 @@ def plan_of(name: str, ranks: int = 1, constraints: str = "") -> Plan:
     chosen = {"": None, "vocab": VOCAB, "1d": {"tensor": {"mode": "1d", "size": ranks}}}
     cluster = Cluster.from_profile("cpu-gloo", devices_per_node=ranks)
     parsed = Constraints.parse(chosen[constraints])
-    return solve(traced_model(name)[2], cluster, constraints=parsed, memory_limit=None)
+    traced = traced_model(name)[2]
+    offers = Offers(cluster, fused_shares(traced, Fusion.parse(True, torch.device("cuda"))))
+    return solve(traced, cluster, constraints=parsed, memory_limit=None, offers=offers)
 
 
 def program_of(name: str, fusion: Any) -> Program:

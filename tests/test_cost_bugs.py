@@ -136,7 +136,9 @@ def test_no_candidate_of_an_embedding_is_free(mesh: tuple[int, ...]) -> None:
         overhead = pricer.cluster.device.kernel_overhead_s
         assert (seconds > overhead).all()
         whole = next(i for i, c in enumerate(candidates) if _is_whole(c))
-        assert seconds[whole] == seconds.max()
+        # a rank with a part of the rows also clears those of others
+        plain = [i for i, c in enumerate(candidates) if not c.copied]
+        assert seconds[whole] == seconds[plain].max()
 
 
 def _is_whole(candidate: Candidate) -> bool:
@@ -152,7 +154,8 @@ def test_compute_of_every_op_falls_with_its_shards_and_none_is_negative() -> Non
         whole = next((i for i, c in enumerate(candidates) if _is_whole(c)), None)
         assert (seconds >= 0).all()
         if whole is not None:
-            assert (seconds <= seconds[whole] * (1 + 1e-12)).all(), op.name
+            plain = [i for i, c in enumerate(candidates) if not c.copied]
+            assert (seconds[plain] <= seconds[whole] * (1 + 1e-12)).all(), op.name
 
 
 def _mlp(width: int, layers: int) -> nn.Module:
