@@ -10,9 +10,11 @@ import torch
 from torch import fx
 
 from autopar.codegen.emit import emit
+from autopar.codegen.fused_bytes import note_fused_bytes
 from autopar.codegen.passes.lifetimes import FUSED_BYTES, Lifetimes
 from autopar.codegen.shares import fused_shares
 from autopar.core.constraints import Constraints
+from autopar.core.host import ARRIVED, FROM_HOST
 from autopar.core.plan import Plan
 from autopar.solver.offers import Offers
 from autopar.solver.read_step import build_step
@@ -140,3 +142,16 @@ def test_what_fusion_lets_go_of_at_a_node_is_there_in_front_of_it() -> None:
     assert lifetimes.earliest(nodes[4], 0, size, budget=4 * size) == 3
     assert lifetimes.earliest(nodes[4], 0, size, budget=1 << 21) == 0
     assert lifetimes.earliest(nodes[4], 0, size, budget=size) == 4
+
+
+def test_what_comes_from_the_host_tells_nothing_of_kernels() -> None:
+    """It may come while another block runs, where fusing changes something else."""
+    model, inputs = zoo.llama()
+    traced, cluster = trace(model.train(), inputs), gpus(4)
+    pins = Constraints.parse({"data": 4, "zero": 3, "checkpoint": "host"})
+    plan = solve(traced, cluster, constraints=pins)
+    graph = emit(traced, plan, [0], passes=()).joint.graph
+    come = [node for node in graph.nodes if node.target in (FROM_HOST, ARRIVED)]
+    note_fused_bytes(graph, ALL, come[0].meta["val"].fake_mode)
+    assert come and not any(FUSED_BYTES in node.meta for node in come)
+    assert any(FUSED_BYTES in node.meta for node in graph.nodes)

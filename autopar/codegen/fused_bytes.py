@@ -16,9 +16,12 @@ from autopar.codegen.fusion import Fusion, fuse
 from autopar.codegen.passes.lifetimes import FUSED_BYTES, Lifetimes
 from autopar.codegen.passes.order import copied
 from autopar.codegen.passes.sends import is_start, is_wait
+from autopar.core.host import ARRIVED, FROM_HOST
 from autopar.core.work import is_view
 
 __all__ = ["note_fused_bytes"]
+
+_FROM_HOST = (FROM_HOST, ARRIVED)
 
 
 def note_fused_bytes(graph: fx.Graph, fusion: Fusion, fake_mode: FakeTensorMode) -> None:
@@ -55,7 +58,7 @@ def _fixed(graph: fx.Graph, kept: Collection[str]) -> set[fx.Node]:
     for node in graph.nodes:
         if node.name not in kept or (
             node.op == "call_function"
-            and not (is_start(node) or is_wait(node))
+            and not (is_start(node) or is_wait(node) or node.target in _FROM_HOST)
             and any(source in fed for source in node.all_input_nodes)
         ):
             fed.add(node)
