@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import fx
 
 from autopar.core.fused import FusedShares, Share
@@ -50,6 +51,7 @@ class Offers:
         self.pricer = Pricer(cluster, fuses=bool(self.fused))
         self.moves = MoveCosts(cluster)
         self._offers: dict[Hashable, Offer] = {}
+        self._kept: dict[Hashable, list[Candidate]] = {}
         self._seconds: dict[Hashable, float] = {}
         self._broken: dict[Hashable, Array] = {}
         self._calls: dict[int, tuple[OpCall, Hashable]] = {}
@@ -68,12 +70,25 @@ class Offers:
         key = self._likeness(call), share
         known = self._offers.get(key)
         if known is None:
-            plain = self._offers.get((key[0], None))
-            candidates = plain.candidates if plain else expand(call, self.cluster.mesh_shape)
+            candidates = self._candidates(call, key[0])
             inner = self.pricer.inner(candidates)
             seconds = self.pricer.compute(call, candidates, share) + inner
             known = self._offers[key] = Offer(candidates, seconds, inner)
         return known
+
+    def _candidates(self, call: OpCall, likeness: Hashable) -> list[Candidate]:
+        """Of those that differ in nothing but how they are run, the fastest."""
+        if likeness not in self._kept:
+            every = expand(call, self.cluster.mesh_shape)
+            layouts = [(c.inputs, c.outputs) for c in every]
+            if len(set(layouts)) < len(every):
+                seconds = self.pricer.compute(call, every) + self.pricer.inner(every)
+                fastest: dict[Hashable, int] = {}
+                for index in np.argsort(seconds, kind="stable"):
+                    fastest.setdefault(layouts[index], int(index))
+                every = [every[index] for index in sorted(fastest.values())]
+            self._kept[likeness] = every
+        return self._kept[likeness]
 
     def seconds(
         self,
