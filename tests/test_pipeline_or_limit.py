@@ -9,6 +9,7 @@ import pytest
 
 from autopar.core.constraints import Constraints, PipelinePin
 from autopar.core.plan import Plan
+from autopar.search import pipelining
 from autopar.search.fitting_cuts import FittingCuts
 from autopar.search.one_piece import OnePiece
 from autopar.search.pipeline_shapes import Shapes
@@ -119,17 +120,33 @@ def a_search(share: float, monkeypatch: pytest.MonkeyPatch) -> tuple[_Search, Pl
 
 
 @pytest.mark.parametrize(
-    ("share", "least", "proved"),
-    [(0.9, 2.0, None), (0.98, 2.0, False), (1.5, 2.0, True), (1.5, 1.0, False)],
+    ("share", "written", "least", "proved"),
+    [
+        (0.9, 2.0, 2.0, None),
+        (0.98, 1.0, 2.0, None),
+        (0.98, 1.1, 2.0, False),
+        (1.5, 1.0, 2.0, True),
+        (1.5, 1.0, 1.0, False),
+    ],
 )
 def test_within_the_limit_a_bound_is_asked_for_where_it_tells(
-    share: float, least: float, proved: bool | None, monkeypatch: pytest.MonkeyPatch
+    share: float,
+    written: float,
+    least: float,
+    proved: bool | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Not of a pipeline that is as fast as plans without a limit, nor where other ones may be.
 
-    One that saves enough without a limit is not asked about; else plans must stay below it.
+    One that saves enough without a limit is not asked about, nor one whose programs, which take so
+    many times what was counted, are no slower; else plans must stay below it.
     """
     search, pipeline = a_search(share, monkeypatch)
+    seconds = written * pipeline.predicted.step_time_s
+    as_written = replace(pipeline.predicted, step_time_s=seconds)
+    monkeypatch.setattr(
+        pipelining, "scheduled", lambda plan, _: replace(plan, predicted=as_written)
+    )
     asked: list[tuple[float, bool]] = []
 
     def best(

@@ -25,6 +25,7 @@ from autopar.search.fitting_cuts import FittingCuts
 from autopar.search.one_piece import OnePiece
 from autopar.search.pipeline_shapes import Shapes
 from autopar.search.plan_seconds import GAIN, as_fast_s, counted_s, faster, to_beat_s
+from autopar.search.scheduling import scheduled
 from autopar.search.stage_planning import StagePlanner, on_the_clock
 from autopar.search.step_limits import StepLimits
 from autopar.search.verified_limits import with_verified_limit
@@ -177,8 +178,8 @@ class _Search:
         if found is not None:
             # a limit makes no step faster: what is slower without one is not searched with it,
             # nor what is ahead by no more than a limit that binds is thought to cost
-            free_to_beat_s = to_beat_s(self.known.free_program(self.limit))
-            if found_s * (1 - _PROVED) < free_to_beat_s:
+            free = self.known.free_program(self.limit)
+            if found_s * (1 - _PROVED) < to_beat_s(free) or self._is_as_fast(found, free):
                 return self._reported(found, shapes, free_s)
         # bounds take longer than plans, and those above what is found, or bounds pipelines, tell
         # nothing: what that is of a plan in one piece is known once there is one
@@ -205,6 +206,17 @@ class _Search:
             best_s = to_beat_s(best) if best is plain else counted_s(best)
             shapes.close_least(share * best_s, short=True)
         return self._reported(best, shapes, plain.solver.bound)
+
+    def _is_as_fast(self, pipeline: Plan, plain: Plan) -> bool:
+        """True if the programs of a pipeline take no longer than that of a plan in one piece.
+
+        They take seconds to write, where the search for a plan within a limit may take minutes.
+        """
+        enough_s = plain.predicted.step_time_s
+        if counted_s(pipeline) >= enough_s or pipeline.pipeline is None:
+            return False
+        written = scheduled(replace(pipeline, fusion=self.kernels), self.traced)
+        return written.predicted.step_time_s <= enough_s
 
     def _bound_by(self, plain: Plan, shapes: Shapes) -> float:
         """What bounds pipelines, made as close as can be, in seconds that a plan counts."""
