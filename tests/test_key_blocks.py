@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import fx
 
+from autopar.codegen.fusion import fuse
 from autopar.codegen.passes.lifetimes import Lifetimes
 from autopar.core.attention import tokens_first
 from autopar.core.placement import Replicate, Shard, shard_factor
@@ -17,6 +18,7 @@ from autopar.cost_model import Cluster
 from autopar.cost_model.emitted_ops import node_seconds
 from autopar.solver.candidates import Candidate, Pricer, expand, scratch_bytes
 from tests.bruteforce import Captured, Sample, capture, distribute, emit, rows_of
+from tests.test_fused_prices import ALL
 
 autopar = torch.ops.autopar
 LENGTH, HEADS, WIDTH = 512, 4, 64
@@ -63,6 +65,12 @@ def emitted(
     return emit(captured, tuple(rows), mesh, rank, parts)
 
 
+def seconds_of(graph: fx.Graph, cluster: Cluster) -> float:
+    calls = [n for n in graph.nodes if n.op == "call_function"]
+    ops = (n for n in calls if getattr(n.target, "namespace", "") != "_c10d_functional")
+    return sum(node_seconds(n, cluster.device) for n in ops)
+
+
 def cluster_of(profile: str, mesh: Mesh) -> Cluster:
     return Cluster.from_profile(profile, nodes=1, devices_per_node=math.prod(mesh), mesh_shape=mesh)
 
@@ -93,15 +101,29 @@ def test_as_emitted(
     seconds, scratch = Pricer(cluster).compute(call, found), scratch_bytes(call, found, mesh)
     for candidate, priced_s, more in zip(found, seconds, scratch, strict=True):
         graph = emitted(captured, inputs, candidate, mesh)
-        ops = (n for n in graph.nodes if getattr(n.target, "namespace", "") != "_c10d_functional")
-        emitted_s = sum(node_seconds(n, cluster.device) for n in ops if n.op == "call_function")
-        assert priced_s == pytest.approx(emitted_s, rel=0.06), candidate.variants
+        assert priced_s == pytest.approx(seconds_of(graph, cluster), rel=0.06), candidate.variants
         outputs = sum(
             spec.num_bytes / shard_factor(layout, mesh)
             for spec, layout in zip(call.outputs, candidate.outputs, strict=True)
         )
         needed = Lifetimes(graph).peak_bytes - outputs
         assert needed * 0.97 <= more <= needed * 1.3, candidate.variants
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2)], ids=str)
+def test_as_fused(mesh: Mesh, causal: bool, backward: bool) -> None:
+    torch.manual_seed(0)
+    captured, inputs = captured_of(backward, causal, False, torch.bfloat16)
+    cluster, call = cluster_of("h100-sxm", mesh), op_call(captured.node, mesh[0])
+    found = in_rows(call, mesh)
+    for candidate, priced_s in zip(
+        found, Pricer(cluster, fuses=True).compute(call, found), strict=True
+    ):
+        graph = emitted(captured, inputs, candidate, mesh)
+        fuse(graph, ALL, next(iter(graph.nodes)).meta["val"].fake_mode)
+        assert priced_s == pytest.approx(seconds_of(graph, cluster), rel=0.1), candidate.variants
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])

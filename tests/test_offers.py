@@ -49,7 +49,8 @@ def test_offers_are_those_of_each_op(name: str) -> None:
     offers, pricer = Offers(CLUSTER), Pricer(CLUSTER)
     for op in build_step(traced).ops.values():
         every = expand(op.call, MESH)
-        known, candidates = offers.of(op.call), offers.of(op.call).candidates
+        known = offers.of(op.call)
+        candidates = known.candidates
         seconds = pricer.compute(op.call, every) + pricer.inner(every)
         # of ways to run it that differ in nothing else, the fastest
         least: dict[object, float] = {}

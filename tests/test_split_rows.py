@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from autopar.codegen.fusion import fuse
 from autopar.core.placement import Shard
 from autopar.core.strategy import op_call
 from autopar.cost_model import Cluster
 from autopar.cost_model.emitted_ops import node_seconds
 from autopar.solver.candidates import Pricer, expand
-from tests import rule_samples_nn as _kernels  # noqa: F401  (one that torch has not on CPU)
+from tests import rule_samples_nn as _kernels  # noqa: F401  (registers one that torch has not)
 from tests.bruteforce import Sample, capture, distribute, emit, rows_of
+from tests.test_fused_prices import ALL
 
 aten = torch.ops.aten
 autopar = torch.ops.autopar
@@ -87,16 +89,11 @@ SAMPLES = {
 
 
 @pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("profile", "dtype"),
-    [
-        ("cpu-gloo", torch.float32),
-        ("cpu-gloo", torch.bfloat16),
-        ("h100-sxm", torch.float32),
-        ("h100-sxm", torch.bfloat16),
-    ],
+    ("profile", "fuses"), [("cpu-gloo", False), ("h100-sxm", False), ("h100-sxm", True)]
 )
-def test_as_emitted(profile: str, dtype: torch.dtype, name: str) -> None:
+def test_as_emitted(profile: str, dtype: torch.dtype, name: str, fuses: bool) -> None:
     torch.manual_seed(0)
     captured = capture(SAMPLES[name](dtype))
     call, mesh = op_call(captured.node, 2), (2,)
@@ -109,7 +106,9 @@ def test_as_emitted(profile: str, dtype: torch.dtype, name: str) -> None:
         for x, layout in zip(captured.operands, chosen.inputs, strict=True)
     ]
     graph = emit(captured, (row,), mesh, 1, parts)
+    if fuses:
+        fuse(graph, ALL, next(iter(graph.nodes)).meta["val"].fake_mode)
     ops = (n for n in graph.nodes if getattr(n.target, "namespace", "") != "_c10d_functional")
     emitted_s = sum(node_seconds(n, cluster.device) for n in ops if n.op == "call_function")
-    (priced_s,) = Pricer(cluster).compute(call, [chosen])
+    (priced_s,) = Pricer(cluster, fuses=fuses).compute(call, [chosen])
     assert priced_s == pytest.approx(emitted_s, rel=0.1)

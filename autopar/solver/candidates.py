@@ -195,9 +195,9 @@ class Pricer:
         )
         alone += self._copies(call, candidates)
         for index, candidate in enumerate(candidates):
-            work = local_flops[index], local_bytes[index]
-            other = self._otherwise(call, candidate, *work)
-            alone[index] = alone[index] if other is None else other
+            if any(candidate.variants):
+                work = local_flops[index], local_bytes[index]
+                alone[index] = self._of_variant(call, candidate, *work, alone[index])
         if share is None:
             return alone
         moved = np.array([_shared_traffic(call, c, share, mesh) for c in candidates])
@@ -206,15 +206,22 @@ class Pricer:
         broken = np.array([bool(c.comm) for c in candidates])
         return np.where(broken, alone, np.minimum(alone, shared))
 
-    def _otherwise(
-        self, call: OpCall, candidate: Candidate, flops: float, num_bytes: float
-    ) -> float | None:
-        """Seconds of a candidate that runs as other ops than the traced one; None of most."""
+    def _of_variant(
+        self, call: OpCall, candidate: Candidate, flops: float, num_bytes: float, own_s: float
+    ) -> float:
+        """Seconds of a candidate that may run as other ops than the traced one.
+
+        Args:
+            call, candidate: the op.
+            flops, num_bytes, own_s: of a rank, if it ran as traced.
+        """
         given = (self.cluster.device, call, candidate, self.cluster.mesh_shape)
         dtype, fuses = _dtype(call), self.fuses
         if runs_in_blocks(*given[1:]):
             return block_seconds(*given, dtype=dtype, flops=flops, num_bytes=num_bytes, fuses=fuses)
-        return row_seconds(*given, dtype=dtype, fuses=fuses) if splits_rows(*given[1:]) else None
+        if splits_rows(*given[1:]):
+            return row_seconds(*given, dtype=dtype, own_s=own_s, fuses=fuses)
+        return own_s
 
     def _copies(self, call: OpCall, candidates: Sequence[Candidate]) -> Array:
         """Seconds of what the lowering of each candidate copies around the op."""

@@ -193,8 +193,12 @@ class _Blocks:
             yield LocalWork("pointwise", times, 3 * wide)
             yield LocalWork("pointwise", 0 if self.first else 2 * times, 2 * wide)
         if wide > out and times:
-            ends = round(1 / share)
-            yield LocalWork("pointwise", ends if self.fuses else times + 2 * ends, wide + out)
+            ends = casts = round(1 / share)
+            if not self.fuses:
+                casts = times + 2 * ends
+            elif self.is_zigzag and self.first:  # what is added to both chunks is in no kernel
+                casts = 2 * ends + self.count - 1
+            yield LocalWork("pointwise", casts, wide + out)
 
     def _bytes(self, tensor: int) -> float:
         """Of what a rank has of operand `tensor`, or of output `~tensor` where negative."""

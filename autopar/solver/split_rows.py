@@ -30,6 +30,22 @@ _VARIANTS = ("hidden", "vocab")
 _WIDE = 4  # bytes of what is computed in, at least
 
 
+class _Fused(NamedTuple):
+    """Kernels that are left of these ops.
+
+    Attributes:
+        moved: parts that each of them reads and writes, in the dtype of the op's tensors.
+        cast: the same where that dtype has two bytes, and what is in between has four.
+        short: kernels on one number a row, or on a weight, without casts and with them.
+        own: the op's own kernel is one of them.
+    """
+
+    moved: tuple[int, ...]
+    cast: tuple[int, ...]
+    short: tuple[int, int]
+    own: bool = False
+
+
 class _Ops(NamedTuple):
     """Ops on whole parts of rows.
 
@@ -38,32 +54,35 @@ class _Ops(NamedTuple):
         exponentials: of a part.
         reductions: sums of rows, or their maxima.
         casts: from the dtype of the op's tensors to a wide one, or back.
-        short: ops on one number a row, or of a weight; and how many more where something is cast.
-        fused: what each kernel reads and writes in place of all of these: parts, and wide ones;
-            None where the op's own price holds.
+        short: ops on one number a row, or on a weight, without casts and with them.
+        fused: what fusion leaves of them.
     """
 
     moved: tuple[int, ...]
     reductions: int
     casts: int
     short: tuple[int, int]
-    fused: tuple[tuple[int, int], ...] | None
+    fused: _Fused
     exponentials: int = 0
 
 
 _OPS = {
     aten.native_layer_norm.default: _Ops(
-        (2, 2, 2, 2, 2), 2, 2, (5, 3), ((1, 1), (0, 2), (0, 2), (1, 1))
+        (2, 2, 2, 2, 2), 2, 2, (5, 8), _Fused((1, 2, 2), (3, 4, 4, 3), (0, 2))
     ),
-    aten._fused_rms_norm.default: _Ops((2, 2, 2), 1, 2, (3, 0), ((1, 1), (1, 1))),
+    aten._fused_rms_norm.default: _Ops((2, 2, 2), 1, 2, (3, 3), _Fused((1, 2), (3, 4, 3), (0, 1))),
     aten.native_layer_norm_backward.default: _Ops(
-        (2, 2, 2, 3, 2, 2, 3, 2, 3), 4, 3, (2, 4), ((2, 3), (0, 3), (1, 2), (0, 1), (0, 1))
+        (2, 2, 2, 3, 2, 2, 3, 2, 3), 4, 3, (2, 6), _Fused((5, 3, 1, 1), (8, 6, 5, 2, 2), (2, 5))
     ),
     aten._fused_rms_norm_backward.default: _Ops(
-        (2, 2, 3, 2, 3, 2, 3), 2, 3, (1, 2), ((2, 3), (0, 3), (1, 2), (0, 1))
+        (2, 2, 3, 2, 3, 2, 3), 2, 3, (1, 3), _Fused((5, 3, 1), (8, 6, 5, 2), (0, 2))
     ),
-    autopar.token_nll.default: _Ops((2,), 2, 1, (17, 0), None, exponentials=1),
-    autopar.token_nll_backward.default: _Ops((2, 2, 2), 0, 2, (11, 1), None, exponentials=1),
+    autopar.token_nll.default: _Ops(
+        (2,), 2, 1, (17, 17), _Fused((), (), (5, 5), own=True), exponentials=1
+    ),
+    autopar.token_nll_backward.default: _Ops(
+        (2, 2, 2), 0, 2, (11, 12), _Fused((), (), (0, 0), own=True), exponentials=1
+    ),
 }
 
 
@@ -81,38 +100,39 @@ def row_seconds(
     mesh: tuple[int, ...],
     *,
     dtype: str,
+    own_s: float,
     fuses: bool,
-) -> float | None:
-    """Seconds of the local compute; None where the op's own price holds.
+) -> float:
+    """Seconds of the local compute.
 
-    Arguments as of `key_blocks.block_seconds`.
+    Args:
+        device: that runs it.
+        call, candidate, mesh: as for `splits_rows`, which is True.
+        dtype: that it computes in.
+        own_s: seconds of the op's own kernel on what a rank has.
+        fuses: elementwise ops that follow each other are one kernel.
     """
-    ops = _OPS[call.target]
-    if fuses and ops.fused is None:
-        return None
-    return sum(w.seconds(device, dtype) for w in _works(ops, call, candidate, mesh, fuses))
-
-
-def _works(
-    ops: _Ops, call: OpCall, candidate: Candidate, mesh: tuple[int, ...], fuses: bool
-) -> Iterator[LocalWork]:
     # the largest operand has all rows
-    sizes = [
-        (math.prod(local_shape(spec.shape, layout, mesh)), spec)
-        for spec, layout in zip(call.operands, candidate.inputs, strict=True)
-    ]
-    count, spec = max(sizes, key=lambda size: size[0])
-    part = float(count * spec.dtype.itemsize)
-    wide = float(count * max(_WIDE, spec.dtype.itemsize))
-    rows = wide / local_shape(spec.shape, candidate.inputs[call.operands.index(spec)], mesh)[-1]
-    if fuses and ops.fused is not None:
-        for parts, wide_parts in ops.fused:
-            yield LocalWork("pointwise", 1, parts * part + wide_parts * wide)
-        return
+    given = zip(call.operands, candidate.inputs, strict=True)
+    shapes = [local_shape(spec.shape, layout, mesh) for spec, layout in given]
+    shape, spec = max(zip(shapes, call.operands, strict=True), key=lambda each: math.prod(each[0]))
+    part = float(math.prod(shape) * spec.dtype.itemsize)
+    wide = float(math.prod(shape) * max(_WIDE, spec.dtype.itemsize))
+    ops, row = _OPS[call.target], wide / shape[-1]
+    works = _kernels(ops.fused, part, wide, row) if fuses else _ops(ops, part, wide, row)
+    return own_s * (fuses and ops.fused.own) + sum(w.seconds(device, dtype) for w in works)
+
+
+def _kernels(fused: _Fused, part: float, wide: float, row: float) -> Iterator[LocalWork]:
+    for parts in fused.cast if wide > part else fused.moved:
+        yield LocalWork("pointwise", 1, parts * part)
+    yield LocalWork("pointwise", fused.short[wide > part], 2 * row)
+
+
+def _ops(ops: _Ops, part: float, wide: float, row: float) -> Iterator[LocalWork]:
     for parts in ops.moved:
         yield LocalWork("pointwise", 1, parts * wide)
     yield LocalWork("special_exp", ops.exponentials, 2 * wide)
     yield LocalWork("reduction", ops.reductions, wide)
-    casts = int(wide > part)
-    yield LocalWork("pointwise", ops.casts * casts, wide + part)
-    yield LocalWork("pointwise", ops.short[0] + ops.short[1] * casts, 2 * rows)
+    yield LocalWork("pointwise", ops.casts * (wide > part), wide + part)
+    yield LocalWork("pointwise", ops.short[wide > part], 2 * row)

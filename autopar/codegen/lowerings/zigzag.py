@@ -54,17 +54,20 @@ class _Zigzag:
         """Whose chunks this rank has during the op."""
         return self.me // 2, (2 * self.size - 1 - self.me) // 2
 
+    @property
+    def _order(self) -> tuple[int, int]:
+        """This rank's own chunks in the order of the ranks that have them during the op."""
+        return (0, 1) if self._mine[0] <= self._mine[1] else (1, 0)
+
     def enter(self, x: fx.Node) -> fx.Node:
         """From neighbouring chunks of the rows to those with equal work."""
-        first = int(self._mine[0] > self._mine[1])  # who is to get it comes first
-        parts = [self.half(x, which) for which in (first, 1 - first)]
+        parts = [self.half(x, which) for which in self._order]
         return self._joined(self._sent(parts, self._mine, self._given), (0, 1))
 
     def leave(self, x: fx.Node) -> fx.Node:
         """Back to neighbouring chunks."""
-        first = int(self._mine[0] > self._mine[1])
         parts = [self.half(x, which) for which in (0, 1)]
-        return self._joined(self._sent(parts, self._given, self._mine), (first, 1 - first))
+        return self._joined(self._sent(parts, self._given, self._mine), self._order)
 
     def _sent(self, parts: list[fx.Node], to: tuple[int, int], source: tuple[int, int]) -> fx.Node:
         stacked = self.b.call(aten.stack.default, parts)

@@ -53,12 +53,12 @@ def heads_nest(call: OpCall, rows: Sequence[AxisStrategy], mesh: Sequence[int]) 
     """A rank's query heads attend to key heads that it has, and all to equally many.
 
     So axes that shard the key heads come before those on which a rank picks its own, and a rank has
-    a part of one group of query heads, or whole groups.
+    a part of one group of query heads, or whole groups. Ranks exchange rows over one axis alone.
     """
     first = first_operand(call)
     variants = {row.variant for row in rows}
     if "zigzag" in variants and sum(row.inputs[first] == Shard(_ROWS) for row in rows) > 1:
-        return False  # its rows are those of one axis
+        return False
     if "grouped" not in variants:
         return True
     if variants & {"ring", "zigzag"}:  # it would send heads that the next rank does not need
